@@ -95,7 +95,7 @@ class Layout:
     @cached_property
     def joint_offsets(self) -> Tensor:
         """int32 [B + 1]: where each sample starts in the joint order."""
-        joint = torch.tensor((0,) + tuple(length + self.latent_tokens for length in self.lengths))
+        joint = torch.tensor([0, *(length + self.latent_tokens for length in self.lengths)])
         return joint.cumsum(0).to(torch.int32).to(self.device, non_blocking=True)
 
     def to(self, device: torch.device | str) -> Layout:

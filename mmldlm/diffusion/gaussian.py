@@ -1,0 +1,111 @@
+"""Latents: Gaussian diffusion in continuous time; corruption, targets, conversions, losses, reverse steps.
+
+Shapes: x0, epsilon, z, v and every prediction [B, M, C]; t [B]. Latents have unit RMS, so x0 and epsilon
+both have norm near sqrt(C).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmldlm.diffusion.schedule import PATHS, Process, TimeSampling
+from mmldlm.schema import setting
+
+Parametrisation = Literal["epsilon", "x0", "v"]
+LatentLoss = Literal["cosine", "mse", "normalized_mse", "huber"]
+LatentSampler = Literal["ddim", "euler"]
+
+ALPHA_MIN = 1e-3  # epsilon says nothing of x0 where alpha = 0; the estimate is damped there, never divided by 0
+SIGMA_MIN = 1e-3
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    process: Process = setting("vp_cosine", "noising path of the latents")
+    prediction: Parametrisation = setting("epsilon", "what the network predicts of them")
+    time_sampling: TimeSampling = setting("uniform", "distribution of t_latent in training")
+
+
+def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
+    return t_B.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+
+class GaussianDiffusion:
+    """One path and one parametrisation, behind the loss, the samplers and the evaluation alike."""
+
+    def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf):
+        """`max_norm`: norm that no x0 estimate exceeds; the largest of the training data."""
+        self.path = PATHS[config.process]()
+        self.prediction = config.prediction
+        self.loss_kind = loss
+        self.max_norm = max_norm
+
+    def corrupt(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
+        """z_t = alpha x0 + sigma epsilon."""
+        t = per_sample(t, x0)
+        return self.path.alpha(t) * x0 + self.path.sigma(t) * epsilon
+
+    def target(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
+        """What a perfect network predicts."""
+        if self.prediction == "x0":
+            return x0
+        if self.prediction == "epsilon":
+            return epsilon
+        a, b = self.path.velocity(per_sample(t, x0))
+        return a * x0 + b * epsilon
+
+    def losses(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """[B]: the configured loss of each sample, in float32, mean over its latent tokens and channels."""
+        predicted, target = predicted.float(), target.float()
+        if self.loss_kind == "cosine":
+            return (1 - F.cosine_similarity(predicted, target, dim=-1, eps=1e-6)).mean(-1)
+        if self.loss_kind == "huber":
+            return F.smooth_l1_loss(predicted, target, reduction="none").flatten(1).mean(1)
+        squared = (predicted - target).square().flatten(1).mean(1)
+        if self.loss_kind == "mse":
+            return squared
+        return squared / target.square().flatten(1).mean(1).clamp_min(1e-6)
+
+    # --- from a prediction back to data ---------------------------------------------------------------
+
+    def estimates(self, predicted: Tensor, z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """(x0, epsilon) that a prediction at z_t stands for; finite for every t in [0, 1].
+
+        A cosine-trained prediction has a direction only: it is put back on the sphere where its target
+        lies. x0 estimates longer than any datum are shortened to `max_norm`, as image models clip theirs.
+        """
+        t = per_sample(t, z)
+        alpha, sigma = self.path.alpha(t), self.path.sigma(t)
+        if self.loss_kind == "cosine":
+            predicted = F.normalize(predicted, dim=-1) * self._target_norm(t, z.shape[-1])
+        if self.prediction == "epsilon":
+            x0 = (z - sigma * predicted) / alpha.clamp_min(ALPHA_MIN)
+        elif self.prediction == "x0":
+            x0 = predicted
+        else:
+            _, b = self.path.velocity(t)
+            x0 = b * z - sigma * predicted
+        norm = x0.norm(dim=-1, keepdim=True)
+        x0 = x0 * (self.max_norm / norm.clamp_min(self.max_norm) if math.isfinite(self.max_norm) else 1.0)
+        return x0, (z - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
+
+    def _target_norm(self, t: Tensor, channels: int) -> Tensor:
+        if self.prediction != "v":
+            return torch.full_like(t, math.sqrt(channels))
+        a, b = self.path.velocity(t)
+        return math.sqrt(channels) * (a.square() + b.square()).sqrt()
+
+    def reverse_step(self, predicted: Tensor, z: Tensor, t: Tensor, s: Tensor, sampler: LatentSampler) -> Tensor:
+        """z at time s < t. `ddim`: arXiv 2010.02502, eq. 12 with eta = 0; `euler`: along v in the path's clock."""
+        x0, epsilon = self.estimates(predicted, z, t)
+        t, s = per_sample(t, z), per_sample(s, z)
+        if sampler == "ddim":
+            return self.path.alpha(s) * x0 + self.path.sigma(s) * epsilon
+        a, b = self.path.velocity(t)
+        return z + (self.path.clock(s) - self.path.clock(t)) * (a * x0 + b * epsilon)

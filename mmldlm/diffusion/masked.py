@@ -1,0 +1,121 @@
+"""Text: masked (absorbing-state) diffusion; corruption, loss, reverse steps (MDLM, arXiv 2406.07524).
+
+Shapes: tokens [N] of an unpadded micro-batch, t [B] noise times of its samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmldlm.batch import Layout
+from mmldlm.diffusion.schedule import LogLinear
+
+TextLoss = Literal["elbo", "masked_mean"]
+TextDecoding = Literal["ancestral", "confidence"]
+
+
+class MaskedDiffusion:
+    def __init__(self, mask_id: int, loss: TextLoss):
+        self.mask_id = mask_id
+        self.loss_kind = loss
+        self.schedule = LogLinear()
+
+    def masked(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
+        """bool [N]: which tokens are masked at time t, given one uniform number each (float32 [N])."""
+        return uniforms < (1 - self.schedule.alpha(t))[sample_of_token].to(uniforms.dtype)
+
+    def corrupt(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        return tokens.masked_fill(masked, self.mask_id)
+
+    def weights(self, t: Tensor) -> Tensor:
+        """[B]: weight of each masked token's negative log likelihood.
+
+        `elbo`: -alpha' / (1 - alpha), whose sum over masked tokens is an unbiased estimate of the negative
+        ELBO of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5). `masked_mean`: 1.
+        """
+        return self.schedule.elbo_weight(t) if self.loss_kind == "elbo" else torch.ones_like(t)
+
+    # --- reverse ----------------------------------------------------------------------------------------
+
+    def unmask_probability(self, t: float, s: float, remask: float) -> tuple[float, float]:
+        """Probabilities, going from time t to s < t, that a masked token is written and a written one masked again.
+
+        `remask` = eta in [0, 1] of ReMDM (arXiv 2503.00307, eq. 8 with sigma = eta x its largest value); 0 is
+        the plain reverse process (MDLM, eq. 7).
+        """
+        alpha_t, alpha_s = 1 - t, 1 - s
+        sigma = 0.0 if alpha_t <= 0 else remask * min(1.0, (1 - alpha_s) / alpha_t)
+        return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
+
+    def reverse_step(
+        self,
+        noised: Tensor,
+        proposal: Tensor,
+        confidence: Tensor,
+        t: float,
+        s: float,
+        layout: Layout,
+        decoding: TextDecoding,
+        remask: float,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Tokens [N] at time s, given a proposed token and its log probability for every position [N].
+
+        `ancestral`: every masked token is written with the probability of the reverse process.
+        `confidence`: the surest tokens first, as many as the schedule has written by s (MaskGIT, arXiv
+        2202.04200, section 3.2). At s = 0 nothing stays masked.
+        """
+        is_masked = noised == self.mask_id
+        if s <= 0:
+            return torch.where(is_masked, proposal, noised)
+        if decoding == "ancestral":
+            write, mask_again = self.unmask_probability(t, s, remask)
+            chance = torch.rand(noised.shape, generator=generator, device="cpu").to(noised.device)
+            written = torch.where(is_masked & (chance < write), proposal, noised)
+            return torch.where(~is_masked & (chance < mask_again), self.mask_id, written)
+        assert remask == 0, "confidence-based decoding has no remasking"
+        return torch.where(is_masked & self._surest(is_masked, confidence, s, layout), proposal, noised)
+
+    def _surest(self, is_masked: Tensor, confidence: Tensor, s: float, layout: Layout) -> Tensor:
+        """bool [N]: the masked tokens to write now, so that each sample keeps round(s L) masked ones."""
+        choice = torch.zeros_like(is_masked)
+        start = 0
+        for length in layout.lengths:
+            part = slice(start, start + length)
+            masked = is_masked[part]
+            count = max(0, int(masked.sum()) - round(s * length))
+            surest = confidence[part].masked_fill(~masked, float("-inf")).topk(count).indices
+            choice[part][surest] = True
+            start += length
+        return choice
+
+
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log p [P] of targets under logits [P, V]."""
+    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Log probabilities [P, V] at a temperature, cut to the smallest set with mass `top_p` (arXiv 1904.09751)."""
+    log_p = (logits.float() / max(temperature, 1e-6)).log_softmax(-1)
+    if top_p >= 1:
+        return log_p
+    ordered, index = log_p.sort(-1, descending=True)
+    mass_before = ordered.exp().cumsum(-1) - ordered.exp()
+    cut = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
+    return log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
+
+
+def draw_tokens(log_p: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """One token a row [P]: the likeliest at temperature 0, else by the Gumbel-max trick in float64.
+
+    float64: in lower precision Gumbel noise cuts the tails, which lowers the temperature unasked
+    (arXiv 2409.02908).
+    """
+    if temperature == 0:
+        return log_p.argmax(-1)
+    uniform = torch.rand(log_p.shape, generator=generator, dtype=torch.float64).clamp_min(1e-300).to(log_p.device)
+    return (log_p.double() - (-uniform.log()).log()).argmax(-1)

@@ -1,0 +1,89 @@
+"""All randomness of training: a function of (seed, step, place in the global batch), and of nothing else.
+
+Rank, world size, micro-batches and loader workers do not enter, so a run resumes and re-partitions
+exactly. A counter-based generator (Philox, SC 2011, "Parallel random numbers: as easy as 1, 2, 3") gives
+each sample its own stream. Everything is drawn on the host: it is little, and the positions of masked
+tokens are then known without waiting for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmldlm.batch import Batch
+from mmldlm.diffusion.schedule import LogLinear, TimeSampling, shape_times, stratified_times
+
+Mode = Literal["l2t", "t2l", "joint"]
+MODES: tuple[Mode, ...] = ("l2t", "t2l", "joint")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Of one micro-batch, on the host."""
+
+    mode: Tensor  # int64 [B]: index into MODES
+    t_text: Tensor  # float32 [B]
+    t_latent: Tensor  # float32 [B]
+    uniforms: Tensor  # float32 [N]: a token is masked where its number is below its sample's 1 - alpha(t_text)
+    epsilon: Tensor  # float32 [B, M, C]
+
+
+def _philox(seed: int, purpose: int, step: int, slot: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=[0, 0, slot, step]))
+
+
+def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
+    """Shares of the modes, summing to 1, from one mode's name or a map of weights; ValueError if neither."""
+    weights = {mode: 1.0} if isinstance(mode, str) else dict(mode)
+    unknown = set(weights) - set(MODES)
+    if unknown:
+        raise ValueError(f"unknown mode {sorted(unknown)[0]!r}, expected {', '.join(MODES)}")
+    total = sum(weights.values())
+    if any(weight < 0 for weight in weights.values()) or not 0 < total < float("inf"):
+        raise ValueError(f"weights must be at least 0 and not all 0, found {weights}")
+    return {name: weights.get(name, 0.0) / total for name in MODES}
+
+
+def draw_noise(
+    batch: Batch,
+    seed: int,
+    step: int,
+    global_batch_size: int,
+    weights: Mapping[Mode, float],
+    time_sampling: TimeSampling = "uniform",
+) -> Noise:
+    """Modes, noise times, token uniforms and latent noise of the samples in `batch.slots`.
+
+    Times and modes come from low-discrepancy grids over the global batch, each dealt in an order of its
+    own, so that no two of them, nor a time and a length, go together. l2t pins t_latent to 0, t2l t_text.
+    """
+    shared = _philox(seed, purpose=0, step=step)
+    offsets = shared.random(3)
+    t_mode, t_text, t_latent = (
+        stratified_times(
+            float(offset), torch.from_numpy(shared.permutation(global_batch_size))[batch.slots], global_batch_size
+        )
+        for offset in offsets
+    )
+    shares = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
+    mode = torch.searchsorted(shares, t_mode, right=True).clamp_max(len(MODES) - 1)
+    t_text = t_text.clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
+    t_latent = shape_times(t_latent, time_sampling).masked_fill(mode == MODES.index("l2t"), 0.0)
+    uniforms, epsilon = sample_noise(batch, seed, step)
+    return Noise(mode, t_text.float(), t_latent.float(), uniforms, epsilon)
+
+
+def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Token uniforms [N] and latent noise [B, M, C]: each sample's own stream, whatever lies beside it."""
+    uniforms, epsilon = [], []
+    for slot, length in zip(batch.slots.tolist(), batch.lengths, strict=True):
+        generator = _philox(seed, purpose=1, step=step, slot=slot)
+        epsilon.append(generator.standard_normal(batch.latents.shape[1:], dtype=np.float32))
+        uniforms.append(generator.random(length, dtype=np.float32))
+    return torch.from_numpy(np.concatenate(uniforms)), torch.from_numpy(np.stack(epsilon))

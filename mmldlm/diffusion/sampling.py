@@ -1,0 +1,124 @@
+"""Generation: one loop over falling noise times that serves l2t, t2l and joint.
+
+The pinned modality stays at t = 0; the other, or both, go from pure noise to data by the reverse steps of
+the same objects that corrupt and weigh in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmldlm.batch import Layout
+from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler
+from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
+from mmldlm.diffusion.noise import Mode
+from mmldlm.diffusion.objective import Network
+from mmldlm.schema import setting
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    steps: int = setting(32, "reverse steps", at_least=1)
+    temperature: float = setting(1.0, "temperature of the token distributions; 0: the likeliest token", at_least=0)
+    top_p: float = setting(1.0, "tokens are drawn from the smallest set with this mass", above=0, at_most=1)
+    guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: none", at_least=0)
+    decoding: TextDecoding = setting("ancestral", "order in which tokens are written")
+    remask: float = setting(0.0, "share of the largest remasking rate; ancestral decoding only", at_least=0, at_most=1)
+    latent_sampler: LatentSampler = setting("ddim", "reverse step of the latents")
+
+    def __post_init__(self) -> None:
+        if self.remask and self.decoding == "confidence":
+            raise ValueError("remask: needs decoding ancestral, found confidence")
+
+
+@dataclass(frozen=True)
+class Generation:
+    tokens: Tensor  # int64 [N], on the host
+    lengths: tuple[int, ...]
+    latents: Tensor  # float32 [B, M, C], on the host, standardised
+
+    def split(self) -> list[list[int]]:
+        return [part.tolist() for part in self.tokens.split(self.lengths)]
+
+
+@torch.no_grad()
+def generate(
+    model: Network,
+    text: MaskedDiffusion,
+    latent: GaussianDiffusion,
+    mode: Mode,
+    config: SamplingConfig,
+    generator: torch.Generator,
+    latents: Tensor,
+    lengths: tuple[int, ...],
+    tokens: Tensor | None = None,
+    on_step: Callable[[float, Tensor], None] | None = None,
+) -> Generation:
+    """Denoise B samples of known lengths.
+
+    `latents` [B, M, C]: the condition in l2t; otherwise only its shape and device count. `tokens` [N]: the
+    condition in t2l. `generator` is a host generator: the same seed gives the same draw on any device.
+    `on_step(t, tokens)` sees the text as it appears.
+    """
+    assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
+    device, batch = latents.device, latents.shape[0]
+    layout = Layout(lengths, latents.shape[1], device)
+    noise = torch.randn(latents.shape, generator=generator).to(device)
+    writes_text, writes_latent = mode != "t2l", mode != "l2t"
+    z = noise if writes_latent else latents
+    if writes_text:
+        x = torch.full((layout.num_tokens,), text.mask_id, device=device)
+    else:
+        assert tokens is not None
+        x = tokens.to(device)
+    all_masked = torch.full_like(x, text.mask_id)
+
+    def times(value: float) -> Tensor:
+        return torch.full((batch,), value, device=device)
+
+    grid = torch.linspace(1, 0, config.steps + 1).tolist()
+    for t, s in zip(grid[:-1], grid[1:], strict=True):
+        positions = (x == text.mask_id).nonzero().squeeze(1) if writes_text else x.new_empty(0)
+        t_text, t_latent = times(t if writes_text else 0.0), times(t if writes_latent else 0.0)
+        logits, latent_pred, _ = model(x, z, t_text, t_latent, layout, positions, None)
+        if config.guidance != 1:
+            if mode == "l2t":
+                free, _, _ = model(x, noise, t_text, times(1.0), layout, positions, None)
+                logits = free + config.guidance * (logits - free)
+            else:
+                _, free, _ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
+                latent_pred = free + config.guidance * (latent_pred - free)
+        if writes_latent:
+            z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
+        if writes_text:
+            log_p = sharpen(logits, config.temperature, config.top_p)
+            drawn = draw_tokens(log_p, config.temperature, generator)
+            proposal = x.index_copy(0, positions, drawn)
+            confidence = torch.zeros(x.shape, device=device).index_copy(
+                0, positions, log_p.gather(1, drawn[:, None]).squeeze(1)
+            )
+            x = text.reverse_step(x, proposal, confidence, t, s, layout, config.decoding, config.remask, generator)
+            if on_step is not None:
+                on_step(s, x)
+    return Generation(x.cpu(), lengths, z.float().cpu())
+
+
+@torch.no_grad()
+def draw_lengths(
+    model: Network, mask_id: int, latents: Tensor, t_latent: float, generator: torch.Generator
+) -> tuple[int, ...]:
+    """A length for each sample from the length head, given its latents [B, M, C] at noise time `t_latent`.
+
+    The head sees no text, so a single masked token stands in for it.
+    """
+    batch, device = latents.shape[0], latents.device
+    layout = Layout((1,) * batch, latents.shape[1], device)
+    tokens = torch.full((batch,), mask_id, device=device)
+    ones = torch.ones(batch, device=device)
+    _, _, logits = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
+    drawn = torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=generator).squeeze(1)
+    return tuple((drawn + 1).tolist())

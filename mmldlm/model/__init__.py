@@ -1,0 +1,1 @@
+"""The network: `MMDiT` and what it is made of."""

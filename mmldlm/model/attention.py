@@ -1,0 +1,124 @@
+"""Joint attention of both streams over unpadded samples: no token sees another sample, no padding is computed.
+
+Each backend computes the same numbers:
+
+- `sdpa`: samples of equal length form groups (neighbours in a length-sorted batch); one
+  scaled-dot-product attention a group. The fastest on a CPU, where varlen and FlexAttention's backward
+  are missing, and right on every device.
+- `varlen`: one call of `torch.nn.attention.varlen` for the whole micro-batch; CUDA in half precision.
+- `math`: one masked softmax over everything. The reference for tests; quadratic in N.
+
+Shape letters: B samples, N text tokens, M latent tokens of a sample, H heads, K width of a head,
+S = B*M + N rows of the joint sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmldlm.batch import Layout
+from mmldlm.errors import ConfigError
+from mmldlm.schema import setting
+
+Backend = Literal["sdpa", "varlen", "math"]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    backend: Literal["auto", "sdpa", "varlen", "math"] = setting(
+        "auto", "kernel of the joint attention; auto: varlen on CUDA in bf16, otherwise sdpa by groups of equal length"
+    )
+
+
+def resolve_backend(asked: str, device_type: str, half_precision: bool) -> Backend:
+    """The backend to use; `ConfigError` where the one asked for cannot run."""
+    varlen_runs = device_type == "cuda" and half_precision
+    if asked == "auto":
+        return "varlen" if varlen_runs else "sdpa"
+    if asked == "varlen" and not varlen_runs:
+        raise ConfigError(
+            f"attention.backend: varlen needs CUDA and precision bf16, found {device_type}"
+            f"{'' if half_precision else ' in fp32'}; use auto"
+        )
+    return asked  # type: ignore[return-value]
+
+
+def joint_attention(
+    latent_qkv: tuple[Tensor, Tensor, Tensor],
+    text_qkv: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each sample over its own latents and tokens.
+
+    Takes q, k, v as [B*M, H, K] of the latent stream and [N, H, K] of the text stream; gives the same
+    shapes back, latents first.
+    """
+    if backend == "sdpa":
+        return _by_groups(latent_qkv, text_qkv, layout)
+    attend = _varlen if backend == "varlen" else _math
+    order, inverse = layout.joint_order, layout.joint_inverse
+    q, k, v = (_Reorder.apply(torch.cat(pair), order, inverse) for pair in zip(latent_qkv, text_qkv, strict=True))
+    out = _Reorder.apply(attend(q, k, v, layout), inverse, order)
+    latents = layout.num_samples * layout.latent_tokens
+    return out[:latents], out[latents:]
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order. The gradient of a permutation is its inverse: no atomic adds, so the same bits."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad.index_select(0, inverse), None, None
+
+
+def _by_groups(
+    latent_qkv: tuple[Tensor, Tensor, Tensor], text_qkv: tuple[Tensor, Tensor, Tensor], layout: Layout
+) -> tuple[Tensor, Tensor]:
+    m = layout.latent_tokens
+    heads, head_width = text_qkv[0].shape[-2:]
+    latent_out, text_out = [], []
+    for first, last, start, stop, length in layout.groups:
+        count = last - first
+        q, k, v = (
+            torch.cat(
+                [
+                    latent[first * m : last * m].view(count, m, heads, head_width),
+                    text[start:stop].view(count, length, heads, head_width),
+                ],
+                dim=1,
+            ).transpose(1, 2)
+            for latent, text in zip(latent_qkv, text_qkv, strict=True)
+        )
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        latent_out.append(out[:, :m].reshape(count * m, heads, head_width))
+        text_out.append(out[:, m:].reshape(count * length, heads, head_width))
+    return torch.cat(latent_out), torch.cat(text_out)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
+
+    offsets, longest = layout.joint_offsets, layout.max_length + layout.latent_tokens
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    lengths = layout.joint_offsets.diff().long()
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+    scores = torch.einsum("qhk,shk->hqs", q.float(), k.float()) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(sample[:, None] != sample[None, :], float("-inf"))
+    return torch.einsum("hqs,shk->qhk", scores.softmax(-1), v.float()).to(q.dtype)

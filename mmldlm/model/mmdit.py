@@ -1,0 +1,247 @@
+"""MMDiT (Stable Diffusion 3, arXiv 2403.03206, figure 2) over text tokens and embedding latents.
+
+Two streams with parameters of their own meet in one joint attention a block. Nothing here knows of
+modes, losses or engines: a sample's two noise times say what it is.
+
+Shape letters: B samples, N text tokens of the whole unpadded micro-batch, M latent tokens of a sample,
+D width of the text stream, E width of the latent stream, T width of the conditioning, C latent channels,
+H heads, K width of a head, P positions to predict, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmldlm.batch import Layout
+from mmldlm.model.attention import Backend, joint_attention
+from mmldlm.model.heads import LengthHead, TextHead
+from mmldlm.model.layers import (
+    Adaptation,
+    FeedForward,
+    Modulation,
+    RMSNorm,
+    TimeEmbedding,
+    modulate,
+    rotary_angles,
+    rotate,
+)
+from mmldlm.schema import setting
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    depth: int = setting(4, "number of MMDiT blocks", at_least=1)
+    width: int = setting(256, "width D of the text stream", at_least=8)
+    latent_width: int | None = setting(None, "width E of the latent stream; null: width / 4, at least 32", at_least=8)
+    num_heads: int = setting(4, "heads of the joint attention", at_least=1)
+    mlp: Literal["swiglu", "gelu"] = setting("swiglu", "kind of feed-forward")
+    mlp_ratio: float = setting(4.0, "feed-forward parameters as those of a GELU network this many widths wide", above=0)
+    conditioning_width: int = setting(256, "width T of the noise-time embedding", at_least=8)
+    modulation_rank: int = setting(64, "channels that the modulation is factored through; 0: not factored", at_least=0)
+    tie_embeddings: bool = setting(True, "token embedding and text head share one matrix")
+    rope_base: float = setting(10_000.0, "base of the rotary positions", above=1)
+    dropout: float = setting(0.0, "dropout behind attention and feed-forward", at_least=0, below=1)
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.num_heads):
+            raise ValueError(
+                f"num_heads: model.width {self.width} must be a multiple of 2 x num_heads, found {self.num_heads}"
+            )
+
+    @property
+    def resolved_latent_width(self) -> int:
+        return self.latent_width or max(32, self.width // 4)
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """What the model must know of the data; comes from the store's manifest."""
+
+    vocab_size: int
+    mask_id: int
+    pad_id: int
+    max_length: int
+    latent_tokens: int
+    latent_channels: int
+
+
+class Prediction(NamedTuple):
+    """All float32."""
+
+    text: Tensor  # [P] negative log likelihoods where targets were given, else logits [P, V]
+    latent: Tensor  # [B, M, C], in the configured parametrisation
+    length_logits: Tensor  # [B, max_length]; column i stands for length i + 1
+
+
+class BlockStream(nn.Module):
+    """One stream's side of a block: modulated norms, fused qkv, output projection, feed-forward."""
+
+    def __init__(self, config: ModelConfig, width: int):
+        super().__init__()
+        self.heads = config.num_heads
+        joint = config.width
+        self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
+        self.qkv = nn.Linear(width, 3 * joint)
+        self.q_norm = RMSNorm(joint // config.num_heads)
+        self.k_norm = RMSNorm(joint // config.num_heads)
+        self.out = nn.Linear(joint, width)
+        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def project(
+        self, x_TD: Tensor, attention: Adaptation, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [T, H, K]; q and k normalised (arXiv 2302.05442) and, with `rotary`, turned by position."""
+        q, k, v = self.qkv(modulate(x_TD, attention)).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        return q, k, v
+
+    def finish(self, x_TD: Tensor, attended_THK: Tensor, attention: Adaptation, mlp: Adaptation) -> Tensor:
+        x_TD = x_TD + attention.gate * self.dropout(self.out(attended_THK.flatten(1)))
+        return x_TD + mlp.gate * self.dropout(self.mlp(modulate(x_TD, mlp)))
+
+
+class MMDiTBlock(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.text = BlockStream(config, config.width)
+        self.latent = BlockStream(config, config.resolved_latent_width)
+
+    def forward(
+        self,
+        text_ND: Tensor,
+        latent_TE: Tensor,
+        conditioning_BT: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: Layout,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        """Text [N, D] and latents [B*M, E] to the same shapes."""
+        text_attention, text_mlp = self.text.modulation(conditioning_BT, layout.sample_of_token)
+        latent_attention, latent_mlp = self.latent.modulation(conditioning_BT, latent_rows(layout))
+        latent_out, text_out = joint_attention(
+            self.latent.project(latent_TE, latent_attention, None),
+            self.text.project(text_ND, text_attention, rotary),
+            layout,
+            backend,
+        )
+        return (
+            self.text.finish(text_ND, text_out, text_attention, text_mlp),
+            self.latent.finish(latent_TE, latent_out, latent_attention, latent_mlp),
+        )
+
+
+def latent_rows(layout: Layout) -> Tensor | None:
+    """int64 [B*M]: the sample of each latent token; None where M = 1 and rows are samples."""
+    if layout.latent_tokens == 1:
+        return None
+    return torch.arange(layout.num_samples, device=layout.device).repeat_interleave(layout.latent_tokens)
+
+
+class MMDiT(nn.Module):
+    def __init__(self, config: ModelConfig, shape: DataShape, backend: Backend = "sdpa"):
+        super().__init__()
+        width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
+        self.config, self.shape, self.backend = config, shape, backend
+        self.token_embedding = nn.Embedding(shape.vocab_size, width)
+        self.latent_in = nn.Linear(shape.latent_channels, latent_width)
+        self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
+        self.text_time = TimeEmbedding(conditioning)
+        self.latent_time = TimeEmbedding(conditioning)
+        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.depth))
+        self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
+        self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
+        self.text_out = nn.Linear(width, width)
+        self.text_head = TextHead(width, shape.vocab_size, (shape.mask_id, shape.pad_id), config.tie_embeddings)
+        self.latent_head = nn.Linear(latent_width, shape.latent_channels)
+        self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """All initialisation, in float32.
+
+        | part                                      | value                                          |
+        |-------------------------------------------|------------------------------------------------|
+        | matrices                                  | normal, standard deviation 1 / sqrt(inputs)    |
+        | projections back into a residual stream   | the same, divided by sqrt(2 x depth)           |
+        | embeddings, untied head                   | normal 0.02 (logits start near 0: loss log V)  |
+        | modulation: the last map, gates included  | zero (adaLN-zero: each block starts as identity)|
+        | text and latent read-outs, length head    | zero gate-free maps: latent and length start at 0|
+        | biases, norm scales                       | 0, 1                                           |
+        """
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                residual = name.endswith(("text.out", "latent.out", "mlp.down"))
+                scale = (2 * self.config.depth) ** -0.5 if residual else 1.0
+                nn.init.normal_(module.weight, std=scale * module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+        for module in self.modules():
+            if isinstance(module, Modulation):
+                nn.init.zeros_(module.up.weight)
+        nn.init.zeros_(self.latent_head.weight)
+        nn.init.zeros_(self.length_head.out.weight)
+        nn.init.normal_(self.latent_position, std=0.02)
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        if self.text_head.weight is not None:
+            nn.init.normal_(self.text_head.weight, std=0.02)
+
+    def forward(
+        self,
+        noised_tokens: Tensor,
+        noised_latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: Layout,
+        positions: Tensor,
+        targets: Tensor | None = None,
+    ) -> Prediction:
+        """Denoise both modalities.
+
+        `noised_tokens` [N], `noised_latents` [B, M, C], noise times [B] in [0, 1], `positions` [P] the
+        tokens to predict (the head runs on no others), `targets` [P] their true tokens.
+        """
+        latent_time = self.latent_time(t_latent)
+        conditioning = self.text_time(t_text) + latent_time
+        latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)) + self.latent_position
+        length_logits = self.length_head(latent_BME, latent_time)
+        text, latent = self.token_embedding(noised_tokens), latent_BME.flatten(0, 1)
+        rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
+        for block in self.blocks:
+            text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
+
+        (text_final,) = self.text_final(conditioning, layout.sample_of_token.index_select(0, positions))
+        (latent_final,) = self.latent_final(conditioning, latent_rows(layout))
+        hidden = self.text_out(modulate(text.index_select(0, positions), text_final))
+        # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
+        text_pred = self.text_head(hidden * (1 + text_final.gate), self.token_embedding.weight, targets)
+        latent_hidden = modulate(latent, latent_final) * (1 + latent_final.gate)
+        latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2])
+        return Prediction(text_pred, latent_pred, length_logits)
+
+
+def count_parameters(model: MMDiT) -> dict[str, int]:
+    """Parameters by part; text and latent sides of the blocks apart."""
+    counts = {"embedding": 0, "noise_times": 0, "text_stream": 0, "latent_stream": 0, "heads": 0}
+    for name, parameter in model.named_parameters():
+        if name.startswith("token_embedding"):
+            part = "embedding"
+        elif "_time" in name:
+            part = "noise_times"
+        elif name.startswith("blocks"):
+            part = "text_stream" if name.split(".")[2] == "text" else "latent_stream"
+        elif name.startswith(("latent_in", "latent_position")):
+            part = "latent_stream"
+        else:
+            part = "heads"
+        counts[part] += parameter.numel()
+    return counts
