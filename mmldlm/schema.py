@@ -92,7 +92,7 @@ _StrictLoader.add_implicit_resolver(
 def parse_yaml(text: str, source: str) -> Any:
     """YAML by the strict loader; anything malformed is a `ConfigError` that names `source` and the line."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derives from SafeLoader
+        return yaml.load(text, Loader=_StrictLoader)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -153,7 +153,7 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from leaves(hints[field.name], f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            yield from leaves(hints[field.name], f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", field
 
@@ -183,7 +183,7 @@ def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems:
         if key not in fields:
             problems.append(f"unknown key {dotted!r}: {nearest_key(dotted, known)}")
         elif dataclasses.is_dataclass(hints[key]):
-            values[key] = _build_dataclass(hints[key], raw, dotted, known, problems)  # type: ignore[arg-type]
+            values[key] = _build_dataclass(hints[key], raw, dotted, known, problems)
         else:
             try:
                 values[key] = _convert(raw, hints[key])

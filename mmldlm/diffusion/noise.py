@@ -65,11 +65,10 @@ def draw_noise(
     """
     shared = _philox(seed, purpose=0, step=step)
     offsets = shared.random(3)
+    dealt = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
     t_mode, t_text, t_latent = (
-        stratified_times(
-            float(offset), torch.from_numpy(shared.permutation(global_batch_size))[batch.slots], global_batch_size
-        )
-        for offset in offsets
+        stratified_times(float(offset), strata, global_batch_size)
+        for offset, strata in zip(offsets, dealt, strict=True)
     )
     shares = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
     mode = torch.searchsorted(shares, t_mode, right=True).clamp_max(len(MODES) - 1)

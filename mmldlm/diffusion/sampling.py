@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def generate(
         return torch.full((batch,), value, device=device)
 
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
-    for t, s in zip(grid[:-1], grid[1:], strict=True):
+    for t, s in pairwise(grid):
         positions = (x == text.mask_id).nonzero().squeeze(1) if writes_text else x.new_empty(0)
         t_text, t_latent = times(t if writes_text else 0.0), times(t if writes_latent else 0.0)
         logits, latent_pred, _ = model(x, z, t_text, t_latent, layout, positions, None)

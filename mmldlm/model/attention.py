@@ -73,12 +73,12 @@ class _Reorder(torch.autograd.Function):
     """Rows in another order. The gradient of a permutation is its inverse: no atomic adds, so the same bits."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad.index_select(0, inverse), None, None
 

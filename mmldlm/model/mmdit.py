@@ -160,6 +160,7 @@ class MMDiT(nn.Module):
         self.text_out = nn.Linear(width, width)
         self.text_head = TextHead(width, shape.vocab_size, (shape.mask_id, shape.pad_id), config.tie_embeddings)
         self.latent_head = nn.Linear(latent_width, shape.latent_channels)
+        self.latent_skip = nn.Linear(conditioning, shape.latent_channels)
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.init_weights()
 
@@ -189,6 +190,7 @@ class MMDiT(nn.Module):
             if isinstance(module, Modulation):
                 nn.init.zeros_(module.up.weight)
         nn.init.zeros_(self.latent_head.weight)
+        nn.init.zeros_(self.latent_skip.weight)
         nn.init.zeros_(self.length_head.out.weight)
         nn.init.normal_(self.latent_position, std=0.02)
         nn.init.normal_(self.token_embedding.weight, std=0.02)
@@ -225,7 +227,9 @@ class MMDiT(nn.Module):
         # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
         text_pred = self.text_head(hidden * (1 + text_final.gate), self.token_embedding.weight, targets)
         latent_hidden = modulate(latent, latent_final) * (1 + latent_final.gate)
-        latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2])
+        # Epsilon and v hold a part of z in full precision, which no norm may touch (c_skip of EDM, arXiv 2206.00364).
+        skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
+        latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip
         return Prediction(text_pred, latent_pred, length_logits)
 
 
