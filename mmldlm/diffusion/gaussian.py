@@ -72,6 +72,16 @@ class GaussianDiffusion:
             return squared
         return squared / target.square().flatten(1).mean(1).clamp_min(1e-6)
 
+    def prior(self, noise: Tensor) -> Tensor:
+        """z at t = 1 from standard normal noise.
+
+        A network trained by cosine says where epsilon points, and sampling takes it to be sqrt(C) long. A
+        start of another length would be off by a factor that every step stretches with alpha(s) / alpha(t).
+        """
+        if self.loss_kind != "cosine":
+            return noise
+        return F.normalize(noise, dim=-1) * math.sqrt(noise.shape[-1])
+
     # --- from a prediction back to data ---------------------------------------------------------------
 
     def estimates(self, predicted: Tensor, z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ the whole global batch, so that no split of it into ranks and micro-batches chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,7 +101,7 @@ class Objective:
         samples[l2t] = 0
         return torch.cat([tokens, samples, total[None]])
 
-    def __call__(self, model: Network, noised: NoisedBatch, totals: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float]) -> tuple[Tensor, Tensor]:
         """(loss, sums): the micro-batch's share of the step's loss, and the detached sums behind it.
 
         `totals` are the `counts` summed over the step's global batch. `sums` [2 * modes + 1] lie on the
@@ -122,9 +122,9 @@ class Objective:
         latent = nll.new_zeros(modes).index_add(0, noised.mode, latent_losses)
         length = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
         loss = (
-            text.sum() / max(1.0, float(totals[:modes].sum()))
-            + self.config.latent_weight * latent.sum() / max(1.0, float(totals[modes : 2 * modes].sum()))
-            + self.config.length_weight * length / max(1.0, float(totals[-1]))
+            text.sum() / max(1.0, sum(totals[:modes]))
+            + self.config.latent_weight * latent.sum() / max(1.0, sum(totals[modes : 2 * modes]))
+            + self.config.length_weight * length / max(1.0, totals[-1])
         )
         return loss, torch.cat([text, latent, length[None]]).detach()
 

@@ -70,7 +70,7 @@ def generate(
     layout = Layout(lengths, latents.shape[1], device)
     noise = torch.randn(latents.shape, generator=generator).to(device)
     writes_text, writes_latent = mode != "t2l", mode != "l2t"
-    z = noise if writes_latent else latents
+    z = latent.prior(noise) if writes_latent else latents
     if writes_text:
         x = torch.full((layout.num_tokens,), text.mask_id, device=device)
     else:

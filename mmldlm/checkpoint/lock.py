@@ -1,0 +1,103 @@
+"""One run, one folder: an advisory lock that the kernel drops with its process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mmldlm.errors import RunInUseError, StorageError
+
+FILE = "run.lock"
+_MAX_BYTES = 4096
+
+log = logging.getLogger(__name__)
+
+# A forked child (a loader's worker, say) shares the lock and would hold it after our death.
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class RunLock:
+    """Holds `run_dir` from `__enter__` to `__exit__`, or to the death of the process.
+
+    `run.lock` stays where it is and names the holder; only the kernel's lock on it counts, so the
+    file of a killed run holds nobody up. `previous` is then that run: host, pid, started.
+    """
+
+    def __init__(self, run_dir: Path | str):
+        self.path = Path(run_dir) / FILE
+        self.previous: dict[str, Any] | None = None
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> RunLock:
+        """Raises RunInUseError naming the holder, or StorageError where locks are not supported."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(f"cannot open {self.path}: {error.strerror}") from error
+        try:
+            self._take(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _held.add(descriptor)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # In a forked child the descriptor is closed already, and its number may be another file's.
+        if self._descriptor is not None and self._descriptor in _held:
+            os.ftruncate(self._descriptor, 0)  # an empty file marks an orderly end
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child just forked may not have closed it yet
+            os.close(self._descriptor)
+            _held.discard(self._descriptor)
+        self._descriptor = None
+
+    def _take(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise StorageError(f"cannot lock {self.path}: {error.strerror}") from error
+            raise RunInUseError(f"{self.path.parent} is in use by {_describe(_holder(descriptor))}") from error
+        self.previous = _holder(descriptor)
+        if self.previous is not None:
+            log.warning("%s: its last run, %s, ended without a word", self.path.parent, _describe(self.previous))
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+
+
+def _holder(descriptor: int) -> dict[str, Any] | None:
+    """What the lock file says; None if empty or not yet written."""
+    try:
+        holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+    except (ValueError, RecursionError):
+        return None
+    return holder if isinstance(holder, dict) else None
+
+
+def _describe(holder: dict[str, Any] | None) -> str:
+    if holder is None:
+        return "another process"
+    return f"process {holder.get('pid')} on host {holder.get('host')}, started {holder.get('started')}"

@@ -1,0 +1,190 @@
+"""Training state as named tensors and JSON, the same under every engine; nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mmldlm.errors import DataError, NumericalError, StorageError
+
+# What wrappers (activation checkpointing, compile) put into parameter names.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+
+# Entries of the optimizer's state that are no tensor: "<parameter>/step:int" and the like.
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
+_NO_STATE = ":empty"
+
+
+@dataclass
+class TrainState:
+    """Where a run is. The loop's position in data and noise follows from `step` alone."""
+
+    step: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    skipped_steps: int = 0
+    best_validation: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> TrainState:
+        """Strict: DataError for a missing or unknown key, a wrong type, a negative or non-finite number."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"training state is not JSON: {error}") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or values.keys() != names:
+            found = sorted(values) if isinstance(values, dict) else values
+            raise DataError(f"training state has {found}, expected the keys {sorted(names)}")
+        for name, value in values.items():
+            if name == "best_validation":
+                good = value is None or (type(value) in (int, float) and math.isfinite(value))
+            else:
+                good = type(value) is int and value >= 0
+            if not good:
+                raise DataError(f"training state: {name} is {value!r}")
+        return cls(**values)
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as the unwrapped model has it."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` as safetensors.
+
+    Raises:
+        NumericalError: a tensor is not finite; the file is not begun.
+        StorageError: the file cannot be written.
+    """
+    ready: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise NumericalError(f"{name} has values that are not finite: not saved to {path.name}")
+        host = tensor.detach().cpu().contiguous()
+        # Views of one memory are written as two tensors; the format knows no other way.
+        storage = host.untyped_storage().data_ptr()
+        ready[name] = host.clone() if storage in seen else host
+        seen.add(storage)
+    try:
+        save_file(ready, path)
+    except (SafetensorError, OSError) as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read what `write_tensors` wrote; DataError if the file is missing or not safetensors."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers, by clean name."""
+    return {name: tensor.detach() for name, tensor in _model_tensors(model)}
+
+
+def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into the model in place.
+
+    Raises:
+        DataError: names or shapes are not exactly the model's; then nothing was changed.
+    """
+    targets = dict(_model_tensors(model))
+    _check_names("the model", targets.keys(), tensors.keys())
+    for name, target in targets.items():
+        if target.shape != tensors[name].shape:
+            raise DataError(
+                f"{name} is {list(tensors[name].shape)} in the checkpoint, {list(target.shape)} in the model"
+            )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's state as `{"parameter.name/exp_avg": tensor, "parameter.name/step": ...}`.
+
+    Learning rate and other settings are not in it: they follow from config and step.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, parameter in _optimized(optimizer, model).items():
+        state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+        if not state:  # before the first step; named, so that absence is always an error
+            flat[f"{name}/{_NO_STATE}"] = torch.empty(0)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                flat[f"{name}/{key}"] = value.detach()
+            else:
+                kind = type(value).__name__
+                assert kind in _NUMBERS, f"optimizer state {key} of {name} is a {kind}"
+                flat[f"{name}/{key}:{kind}"] = torch.tensor(value, dtype=_NUMBERS[kind][1])
+    return flat
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_state` gave, into an optimizer over the same parameters in any order.
+
+    Raises:
+        DataError: parameter names or shapes are not exactly the optimizer's; then nothing was changed.
+    """
+    parameters = _optimized(optimizer, model)
+    found: dict[str, dict[str, Any]] = {name.rpartition("/")[0]: {} for name in tensors}
+    _check_names("the optimizer", parameters.keys(), found.keys())
+    for entry, tensor in tensors.items():
+        name, _, key = entry.rpartition("/")
+        key, _, kind = key.partition(":")
+        if kind in _NUMBERS:
+            found[name][key] = _NUMBERS[kind][0](tensor.item())
+        elif not kind:
+            expected = parameters[name].shape
+            if tensor.ndim and tensor.shape != expected:
+                raise DataError(f"{entry} is {list(tensor.shape)} in the checkpoint, {list(expected)} in the optimizer")
+            found[name][key] = tensor.clone()  # the optimizer may keep it, and writes to it
+    # PyTorch's own loading puts each tensor on the device and in the type that the implementation wants.
+    order = {id(parameter): name for name, parameter in parameters.items()}
+    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: found[order[id(parameter)]] for index, parameter in enumerate(flat)}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+
+
+def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    persistent = model.state_dict(keep_vars=True).keys()
+    yield from ((clean_name(name), parameter) for name, parameter in model.named_parameters())
+    yield from ((clean_name(name), buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by clean name."""
+    names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert all(id(parameter) in names for parameter in parameters), "the optimizer holds parameters of another model"
+    return {names[id(parameter)]: parameter for parameter in parameters}
+
+
+def _check_names(owner: str, expected: Any, found: Any) -> None:
+    missing, extra = sorted(expected - found), sorted(found - expected)
+    if missing or extra:
+        raise DataError(f"checkpoint and {owner} differ: missing {_some(missing)}; not wanted {_some(extra)}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return shown or "none"

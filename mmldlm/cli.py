@@ -1,0 +1,44 @@
+"""`mmldlm COMMAND ...`: each command is a module's `main`, imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from mmldlm import __version__
+from mmldlm.errors import ExitCode, run_command
+
+COMMANDS = {
+    "prepare": ("mmldlm.data.prepare", "raw text to a data store"),
+    "train": ("mmldlm.train", "train a run"),
+    "sample": ("mmldlm.sample", "write texts from latents, find latents of texts"),
+    "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
+}
+
+
+def usage() -> str:
+    commands = "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
+    return f"mmldlm {__version__}\n\nusage: mmldlm COMMAND [--help] ...\n\n{commands}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        print(usage())
+        return ExitCode.DONE if arguments else ExitCode.USAGE
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return ExitCode.USAGE
+    module = importlib.import_module(COMMANDS[name][0])
+    status = run_command(lambda: module.main(rest))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if name == "train":
+        os._exit(status)  # for the reason in train.py
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The run config: composed of its owners' parts, read from YAML and `key.sub=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmldlm.data.loader import DataConfig
+from mmldlm.diffusion.gaussian import LatentConfig
+from mmldlm.diffusion.noise import mode_weights
+from mmldlm.diffusion.objective import LossConfig
+from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.errors import ConfigError
+from mmldlm.model.attention import AttentionConfig
+from mmldlm.model.mmdit import ModelConfig
+from mmldlm.optim import OptimConfig, ScheduleConfig
+from mmldlm.runtime.config import DistributedConfig, GuardConfig
+from mmldlm.schema import build, read_yaml, set_dotted, setting, to_yaml
+
+CONFIG_NAME = "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    dir: str = setting("", "folder of this run: config, metrics, TensorBoard, checkpoints")
+    seed: int = setting(0, "seed of initialisation, sample order, noise times, masks and noise", at_least=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = setting(1000, "optimizer steps", at_least=1)
+    global_batch_size: int = setting(128, "samples of one optimizer step, over all ranks", at_least=1)
+    micro_batch_size: int | None = setting(
+        None, "samples of one forward pass on one rank; null: no accumulation", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every: int = setting(10, "optimizer steps between log records", at_least=1)
+    tensorboard: bool = setting(True, "write TensorBoard files into the run folder")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    every: int = setting(250, "optimizer steps between validations; 0: none", at_least=0)
+    samples: int = setting(512, "held-out samples of a validation", at_least=1)
+    text_samples: int = setting(4, "held-out latents to write text from at each validation; 0: none", at_least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int = setting(500, "optimizer steps between checkpoints; 0: only the last", at_least=0)
+    keep_last: int = setting(3, "checkpoints to keep", at_least=1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    run: RunSettings = setting(RunSettings(), "the run")
+    data: DataConfig = setting(DataConfig(), "the data store and its loader")
+    model: ModelConfig = setting(ModelConfig(), "the network")
+    attention: AttentionConfig = setting(AttentionConfig(), "the joint attention")
+    mode: Literal["l2t", "t2l", "joint"] | dict[str, float] = setting(
+        factory=lambda: {"l2t": 0.5, "t2l": 0.25, "joint": 0.25},
+        doc="one mode, or the shares of several; drawn per sample",
+    )
+    latent: LatentConfig = setting(LatentConfig(), "diffusion of the latents")
+    loss: LossConfig = setting(LossConfig(), "the losses")
+    optim: OptimConfig = setting(OptimConfig(), "the optimizer")
+    schedule: ScheduleConfig = setting(ScheduleConfig(), "courses over the steps")
+    train: TrainConfig = setting(TrainConfig(), "length and batch")
+    precision: Literal["fp32", "bf16"] = setting("fp32", "of matrix products; weights, moments and losses are float32")
+    sampling: SamplingConfig = setting(SamplingConfig(), "text samples in training; defaults of `mmldlm sample`")
+    validation: ValidationConfig = setting(ValidationConfig(), "held-out losses in training")
+    log: LogConfig = setting(LogConfig(), "metrics")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "saving")
+    guard: GuardConfig = setting(GuardConfig(), "what to do about numbers that are not finite")
+    resume: str = setting("auto", "auto: from the newest good checkpoint of run.dir; never; or a checkpoint's folder")
+    distributed: DistributedConfig = setting(DistributedConfig(), "several processes")
+
+    def __post_init__(self) -> None:
+        try:
+            mode_weights(self.mode)
+        except ValueError as error:
+            raise ValueError(f"mode: {error}") from None
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        return self.train.micro_batch_size
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run config from a YAML file and `key.sub=value` overrides; `ConfigError` in one line."""
+    tree: dict[str, Any] = read_yaml(Path(path)) if path is not None else {}
+    for assignment in overrides:
+        set_dotted(tree, assignment)
+    try:
+        return build(RunConfig, tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if path is not None and not overrides else str(error)) from None
+
+
+def require(config: RunConfig, *keys: str) -> None:
+    """Refuse a config in which one of these text keys is empty."""
+    for key in keys:
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if not value:
+            raise ConfigError(f"{key}: expected a path, found nothing; set it in the config or as {key}=PATH")
+
+
+def load_run_config(run_dir: Path) -> RunConfig:
+    """The resolved config that a run left in its folder."""
+    return load_config(run_dir / CONFIG_NAME)
+
+
+def write_config(config: RunConfig, run_dir: Path) -> None:
+    (run_dir / CONFIG_NAME).write_text(to_yaml(config), encoding="utf-8")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: old -> new` of two dumped configs."""
+    lines: list[str] = []
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before} -> {after}")
+    return lines
+
+
+def replace(config: RunConfig, **groups: Any) -> RunConfig:
+    return dataclasses.replace(config, **groups)

@@ -1,0 +1,162 @@
+"""The manifest of a store: what is in it, where it came from, and the hash of every file.
+
+Shape letters: V vocabulary, M latent tokens of a sample, C latent channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.errors import DataError
+
+FORMAT = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size and SHA-256 of one file of the store."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard: its files are `NAME.SUFFIX` for every suffix in `files`."""
+
+    name: str
+    samples: int
+    tokens: int
+    files: dict[str, FileInfo]
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """Totals of one split and its shards, in order."""
+
+    samples: int
+    tokens: int
+    characters: int
+    shards: tuple[ShardInfo, ...]
+
+
+@dataclass(frozen=True)
+class LatentInfo:
+    """Shape and scale of the latents, measured on the training split (`max_norm` on all splits).
+
+    `rms` is the root mean square of the centred latents, so that `(x - mean) / rms` has norm sqrt(C)
+    on average; `max_norm` is the largest norm of a latent vector so standardised.
+    """
+
+    tokens: int
+    channels: int
+    mean: tuple[float, ...]
+    rms: float
+    max_norm: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that describes a store. `options` are the resolved ones of `mmldlm prepare`."""
+
+    format: int
+    created_by: str
+    vocab_size: int
+    mask_id: int
+    pad_id: int
+    max_length: int
+    token_dtype: str
+    latent_dtype: str
+    latent: LatentInfo
+    tokenizer: dict[str, Any]
+    encoder: dict[str, Any]
+    sources: list[dict[str, Any]]
+    options: dict[str, Any]
+    problems: dict[str, int]
+    grouping: dict[str, Any]
+    splits: dict[str, SplitInfo]
+    files: dict[str, FileInfo]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def read(cls, store: Path) -> Manifest:
+        """The manifest of the store at `store`; DataError where it is missing, torn or of another format."""
+        path = store / MANIFEST_NAME
+        if not path.is_file():
+            what = "no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
+            raise DataError(f"{store}: not a data store: {what}; expected the folder that `mmldlm prepare --out` wrote")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path}: not valid JSON ({error}); expected the manifest of a data store") from None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            value = found.get("format") if isinstance(found, dict) else type(found).__name__
+            raise DataError(f"{path}: format is {value!r}, expected {FORMAT}; prepare the data again")
+        try:
+            values = _checked(cls, found)
+            latent = _checked(LatentInfo, found["latent"])
+            values["latent"] = LatentInfo(**latent | {"mean": tuple(latent["mean"])})
+            values["splits"] = {name: _split(split) for name, split in found["splits"].items()}
+            values["files"] = {name: FileInfo(**_checked(FileInfo, info)) for name, info in found["files"].items()}
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{path}: {error}; expected a complete manifest of format {FORMAT}") from None
+
+
+def _checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` with exactly the fields of the dataclass `cls`; ValueError naming the first that differ."""
+    expected = {field.name for field in fields(cls)}
+    if missing := sorted(expected - set(found)):
+        raise ValueError(f"key {missing[0]!r} is missing")
+    if unknown := sorted(set(found) - expected):
+        raise ValueError(f"key {unknown[0]!r} is unknown")
+    return dict(found)
+
+
+def _split(found: Mapping[str, Any]) -> SplitInfo:
+    shards = []
+    for shard in found["shards"]:
+        files = {suffix: FileInfo(**_checked(FileInfo, info)) for suffix, info in shard["files"].items()}
+        shards.append(ShardInfo(**_checked(ShardInfo, shard) | {"files": files}))
+    return SplitInfo(**_checked(SplitInfo, found) | {"shards": tuple(shards)})
+
+
+def file_info(path: Path) -> FileInfo:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return FileInfo(path.stat().st_size, digest.hexdigest())
+
+
+def fsync(path: Path) -> None:
+    """Make a file's contents, or a folder's names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """`path` holds either nothing new or all of `text`, whatever happens in between."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(path)
+    fsync(path.parent)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

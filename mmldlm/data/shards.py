@@ -1,0 +1,222 @@
+"""`Store`: memory-mapped pairs of tokens and latents, and `Split`: one of its splits.
+
+Shape letters: n samples, N tokens of the samples asked for, M latent tokens of a sample, C latent channels.
+A store is written by `mmldlm.data.writer.StoreWriter`, exported here for convenience.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmldlm.data.manifest import MANIFEST_NAME, FileInfo, LatentInfo, Manifest, ShardInfo, file_info
+from mmldlm.data.writer import StoreWriter
+from mmldlm.errors import DataError
+
+__all__ = ["Manifest", "Split", "Store", "StoreWriter"]
+
+
+class _Shard(NamedTuple):
+    """The arrays of one shard, mapped read-only."""
+
+    name: str
+    tokens: np.ndarray  # [tokens of the shard]
+    offsets: np.ndarray  # int64 [samples + 1]
+    latents: np.ndarray  # [samples, M, C]
+    characters: np.ndarray  # int32 [samples]
+
+
+class Split:
+    """One split of a store; samples are numbered from 0 across its shards."""
+
+    def __init__(self, store: Path, name: str, manifest: Manifest, shards: list[_Shard]):
+        self.store, self.name, self.manifest = store, name, manifest
+        self._shards = shards
+        self._starts = np.cumsum([0] + [len(shard.offsets) - 1 for shard in shards])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled memory map carries its data; workers that are spawned map the files again instead.
+        return _open_split, (self.store, self.name)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int32 [n]: tokens of every sample. DataError where the offsets of a shard do not rise."""
+        lengths = [np.diff(shard.offsets) for shard in self._shards]
+        for shard, found in zip(self._shards, lengths, strict=True):
+            if (found < 1).any():
+                sample = int(np.argmax(found < 1))
+                path = self.store / f"{shard.name}.offsets.npy"
+                raise DataError(f"{path}: sample {sample} has {found[sample]} tokens, expected at least 1")
+        return np.concatenate(lengths).astype(np.int32)
+
+    @cached_property
+    def characters(self) -> np.ndarray:
+        """int32 [n]: characters of every sample's text."""
+        return np.concatenate([shard.characters for shard in self._shards])
+
+    def tokens(self, index: int) -> np.ndarray:
+        """int64 [L]: the tokens of one sample."""
+        return self.gather(np.array([index]))[0]
+
+    def latents(self, index: int) -> np.ndarray:
+        """float32 [M, C]: the latents of one sample, on the encoder's own scale."""
+        return self.gather(np.array([index]))[2][0]
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Samples `indices` [n] in that order: tokens int64 [N], lengths int64 [n], raw latents float32 [n, M, C].
+
+        DataError naming shard and sample where a token is outside the vocabulary or a latent is not
+        finite; IndexError where the split has no such sample.
+        """
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise IndexError(f"samples {indices.min()} to {indices.max()} of split {self.name}, which has {len(self)}")
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        lengths = self.lengths[indices].astype(np.int64)
+        ends = np.cumsum(lengths)
+        begins = ends - lengths
+        tokens = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
+        latents = np.empty((len(indices), self.manifest.latent.tokens, self.manifest.latent.channels), np.float32)
+        for number in np.unique(shard_of):
+            shard = self._shards[number]
+            rows = np.flatnonzero(shard_of == number)
+            local = indices[rows] - self._starts[number]
+            latents[rows] = shard.latents[local]
+            within = _ranges(lengths[rows])
+            source = np.repeat(shard.offsets[local], lengths[rows]) + within
+            tokens[np.repeat(begins[rows], lengths[rows]) + within] = shard.tokens[source]
+        self._check(indices, tokens, begins, latents)
+        return tokens, lengths, latents
+
+    def _check(self, indices: np.ndarray, tokens: np.ndarray, begins: np.ndarray, latents: np.ndarray) -> None:
+        if len(tokens) and int(tokens.max()) >= self.manifest.vocab_size:
+            at = int(np.argmax(tokens >= self.manifest.vocab_size))
+            place = self._place(indices[np.searchsorted(begins, at, side="right") - 1], "tokens")
+            raise DataError(f"{place}: token {tokens[at]}, expected less than vocab_size {self.manifest.vocab_size}")
+        if not np.isfinite(latents).all():
+            row = int(np.argmax(~np.isfinite(latents).all(axis=(1, 2))))
+            raise DataError(
+                f"{self._place(indices[row], 'latents')}: the latent is not finite, expected finite numbers"
+            )
+
+    def _place(self, index: np.ndarray, kind: str) -> str:
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        path = self.store / f"{self._shards[shard].name}.{kind}.npy"
+        return f"{path}: sample {int(index) - int(self._starts[shard])} (row {int(index)} of split {self.name})"
+
+
+class Store:
+    """An opened store. Opening is cheap: it checks sizes and headers and maps the shards."""
+
+    def __init__(self, path: Path, manifest: Manifest, splits: dict[str, Split]):
+        self.path, self.manifest = path, manifest
+        self._splits = splits
+        self._mean = np.asarray(manifest.latent.mean, np.float32)
+        self._rms = np.float32(manifest.latent.rms)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Store:
+        """Open the store at `path`. DataError naming the file that is missing, truncated or of another shape."""
+        path = Path(path)
+        manifest = Manifest.read(path)
+        for name, info in _files(manifest):
+            _check_size(path / name, info)
+        splits = {
+            name: Split(path, name, manifest, [_open_shard(path, shard, manifest) for shard in split.shards])
+            for name, split in manifest.splits.items()
+        }
+        return cls(path, manifest, splits)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store.open, (self.path,)
+
+    def split(self, name: str) -> Split:
+        if name not in self._splits:
+            raise DataError(f"{self.path}: no split {name!r}, expected one of {', '.join(self._splits)}")
+        return self._splits[name]
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 of the manifest, which holds the hash of every other file."""
+        return hashlib.sha256((self.path / MANIFEST_NAME).read_bytes()).hexdigest()
+
+    @cached_property
+    def token_counts(self) -> np.ndarray:
+        """int64 [V]: how often each token occurs in the training split."""
+        return np.load(self.path / "token_counts.npy", allow_pickle=False)
+
+    def verify(self) -> None:
+        """Read and hash every file; DataError naming the first that is not what was written."""
+        for name, info in _files(self.manifest):
+            _check_size(self.path / name, info)
+            found = file_info(self.path / name).sha256
+            if found != info.sha256:
+                raise DataError(
+                    f"{self.path / name}: damaged: SHA-256 is {found[:12]}..., expected {info.sha256[:12]}..."
+                )
+
+    def standardise(self, latents: np.ndarray) -> np.ndarray:
+        """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
+        return (latents.astype(np.float32) - self._mean) / self._rms
+
+    def restore(self, latents: np.ndarray) -> np.ndarray:
+        """float32 [..., M, C]: the inverse of `standardise`."""
+        return latents.astype(np.float32) * self._rms + self._mean
+
+
+def _files(manifest: Manifest) -> Iterator[tuple[str, FileInfo]]:
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            for suffix, info in shard.files.items():
+                yield f"{shard.name}.{suffix}", info
+    yield from manifest.files.items()
+
+
+def _check_size(path: Path, info: FileInfo) -> None:
+    if not path.is_file():
+        raise DataError(f"{path}: missing, expected a file of {info.bytes} bytes")
+    if path.stat().st_size != info.bytes:
+        raise DataError(f"{path}: damaged: {path.stat().st_size} bytes, expected {info.bytes}")
+
+
+def _open_shard(store: Path, shard: ShardInfo, manifest: Manifest) -> _Shard:
+    latent: LatentInfo = manifest.latent
+    shapes = {
+        "tokens": (manifest.token_dtype, (shard.tokens,)),
+        "offsets": ("int64", (shard.samples + 1,)),
+        "latents": (manifest.latent_dtype, (shard.samples, latent.tokens, latent.channels)),
+        "characters": ("int32", (shard.samples,)),
+    }
+    arrays = {}
+    for kind, (dtype, shape) in shapes.items():
+        path = store / f"{shard.name}.{kind}.npy"
+        try:
+            # A plain view of the map: indexing np.memmap itself costs a Python call each time.
+            array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: not a readable array ({error})") from None
+        if array.dtype != np.dtype(dtype) or array.shape != shape:
+            raise DataError(f"{path}: {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}")
+        arrays[kind] = array
+    first, last = int(arrays["offsets"][0]), int(arrays["offsets"][-1])
+    if (first, last) != (0, shard.tokens):
+        path = store / f"{shard.name}.offsets.npy"
+        raise DataError(f"{path}: offsets run from {first} to {last}, expected 0 to {shard.tokens}")
+    return _Shard(shard.name, **arrays)
+
+
+def _open_split(store: Path, name: str) -> Split:
+    return Store.open(store).split(name)
+
+
+def _ranges(lengths: np.ndarray) -> np.ndarray:
+    """int64 [sum of lengths]: 0, 1, ... of each length, one behind the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)

@@ -1,0 +1,112 @@
+"""Byte-level BPE, single characters, or any `tokenizer.json`, behind one small class."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+
+from mmldlm.errors import DataError
+
+MASK, PAD = "[MASK]", "[PAD]"
+LOWERCASE_ALPHABET = "abcdefghijklmnopqrstuvwxyz "  # of text8
+
+
+class Tokenizer:
+    """Text to token ids and back. Ids below `vocab_size`; `[MASK]` and `[PAD]` never come from text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        """`[MASK]` and `[PAD]` are added behind the vocabulary where `backend` lacks them."""
+        missing = [token for token in (MASK, PAD) if backend.token_to_id(token) is None]
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+        backend.no_truncation()
+        backend.no_padding()
+        # Otherwise a literal "[MASK]" in a user's text becomes the mask id. Not part of tokenizer.json.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.mask_id: int = backend.token_to_id(MASK)  # type: ignore[assignment]
+        self.pad_id: int = backend.token_to_id(PAD)  # type: ignore[assignment]
+        self._json = backend.to_str(pretty=True)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Byte-level BPE of at most `vocab_size` tokens; exact for any UTF-8 text, the same for the same texts."""
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        if vocab_size < len(alphabet) + 2:
+            raise DataError(f"--vocab-size {vocab_size}: expected at least {len(alphabet) + 2} for byte-level BPE")
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[MASK, PAD], initial_alphabet=alphabet, show_progress=False
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def characters(cls, alphabet: str = LOWERCASE_ALPHABET) -> Tokenizer:
+        """One token per character of `alphabet`; encoding any other character is a DataError."""
+        backend = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(alphabet)}))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        backend.decoder = decoders.Fuse()
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Tokenizer:
+        """A `tokenizer.json`, or a folder that holds one; DataError where it is missing or not readable."""
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise DataError(f"{file}: no such file; expected a tokenizer.json or a folder that holds one")
+        try:
+            return cls(tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8")))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{file}: not a readable tokenizer.json ({_one_line(error)})") from None
+
+    def save(self, folder: Path | str) -> None:
+        """Write `tokenizer.json` and the config with which transformers' AutoTokenizer reads the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "mask_token": MASK,
+            "pad_token": PAD,
+            "split_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, nothing added; DataError where the vocabulary cannot spell a text."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"a text has characters outside the tokenizer's alphabet ({_one_line(error)})") from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode_batch(self, ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
+        """Texts of ids; `[MASK]` and `[PAD]` are left out unless `keep_special`."""
+        return self._backend.decode_batch([list(sample) for sample in ids], skip_special_tokens=not keep_special)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of the `tokenizer.json` that `save` writes."""
+        return hashlib.sha256(self._json.encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[type, tuple[tokenizers.Tokenizer]]:
+        return Tokenizer, (self._backend,)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,1 @@
+"""The only importers of accelerate, deepspeed and torch.distributed."""

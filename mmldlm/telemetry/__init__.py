@@ -1,0 +1,18 @@
+"""What a run says about itself: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
+
+from mmldlm.telemetry.metrics import MetricsFile, read_metrics
+from mmldlm.telemetry.progress import Progress
+from mmldlm.telemetry.resources import cuda_memory_mib, memory_values, resident_mib
+from mmldlm.telemetry.tensorboard import TensorBoard
+from mmldlm.telemetry.tracker import Tracker
+
+__all__ = [
+    "MetricsFile",
+    "Progress",
+    "TensorBoard",
+    "Tracker",
+    "cuda_memory_mib",
+    "memory_values",
+    "read_metrics",
+    "resident_mib",
+]

@@ -1,0 +1,120 @@
+"""`metrics.jsonl`: the machine-readable history of a run, one JSON object a line.
+
+A record is `{"kind", "step", "time", ...values}`; `time` is in unix seconds. JSON has no NaN, so a
+value that is not finite becomes null and its key is listed under `nonfinite`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mmldlm.errors import DataError
+
+Kind = Literal["train", "validation", "start", "checkpoint", "resume", "skip", "heartbeat", "end"]
+KINDS: tuple[str, ...] = get_args(Kind)
+RESERVED = frozenset({"kind", "step", "time", "nonfinite"})
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends records to `path`, each one flushed before `write` returns.
+
+    With `resume_step` the records of later steps are dropped first, since training will write them
+    again; without it the history begins anew and an old file is kept as `<name>.old`.
+    """
+
+    def __init__(self, path: Path | str, resume_step: int | None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            if resume_step is None:
+                self.path.replace(self.path.with_name(self.path.name + ".old"))
+            else:
+                _drop_after(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        assert kind in KINDS, f"unknown kind of record: {kind!r}"
+        assert RESERVED.isdisjoint(values), f"reserved keys in {sorted(RESERVED & values.keys())}"
+        nonfinite: list[str] = []
+        record: dict[str, Any] = {"kind": kind, "step": step, "time": round(time.time(), 3)}
+        record |= {key: _plain(value, key, nonfinite) for key, value in values.items()}
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Make what was written outlive a power failure; a flushed line outlives only the process."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """All records of a metrics file that may still be written to: a torn last line is left out.
+
+    Raises:
+        DataError: the file is missing, or a line before the last is no record.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            raise DataError(f"{path}: line {number} is not a JSON object with kind and step")
+    return records
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("step"), int) and record.get("kind") in KINDS
+    return record if whole else None
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite `path` with the records up to `step`. Damage costs a warning, never the resume."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [_parse(line) for line in lines]
+    # A last line without its newline would glue to the next record, so it is only kept if whole.
+    kept = [line.rstrip(b"\n") + b"\n" for line, r in zip(lines, records, strict=True) if r and r["step"] <= step]
+    damaged = sum(record is None for record in records[:-1])
+    if damaged:
+        log.warning("%s: %d damaged lines dropped", path, damaged)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
+    """`value` as JSON can hold it; the dotted keys of non-finite numbers are added to `nonfinite`."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of torch or numpy
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner, f"{key}.{name}", nonfinite) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{key}.{index}", nonfinite) for index, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite.append(key)
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,107 @@
+"""One readable line per log event: updated in place on a terminal, printed plainly into a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+WINDOW = 20  # log events over which the speed of the ETA is taken
+
+# What the line shows of the training values, in this order.
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("loss/total", "loss", "{:.4f}"),
+    ("loss/text", "text", "{:.4f}"),
+    ("loss/latent", "latent", "{:.4f}"),
+    ("optim/lr", "lr", "{:.2e}"),
+    ("optim/grad_norm", "grad", "{:.2f}"),
+)
+
+
+class Progress:
+    """The progress of steps `start_step` .. `total_steps` on `stream`; `clock` is in seconds."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total_steps = total_steps
+        self._stream = stream or sys.stderr
+        self._in_place = self._stream.isatty()
+        self._open_line = False
+        self._clock = clock
+        # (step, seconds) of recent events. Evaluation and saving in between count: the ETA is of the whole run.
+        self._recent: deque[tuple[int, float]] = deque([(start_step, clock())], maxlen=WINDOW + 1)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        self._recent.append((step, self._clock()))
+        line = self._line(step, values)
+        if not self._in_place:
+            print(line, file=self._stream, flush=True)
+            return
+        width = self._width()
+        # One column stays free: many terminals wrap when the last one is written.
+        print("\r" + line[: width - 1].ljust(width - 1), end="", file=self._stream, flush=True)
+        self._open_line = True
+
+    def message(self, text: str) -> None:
+        """A line of its own that stays."""
+        self.close()
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """End a line that was updated in place."""
+        if self._open_line:
+            print(file=self._stream, flush=True)
+            self._open_line = False
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the speed of the recent ones; None until there is one."""
+        (first_step, first_time), (step, now) = self._recent[0], self._recent[-1]
+        if step <= first_step:
+            return None
+        return max(self.total_steps - step, 0) * (now - first_time) / (step - first_step)
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        parts = [f"step {step:,}/{self.total_steps:,} ({step / max(self.total_steps, 1):.0%})"]
+        parts += [f"{name} {form.format(values[key])}" for key, name, form in FIELDS if key in values]
+        if "speed/tokens_per_s" in values:
+            parts.append(f"{human_count(values['speed/tokens_per_s'])} tokens/s")
+        if (eta := self.eta_s()) is not None:
+            parts.append(f"ETA {human_duration(eta)}")
+        if skipped := values.get("health/skipped_steps"):
+            parts.append(f"skipped {skipped:.0f}")
+        return "  ".join(parts)
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        except OSError:
+            return 80
+
+
+def human_duration(seconds: float) -> str:
+    """`42s`, `3m 05s`, `2h 07m`, `4d 03h`: the two units that matter."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if not minutes:
+        return f"{whole}s"
+    if not hours:
+        return f"{minutes}m {whole % 60:02}s"
+    if not days:
+        return f"{hours}h {minutes % 60:02}m"
+    return f"{days}d {hours % 24:02}h"
+
+
+def human_count(number: float) -> str:
+    """`950`, `12.3k`, `4.56M`: three digits."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit * 0.9995:
+            return f"{number / limit:#.3g}{unit}".replace(".k", "k").replace(".M", "M").replace(".G", "G")
+    return f"{number:.0f}"

@@ -1,0 +1,40 @@
+"""Memory that this process holds, in MiB."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+MIB = 2**20
+
+
+def resident_mib() -> float:
+    """Resident memory of this process; its peak where the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / MIB if sys.platform == "darwin" else peak / 1024  # bytes there, KiB elsewhere
+
+
+def cuda_memory_mib() -> tuple[float, float] | None:
+    """(allocated, reserved) by PyTorch on the current CUDA device; None without one in use.
+
+    A process that has not touched CUDA is not made to: the question alone would take a context.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+
+
+def memory_values() -> dict[str, float]:
+    """The `memory/` group of a training record."""
+    values = {"memory/resident_mib": resident_mib()}
+    if (cuda := cuda_memory_mib()) is not None:
+        values["memory/cuda_allocated_mib"], values["memory/cuda_reserved_mib"] = cuda
+    return values

@@ -1,0 +1,145 @@
+"""`Tracker`: what the training loop talks to. It fans out to metrics file, TensorBoard and progress.
+
+Tags are `group/name`, the groups being loss, validation, optim, speed, memory, data and health.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mmldlm.telemetry.metrics import Kind, MetricsFile
+from mmldlm.telemetry.progress import Progress
+from mmldlm.telemetry.tensorboard import TensorBoard, flatten
+
+HPARAM_METRICS = ("loss/total", "validation/total")
+
+
+class Tracker:
+    """The outputs of one run in `run_dir`; the main rank's is `enabled`, all others do nothing.
+
+    `start_step` is the last step that is already done: 0, or the step of the checkpoint resumed
+    from, whose later records are dropped from the metrics file and hidden in TensorBoard.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        total_steps: int,
+        start_step: int,
+        resumed: bool,
+        enabled: bool,
+        tensorboard: bool = True,
+    ):
+        self.enabled = enabled
+        self._total_steps, self._start_step, self._resumed = total_steps, start_step, resumed
+        self._board: TensorBoard | None = None
+        if not enabled:
+            return
+        folder = Path(run_dir)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", start_step if resumed else None)
+        self._progress = Progress(total_steps, start_step)
+        if tensorboard:
+            self._board = TensorBoard(folder / "tensorboard", start_step + 1 if resumed else 0)
+
+    def start(self, info: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
+        """The first record: `info` (world size, engine, versions ...) and the resolved run config."""
+        if not self.enabled:
+            return
+        kind: Kind = "resume" if self._resumed else "start"
+        self._write(kind, self._start_step, {"total_steps": self._total_steps, **info})
+        if self._board is None:
+            return
+        self._board.layout()
+        self._board.text(self._start_step, f"run/{kind}", _lines(info))
+        if config is not None:
+            self._board.text(self._start_step, "run/config", _lines(config))
+            self._board.hparams(config, HPARAM_METRICS)
+        self._board.flush()
+
+    def train(self, step: int, values: Mapping[str, float]) -> None:
+        """Values of a training step, already reduced over ranks."""
+        if not self.enabled:
+            return
+        self._write("train", step, values)
+        self._scalars(step, values)
+        self._progress.update(step, values)
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        if not self.enabled:
+            return
+        self._write("validation", step, values)
+        self._scalars(step, values)
+        shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in _numbers(values).items())
+        self._progress.message(f"validation at step {step:,}: {shown}")
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
+        """Texts side by side, as `{"reference": ..., "generated": ...}` a row; to TensorBoard only."""
+        if self._board is not None:
+            self._board.samples(step, rows, tag)
+
+    def event(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        """A skip, a checkpoint: what happened once. It is on disk when this returns."""
+        if not self.enabled:
+            return
+        self._write(kind, step, values)
+        shown = "  ".join(f"{key} {value}" for key, value in values.items())
+        self._progress.message(f"{kind} at step {step:,}: {shown}")
+        self.flush()
+
+    def heartbeat(self, step: int, what: str) -> None:
+        """Tell readers that the run is busy with `what` (saving, evaluating), not hung.
+
+        Called before a save, it also brings the curves up to `step` to disk before the checkpoint
+        from which a resume would continue them: no gap.
+        """
+        if self.enabled:
+            self._write("heartbeat", step, {"what": what})
+            self.flush()
+
+    def end(self, step: int, values: Mapping[str, Any] | None = None) -> None:
+        """The last record of a run that ended by itself, as `{"reason": ..., "exit_code": ...}`."""
+        if self.enabled:
+            self._write("end", step, values or {})
+            self._progress.close()
+            self.flush()
+
+    def flush(self) -> None:
+        if not self.enabled:
+            return
+        self._metrics.sync()
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        if not self.enabled:
+            return
+        self._progress.close()
+        self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        self._metrics.write(kind, step, values)
+
+    def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._board is not None:
+            self._board.scalars(step, _numbers(values))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in flatten(values).items())

@@ -1,0 +1,68 @@
+"""Held-out losses on a fixed time grid and seed, and held-out texts written from their latents, during training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmldlm.config import RunConfig
+from mmldlm.data.loader import fixed_batches
+from mmldlm.data.shards import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
+from mmldlm.diffusion.objective import Network, Objective
+from mmldlm.diffusion.sampling import generate
+
+if TYPE_CHECKING:
+    from mmldlm.runtime.engine import Runtime
+
+MICRO_BATCH = 64
+SEED = 20_260  # of times, masks and noise: every validation of every run sees the same
+
+
+def validation_losses(
+    model: Network, objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Runtime
+) -> dict[str, float]:
+    """Mean losses over `ids` of the validation split, every mode alike, whatever the training's shares are.
+
+    Each rank takes its part of the micro-batches; noise is keyed by place, so the result does not depend
+    on how many ranks there are.
+    """
+    sums = counts = torch.zeros(2 * len(MODES) + 1, dtype=torch.float64)
+    for step, mode in enumerate(MODES):
+        weights = mode_weights(mode)
+        batches = list(fixed_batches(store.split("validation"), ids, MICRO_BATCH))
+        for batch in batches[runtime.rank :: runtime.world_size]:
+            noise = draw_noise(batch, SEED, step, len(ids), weights, "uniform")
+            noised = objective.corrupt(batch, noise)
+            _, part = objective(model, noised.to(runtime.device), noised.counts.tolist())
+            sums, counts = sums + part.double().cpu(), counts + noised.counts
+    summary = objective.summary(runtime.sum(sums), runtime.sum(counts))
+    return {name.replace("loss/", "validation/"): value for name, value in summary.items()}
+
+
+def text_samples(
+    model: Network,
+    objective: Objective,
+    store: Store,
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    device: torch.device,
+) -> list[dict[str, str]]:
+    """The first held-out documents, each beside the text that the model writes from its latent."""
+    ids = list(range(min(config.validation.text_samples, len(store.split("validation")))))
+    (batch,) = fixed_batches(store.split("validation"), ids, len(ids))
+    generation = generate(
+        model,
+        objective.text,
+        objective.latent,
+        "l2t",
+        config.sampling,
+        torch.Generator().manual_seed(SEED),
+        batch.latents.to(device),
+        batch.lengths,
+    )
+    references = [part.tolist() for part in batch.tokens.split(batch.lengths)]
+    pairs = zip(tokenizer.decode_batch(references), tokenizer.decode_batch(generation.split()), strict=True)
+    return [{"reference": reference, "generation": written} for reference, written in pairs]

@@ -1,0 +1,195 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from mmldlm.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    clean_name,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    read_tensors,
+    write_tensors,
+)
+from mmldlm.errors import DataError, NumericalError
+
+pytestmark = pytest.mark.quick
+
+
+class Tied(nn.Module):
+    def __init__(self, vocabulary: int = 11, width: int = 6):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.body = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("kept", torch.arange(3))
+        self.register_buffer("derived", torch.ones(2), persistent=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.body(self.embedding(tokens))))
+
+
+OPTIMIZERS = {
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "plain_sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "asgd_groups": lambda parameters: torch.optim.ASGD([{"params": [p]} for p in list(parameters)[::-1]], lr=1e-2),
+}
+
+
+def steps(model, optimizer, first, last):
+    for step in range(first, last):
+        tokens = torch.randint(0, 11, (16,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(tokens), tokens.flip(0))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def bits(tensors):
+    return {
+        name: (t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).tolist() if t.numel() else [])
+        for name, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resume_equals_the_uninterrupted_run(tmp_path, name):
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    steps(model, optimizer, 0, 5)
+    store = CheckpointStore(tmp_path, 1)
+    store.save(
+        5,
+        {
+            "model.safetensors": lambda path: write_tensors(path, model_state(model)),
+            "optimizer.safetensors": lambda path: write_tensors(path, optimizer_state(optimizer, model)),
+            "state.json": TrainState(step=5).to_json().encode(),
+        },
+        {},
+    )
+    saved = bits(optimizer_state(optimizer, model))
+    steps(model, optimizer, 5, 10)
+
+    torch.manual_seed(1)
+    other = Tied()
+    resumed = OPTIMIZERS[name](other.parameters())
+    checkpoint = store.newest()
+    load_model_state(other, read_tensors(checkpoint.file("model.safetensors")))
+    load_optimizer_state(resumed, other, read_tensors(checkpoint.file("optimizer.safetensors")))
+    assert bits(optimizer_state(resumed, other)) == saved
+    assert other.head.weight is other.embedding.weight
+    first = TrainState.from_json(checkpoint.file("state.json").read_bytes()).step
+    steps(other, resumed, first, 10)
+    assert bits(model_state(other)) == bits(model_state(model))
+    assert bits(optimizer_state(resumed, other)) == bits(optimizer_state(optimizer, model))
+
+
+def test_names_are_those_of_the_bare_model_and_tied_weights_appear_once():
+    model = Tied()
+    assert set(model_state(model)) == {"embedding.weight", "body.weight", "body.bias", "kept"}
+    assert clean_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.module.w") == "blocks.0.module.w"
+    assert set(model_state(nn.DataParallel(model))) == set(model_state(model))
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    steps(model, optimizer, 0, 1)
+    assert "body.bias/exp_avg_sq" in optimizer_state(optimizer, model)
+
+
+def test_loaded_state_shares_no_memory_with_what_was_read():
+    model = Tied()
+    optimizer = OPTIMIZERS["foreach"](model.parameters())
+    steps(model, optimizer, 0, 2)
+    tensors = {name: tensor.clone() for name, tensor in optimizer_state(optimizer, model).items()}
+    before = bits(tensors)
+    load_optimizer_state(optimizer, model, tensors)
+    steps(model, optimizer, 2, 4)
+    assert bits(tensors) == before
+
+
+def test_an_optimizer_before_its_first_step(tmp_path):
+    model = Tied()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    write_tensors(tmp_path / "x", optimizer_state(optimizer, model))
+    load_optimizer_state(optimizer, model, read_tensors(tmp_path / "x"))
+    assert not optimizer.state
+
+
+def test_missing_extra_and_misshapen_are_named_and_change_nothing():
+    model = Tied()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    steps(model, optimizer, 0, 2)
+    weights, moments = model_state(model), optimizer_state(optimizer, model)
+    before = bits(weights), bits(moments)
+    wrong = {("other" if name == "body.bias" else name): tensor + 1 for name, tensor in weights.items()}
+    with pytest.raises(DataError, match=r"missing body\.bias; not wanted other"):
+        load_model_state(model, wrong)
+    with pytest.raises(DataError, match=r"body\.weight is \[6, 7\] in the checkpoint, \[6, 6\] in the model"):
+        load_model_state(model, {**{n: t + 1 for n, t in weights.items()}, "body.weight": torch.zeros(6, 7)})
+    wrong = {name.replace("body.bias/", "other/"): tensor + 1 for name, tensor in moments.items()}
+    with pytest.raises(DataError, match=r"missing body\.bias; not wanted other"):
+        load_optimizer_state(optimizer, model, wrong)
+    with pytest.raises(DataError, match=r"body\.weight/exp_avg is \[36\]"):
+        load_optimizer_state(optimizer, model, {**moments, "body.weight/exp_avg": torch.zeros(36)})
+    assert (bits(model_state(model)), bits(optimizer_state(optimizer, model))) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_weights_are_never_saved(tmp_path, value):
+    model = Tied()
+    with torch.no_grad():
+        model.body.bias[3] = value
+    store = CheckpointStore(tmp_path, 1)
+    with pytest.raises(NumericalError, match=r"body\.bias"):
+        store.save(1, {"model": lambda path: write_tensors(path, model_state(model))}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_round_trip(tmp_path):
+    base = torch.randn(4, 6)
+    tensors = {
+        "a": base,
+        "view": base[1:3],
+        "transposed": base.T,
+        "half": base.bfloat16(),
+        "integer": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+    }
+    write_tensors(tmp_path / "t", tensors)
+    read = read_tensors(tmp_path / "t")
+    assert bits(read) == bits(tensors)
+    (tmp_path / "t").write_bytes(b"\xff" * 100)  # a header of 2**64 bytes
+    for path in (tmp_path / "t", tmp_path / "absent"):
+        with pytest.raises(DataError, match="cannot read"):
+            read_tensors(path)
+
+
+def test_train_state_is_strict():
+    state = TrainState(step=3, samples_seen=24, tokens_seen=900, skipped_steps=1, best_validation=1.5)
+    assert TrainState.from_json(state.to_json()) == state
+    assert TrainState.from_json(TrainState().to_json()) == TrainState()
+    good = json.loads(state.to_json())
+    bad = [
+        {**good, "step": "3"},
+        {**good, "step": True},
+        {**good, "step": -1},
+        {**good, "step": 3.0},
+        {**good, "best_validation": float("nan")},
+        {**good, "extra": 1},
+        {key: value for key, value in good.items() if key != "tokens_seen"},
+        [],
+    ]
+    for values in bad:
+        with pytest.raises(DataError, match="training state"):
+            TrainState.from_json(json.dumps(values))
+    for text in ("", "{", b"\xff", "[" * 100_000):
+        with pytest.raises(DataError):
+            TrainState.from_json(text)
+    with pytest.raises(ValueError):
+        TrainState(best_validation=float("nan")).to_json()

@@ -1,0 +1,253 @@
+import errno
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmldlm.checkpoint import CheckpointStore
+from mmldlm.checkpoint import manifest as manifest_module
+from mmldlm.errors import DataError, StorageError
+
+quick = pytest.mark.quick
+FILES = {
+    "model.bin": b"m" * 1000,
+    "tokenizer/a/tokenizer.json": b"{}",
+    "written.bin": lambda path: path.write_bytes(b"w" * 50),
+}
+
+BAD_NAMES = ["../outside", "/etc/hostname", "a/../../outside", "./x", "a//b", "", ".", "..", "a\\b", "manifest.json"]
+
+
+def save(store, step, files=FILES, **info):
+    return store.save(step, files, {"world_size": 1, **info})
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@quick
+def test_round_trip(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
+    assert store.newest() is None
+    path = save(store, 7, loss=0.1)
+    checkpoint = store.newest()
+    assert checkpoint == store.open(path) and checkpoint.step == 7
+    assert checkpoint.info == {"world_size": 1, "loss": 0.1} and path.name == "step-00000007"
+    assert checkpoint.file("tokenizer/a/tokenizer.json").read_bytes() == b"{}"
+    with pytest.raises(DataError, match=r"no file 'other'.*model\.bin"):
+        checkpoint.file("other")
+    assert path.stat().st_mode & 0o077 == 0, "for the owner only"
+
+
+@quick
+def test_keep_last(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=3)
+    for step in (10, 5, 20, 15, 30, 40, 100_000_000, 100_000_001):
+        saved = save(store, step)
+        assert saved in store.paths() and len(store.paths()) <= 3, "the one just saved is never pruned"
+    assert names(tmp_path) == ["step-00000040", "step-100000000", "step-100000001"]
+    assert store.newest().step == 100_000_001
+    with pytest.raises(ValueError, match="keep_last"):
+        CheckpointStore(tmp_path, 0)
+
+
+@quick
+def test_pruning_waits_for_the_new_one(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    save(store, 1)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        save(store, 2)
+    assert names(tmp_path) == ["step-00000001"] and store.newest().step == 1
+
+
+@quick
+def test_same_step_again_keeps_a_good_one_at_every_moment(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    save(store, 2)
+    save(store, 2, {"model.bin": b"new"})
+    assert names(tmp_path) == ["step-00000001", "step-00000002.1"]
+    assert store.newest().file("model.bin").read_bytes() == b"new"
+
+
+@quick
+def test_order_of_writes_fsyncs_and_rename(tmp_path, monkeypatch):
+    """Every file is on disk before the manifest, all of it before the rename, the rename before the pruning."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    save(store, 1)
+    events, paths = [], {}
+    real_open, real_fsync, real_rename, real_rmtree = os.open, os.fsync, Path.rename, shutil.rmtree
+
+    def opened(path, *args, **kwargs):
+        descriptor = real_open(path, *args, **kwargs)
+        paths[descriptor] = Path(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(("fsync", paths[fd].name)), real_fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append(("rename", b.name)), real_rename(a, b))[1])
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda p, *a, **k: (events.append(("remove", Path(p).name)), real_rmtree(p, *a, **k))
+    )
+    save(store, 2)
+    events = [event if not event[1].startswith(".tmp") else (event[0], "temporary") for event in events]
+    kept = [event for event in events if event != ("remove", "temporary")]
+    assert kept[:3] == [("fsync", "model.bin"), ("fsync", "tokenizer.json"), ("fsync", "written.bin")]
+    assert kept[3] == ("fsync", "manifest.json")
+    assert set(kept[4:7]) == {("fsync", "temporary"), ("fsync", "tokenizer"), ("fsync", "a")}
+    assert kept[7:9] == [("rename", "step-00000002"), ("fsync", tmp_path.name)]
+    assert all("00000001" in name for _, name in kept[9:]) and kept[9:]
+
+
+@quick
+def test_every_flipped_byte_is_seen(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    path = save(store, 1)
+    generator = random.Random(0)
+    for name in [*FILES, "manifest.json"]:
+        raw = (path / name).read_bytes()
+        for place in generator.sample(range(len(raw)), min(len(raw), 200)):
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << generator.randrange(8)
+            (path / name).write_bytes(flipped)
+            with pytest.raises(DataError, match=path.name):
+                store.open(path)
+        for other in (raw[:-1], raw + b"\n", b""):
+            (path / name).write_bytes(other)
+            with pytest.raises(DataError, match=name):
+                store.open(path)
+        (path / name).unlink()
+        with pytest.raises(DataError, match=name):
+            store.open(path)
+        (path / name).write_bytes(raw)
+    assert store.open(path).step == 1
+
+
+@quick
+def test_damaged_newest_is_set_aside_and_the_previous_used(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep_last=3)
+    for step in (1, 2, 3):
+        save(store, step)
+    (tmp_path / "step-00000003" / "model.bin").write_bytes(b"x" * 1000)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    assert store.newest(repair=False).step == 1 and len(store.paths()) == 3, "a reader changes nothing"
+    assert store.newest().step == 1
+    assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
+    assert "step-00000003 is damaged" in caplog.text and "SHA-256" in caplog.text
+    save(store, 3)
+    (tmp_path / "step-00000003" / "model.bin").unlink()
+    assert store.newest().step == 1 and (tmp_path / "damaged-step-00000003-1").is_dir()
+    (tmp_path / "step-00000001" / "model.bin").unlink()
+    for _ in range(2):  # not "None", from which a run would start anew
+        with pytest.raises(DataError, match=r"no good checkpoint.*damaged-step-00000001"):
+            store.newest()
+
+
+@quick
+def test_superseded_branch_is_not_picked_up(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=5)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert [path.name for path in store.set_aside_after(1)] == ["superseded-step-00000003", "superseded-step-00000002"]
+    assert store.newest().step == 1
+    store.set_aside_after(-1)
+    assert store.newest() is None
+
+
+def reseal(path, change):
+    body = json.loads((path / "manifest.json").read_text())
+    body.pop("sha256")
+    change(body)
+    (path / "manifest.json").write_bytes(manifest_module._seal(body))
+
+
+@quick
+@pytest.mark.parametrize("name", [*BAD_NAMES, "link", "folder_link/x", "tokenizer"])
+def test_names_that_leave_the_folder_are_refused(tmp_path, name):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "outside").write_bytes(b"secret")
+    path = save(store, 1)
+    (path / "link").symlink_to("model.bin")
+    (path / "folder_link").symlink_to(tmp_path)
+    (tmp_path / "x").write_bytes(b"secret")
+    digest = manifest_module.sha256(path / "model.bin")
+    reseal(path, lambda body: body["files"].update({name: {"bytes": 1000, "sha256": digest}}))
+    with pytest.raises(DataError):
+        store.open(path)
+    if name in BAD_NAMES:
+        with pytest.raises(DataError, match="not a file name"):
+            save(store, 2, {name: b""})
+
+
+@quick
+def test_hostile_manifests(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    path = save(store, 1)
+    changes = [
+        lambda body: body.update(format=2),
+        lambda body: body.update(step="1"),
+        lambda body: body.update(step=True),
+        lambda body: body.pop("info"),
+        lambda body: body.update(files=[]),
+        lambda body: body["files"].update(x={"bytes": 1}),
+        lambda body: body["files"].update(x=3),
+    ]
+    good = (path / "manifest.json").read_bytes()
+    for change in changes:
+        reseal(path, change)
+        with pytest.raises(DataError):
+            store.open(path)
+        (path / "manifest.json").write_bytes(good)
+    for raw in (
+        b"[" * 200_000,
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b" " * (manifest_module.MAX_MANIFEST_BYTES + 1),
+    ):
+        (path / "manifest.json").write_bytes(raw)
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            store.open(path)
+    (path / "manifest.json").unlink()
+    (tmp_path / "elsewhere").write_bytes(good)
+    (path / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError):
+        store.open(path)
+    with pytest.raises(DataError):
+        store.open(tmp_path / "absent")
+
+
+@quick
+def test_temporaries_of_the_dead_go_and_of_the_living_stay(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = socket.gethostname()
+    stay = [f".tmp-step-00000001-{host}-{os.getppid()}-x", ".tmp-step-00000001-other-host-1-x"]
+    go = [f".tmp-step-00000001-{host}-{dead.pid}-x", f".tmp-step-00000001-{host}-{os.getpid()}-x",
+          ".tmp-step-00000001-old-host-1-x", ".old-step-00000001"]  # fmt: skip
+    for name in stay + go:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"")
+    os.utime(tmp_path / ".tmp-step-00000001-old-host-1-x", (0, 0))
+    save(store, 1)
+    assert names(tmp_path) == sorted([*stay, "step-00000001"])
+
+
+@quick
+def test_space_is_asked_for_before_writing(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    save(store, 1)
+    with pytest.raises(StorageError, match=r"1048576\.0 MiB needed, [\d.]+ MiB free"):
+        store.save(2, FILES, {}, estimated_bytes=2**40)
+    assert names(tmp_path) == ["step-00000001"]

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sample_corpus import small_config, write_corpus
+
+from mmldlm.data.prepare import prepare
+from mmldlm.data.shards import Store
+
+
+@pytest.fixture(scope="session")
+def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small store that tests read and copy, but never change."""
+    folder = tmp_path_factory.mktemp("store")
+    prepare(small_config(folder / "store", write_corpus(folder / "corpus.txt")), progress=False)
+    return folder / "store"
+
+
+@pytest.fixture(scope="session")
+def store(store_path: Path) -> Store:
+    return Store.open(store_path)

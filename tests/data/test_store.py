@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm.data.encoders import LsaEncoder
+from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.shards import Store, StoreWriter
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import DataError
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def copy(store_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store_path, tmp_path / "copy"))
+
+
+def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> dict[str, list]:
+    """A store of random samples in several shards; returns what was written."""
+    random = np.random.default_rng(0)
+    encoder = LsaEncoder.fit(["one two three", "four five one", "two five six", "six seven"], 4)
+    encoder.latent_tokens = tokens
+    written: dict[str, list] = {"train": [], "validation": [], "test": []}
+    with StoreWriter(path, Tokenizer.characters(), encoder, latent_dtype, shard_samples=7) as writer:
+        for split, count in [("train", 40), ("validation", 7), ("test", 3)]:
+            samples = [random.integers(0, 27, random.integers(1, 30)) for _ in range(count)]
+            latents = (random.normal(size=(count, tokens, 4)) * 3 + 5).astype(np.float32)
+            for start in range(0, count, 9):
+                part = slice(start, start + 9)
+                writer.add(split, samples[part], latents[part], [len(sample) for sample in samples[part]])
+            written[split] = list(zip(samples, latents, strict=True))
+        writer.finish([], {}, {}, {})
+    return written
+
+
+def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
+    written = write_store(tmp_path / "store")
+    store = Store.open(tmp_path / "store")
+    store.verify()
+    assert len(store.manifest.splits["train"].shards) == 6
+    for name, samples in written.items():
+        split = store.split(name)
+        assert len(split) == len(samples) == len(split.characters)
+        assert split.lengths.tolist() == [len(tokens) for tokens, _ in samples] == split.characters.tolist()
+        for index, (tokens, latents) in enumerate(samples):
+            assert np.array_equal(split.tokens(index), tokens)
+            assert np.array_equal(split.latents(index), latents)
+        picked = np.array([len(split) - 1, 0, 2, 0])
+        tokens, _, latents = split.gather(picked)
+        assert np.array_equal(tokens, np.concatenate([samples[i][0] for i in picked]))
+        assert np.array_equal(latents, np.stack([samples[i][1] for i in picked]))
+    assert store.token_counts.sum() == store.manifest.splits["train"].tokens
+
+
+def test_standardised_latents_have_unit_mean_square(tmp_path: Path) -> None:
+    written = write_store(tmp_path / "store")
+    store = Store.open(tmp_path / "store")
+    raw = np.stack([latents for _, latents in written["train"]])
+    standard = store.standardise(raw)
+    assert np.square(standard).sum(-1).mean() == pytest.approx(4, rel=1e-4)
+    assert np.abs(standard.mean(axis=(0, 1))).max() < 1e-4
+    assert np.allclose(store.restore(standard), raw, atol=1e-5)
+    every = np.concatenate([np.stack([latents for _, latents in samples]) for samples in written.values()])
+    largest = np.linalg.norm(store.standardise(every), axis=-1).max()
+    assert store.manifest.latent.max_norm == pytest.approx(largest, rel=1e-5)
+
+
+def test_the_manifest_is_read_as_it_was_written(store: Store) -> None:
+    manifest = store.manifest
+    assert json.loads(manifest.to_json()) == json.loads((store.path / MANIFEST_NAME).read_text())
+    assert isinstance(manifest.latent.mean, tuple) and manifest.splits["train"].shards[0].files["tokens.npy"].bytes > 0
+    assert manifest.max_length == max(int(store.split(name).lengths.max()) for name in manifest.splits)
+    assert Tokenizer.load(store.path / "tokenizer").identity == manifest.tokenizer["sha256"]
+
+
+def all_files(path: Path) -> list[str]:
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+
+
+def test_every_truncated_missing_or_changed_file_is_named(copy: Path) -> None:
+    for name in all_files(copy):
+        if name in (MANIFEST_NAME, "problems.jsonl"):
+            continue
+        path = copy / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=f"{name}: damaged"):
+            Store.open(copy)
+        path.unlink()
+        with pytest.raises(DataError, match=f"{name}: missing"):
+            Store.open(copy)
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DataError, match=name):  # by its hash, if not by an offset that cannot be
+            Store.open(copy).verify()
+        path.write_bytes(content)
+    Store.open(copy).verify()
+
+
+def change_array(path: Path, **changes: object) -> None:
+    array = np.load(path)
+    for index, value in changes.items():
+        array[int(index[1:])] = value
+    np.save(path, array)
+
+
+def test_malformed_arrays_are_named(copy: Path) -> None:
+    train = Store.open(copy).split("train")
+    offsets = copy / "train-00000.offsets.npy"
+    good = offsets.read_bytes()
+    change_array(offsets, i3=10**6)
+    with pytest.raises(DataError, match=r"train-00000.offsets.npy: sample 3 has -\d+ tokens"):
+        _ = Store.open(copy).split("train").lengths
+    change_array(offsets, i0=1)
+    with pytest.raises(DataError, match=r"train-00000.offsets.npy: offsets run from 1 to"):
+        Store.open(copy)
+    offsets.write_bytes(good)
+    change_array(copy / "train-00000.tokens.npy", **{f"i{int(train.lengths[:5].sum())}": 60_000})
+    with pytest.raises(DataError, match=r"train-00000.tokens.npy: sample 5 .*token 60000"):
+        Store.open(copy).split("train").gather(np.array([2, 5, 6]))
+    with pytest.raises(DataError, match="no split 'dev', expected one of train, validation, test"):
+        Store.open(copy).split("dev")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found.pop("mask_id"), "key 'mask_id' is missing"),
+        (lambda found: found.update(extra=1), "key 'extra' is unknown"),
+        (lambda found: found.update(format=99), "format is 99, expected 1"),
+        (lambda found: found.update(latent_dtype="float32"), "float16 .*, expected float32"),
+    ],
+)
+def test_a_manifest_that_is_off_is_refused(copy: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    found = json.loads((copy / MANIFEST_NAME).read_text())
+    change(found)
+    (copy / MANIFEST_NAME).write_text(json.dumps(found))
+    with pytest.raises(DataError, match=message):
+        Store.open(copy)
+
+
+def test_what_is_no_store_is_said_to_be_none(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        Store.open(tmp_path / "nowhere")
+    manifest = copy / MANIFEST_NAME
+    manifest.write_text(manifest.read_text()[:200])
+    with pytest.raises(DataError, match="not valid JSON"):
+        Store.open(copy)
+    manifest.unlink()
+    with pytest.raises(DataError, match=r"it has no manifest.json"):
+        Store.open(copy)
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    encoder = LsaEncoder.fit(["one two", "three four"], 2)
+    with pytest.raises(ZeroDivisionError), StoreWriter(tmp_path / "store", Tokenizer.characters(), encoder) as writer:
+        writer.add("train", [np.array([1])], np.ones((1, 1, 2)), [1])
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with (
+        pytest.raises(DataError, match="split validation has no samples"),
+        StoreWriter(tmp_path / "store", Tokenizer.characters(), encoder) as writer,
+    ):
+        writer.add("train", [np.array([1])], np.ones((1, 1, 2)), [1])
+        writer.finish([], {}, {}, {})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,87 @@
+import io
+
+import pytest
+
+from mmldlm.telemetry import Progress, memory_values, resident_mib
+from mmldlm.telemetry.progress import human_count, human_duration
+
+pytestmark = pytest.mark.quick
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+VALUES = {
+    "loss/total": 3.25,
+    "loss/text": 3.0,
+    "loss/latent": 0.25,
+    "optim/lr": 3e-4,
+    "optim/grad_norm": 0.9,
+    "speed/tokens_per_s": 12345.0,
+    "health/skipped_steps": 2,
+}
+
+
+def test_plain_lines_in_a_file():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(1000, 0, stream, clock)
+    for step in (10, 20):
+        clock.now += 5
+        progress.update(step, VALUES)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and "\r" not in stream.getvalue()
+    assert lines[1] == (
+        "step 20/1,000 (2%)  loss 3.2500  text 3.0000  latent 0.2500  lr 3.00e-04  grad 0.90"
+        "  12.3k tokens/s  ETA 8m 10s  skipped 2"
+    )
+
+
+def test_one_line_in_place_on_a_terminal():
+    stream = Terminal()
+    progress = Progress(10, 0, stream, Clock())
+    progress.update(1, VALUES)
+    progress.update(2, {})
+    progress.message("checkpoint")
+    progress.close()
+    text = stream.getvalue()
+    assert text.count("\n") == 2, "one to end the line in place, one after the message"
+    drawn = text.split("\n")[0].split("\r")[1:]
+    assert len(drawn) == 2 and {len(line) for line in drawn} == {79}, "cut and padded: nothing of the longer line stays"
+
+
+def test_eta_follows_recent_steps_and_counts_from_the_resumed_one():
+    clock = Clock()
+    progress = Progress(1000, 500, io.StringIO(), clock)
+    assert progress.eta_s() is None
+    clock.now += 300  # a slow first step: compilation
+    progress.update(501, {})
+    for step in range(502, 540):
+        clock.now += 2
+        progress.update(step, {})
+    assert progress.eta_s() == pytest.approx(2 * (1000 - 539))
+
+
+def test_human_units():
+    assert [human_duration(s) for s in (0.4, 59, 60, 185, 7620, 359999)] == [
+        "0s", "59s", "1m 00s", "3m 05s", "2h 07m", "4d 03h",
+    ]  # fmt: skip
+    assert [human_count(n) for n in (7, 950, 999.9, 1234, 123456, 4.56e6)] == [
+        "7", "950", "1.00k", "1.23k", "123k", "4.56M",
+    ]  # fmt: skip
+
+
+def test_resident_memory_grows_with_what_is_held():
+    before = resident_mib()
+    block = bytearray(64 * 2**20)
+    assert 50 < memory_values()["memory/resident_mib"] - before < 120
+    del block
