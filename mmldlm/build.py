@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mmldlm.checkpoint import Checkpoint, CheckpointStore, load_model_state, read_tensors
+from mmldlm.checkpoint import CheckpointStore, load_model_state, read_tensors
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.shards import Store
@@ -19,20 +17,8 @@ from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import DataError
 from mmldlm.model.attention import resolve_backend
-from mmldlm.model.mmdit import DataShape, MMDiT
-
-log = logging.getLogger(__name__)
-
-
-def data_shape(manifest: Manifest) -> DataShape:
-    return DataShape(
-        vocab_size=manifest.vocab_size,
-        mask_id=manifest.mask_id,
-        pad_id=manifest.pad_id,
-        max_length=manifest.max_length,
-        latent_tokens=manifest.latent.tokens,
-        latent_channels=manifest.latent.channels,
-    )
+from mmldlm.model.mmdit import MMDiT
+from mmldlm.resume import check_fits, data_shape
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
@@ -49,42 +35,6 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
         MaskedDiffusion(manifest.mask_id, config.loss.text),
         GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm),
     )
-
-
-def identity(config: RunConfig, store: Store) -> dict[str, Any]:
-    """What a checkpoint only fits together with: network, tokenizer, latents."""
-    manifest = store.manifest
-    return {
-        "model": asdict(config.model),
-        "data": asdict(data_shape(manifest)),
-        "tokenizer": manifest.tokenizer["sha256"],
-        "encoder": manifest.encoder,
-        "latent": asdict(config.latent),
-    }
-
-
-def check_fits(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
-    """`DataError` naming the first difference between what a checkpoint was made with and what is at hand."""
-    saved, found = checkpoint.info.get("identity"), identity(config, store)
-    if not isinstance(saved, dict):
-        raise DataError(
-            f"{checkpoint.path}: has no identity of network and data, expected a checkpoint of mmldlm train"
-        )
-    for group, values in found.items():
-        before = saved.get(group)
-        if before == values or _plain(before) == _plain(values):
-            continue
-        if isinstance(before, dict) and isinstance(values, dict):
-            key = next(name for name in {**before, **values} if _plain(before.get(name)) != _plain(values.get(name)))
-            before, values, group = before.get(key), values.get(key), f"{group}.{key}"
-        raise DataError(f"{checkpoint.path}: {group} is {before!r} in the checkpoint, {values!r} now")
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as the lists that JSON makes of them."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)

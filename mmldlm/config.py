@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,10 +86,6 @@ class RunConfig:
         except ValueError as error:
             raise ValueError(f"mode: {error}") from None
 
-    @property
-    def micro_batch_size(self) -> int | None:
-        return self.train.micro_batch_size
-
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The run config from a YAML file and `key.sub=value` overrides; `ConfigError` in one line."""
@@ -113,11 +108,6 @@ def require(config: RunConfig, *keys: str) -> None:
             raise ConfigError(f"{key}: expected a path, found nothing; set it in the config or as {key}=PATH")
 
 
-def load_run_config(run_dir: Path) -> RunConfig:
-    """The resolved config that a run left in its folder."""
-    return load_config(run_dir / CONFIG_NAME)
-
-
 def write_config(config: RunConfig, run_dir: Path) -> None:
     (run_dir / CONFIG_NAME).write_text(to_yaml(config), encoding="utf-8")
 
@@ -132,7 +122,3 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         elif before != after:
             lines.append(f"{prefix}{key}: {before} -> {after}")
     return lines
-
-
-def replace(config: RunConfig, **groups: Any) -> RunConfig:
-    return dataclasses.replace(config, **groups)

@@ -14,7 +14,7 @@ from mmldlm.data.encoders import load_encoder
 from mmldlm.diffusion.noise import MODES, Mode, mode_weights
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import ConfigError, DataError, UsageError
-from mmldlm.evaluate import cosine
+from mmldlm.evaluation import cosine
 from mmldlm.schema import build, dump
 
 

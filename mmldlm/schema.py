@@ -267,7 +267,7 @@ def _convert(raw: Any, hint: Any) -> Any:
         return float(raw)
     if isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool)):
         if hint is float and raw != raw:
-            raise ValueError("expected a number, found nan")
+            raise ValueError("expected number, found nan")
         return raw
     raise refusal
 

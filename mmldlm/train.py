@@ -26,7 +26,7 @@ def train(config: RunConfig) -> None:
             for batch in run.runtime.accumulate(noised):
                 loss, sums = run.objective(run.runtime.model, batch, totals)
                 run.runtime.backward(loss)
-                run.meter.add(sums, batch)
+                run.meter.add(sums, batch.counts)
             lr = lr_at(step, config.train.steps, config.optim, config.schedule)
             update = run.runtime.update(lr, config.optim.clip_norm)
             run.finish_step(lr, update)
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> tuple[RunConfig, bool]:
     parser.add_argument("--config", help="the config file, where it is not the first argument")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, create nothing")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     overrides = [argument for argument in options.arguments if "=" in argument]
     files = [argument for argument in options.arguments if "=" not in argument]
     files += [options.config] if options.config else []

@@ -13,64 +13,23 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.build import build_model, build_objective, check_fits, identity
-from mmldlm.checkpoint import (
-    CheckpointStore,
-    RunLock,
-    TrainState,
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-    read_tensors,
-    write_tensors,
-)
-from mmldlm.config import RunConfig, differences, load_config, write_config
+from mmldlm.build import build_model, build_objective
+from mmldlm.checkpoint import CheckpointStore, RunLock
+from mmldlm.config import RunConfig, write_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.errors import ConfigError, NumericalError, StoppedBySignal, StorageError
+from mmldlm.errors import NumericalError, StoppedBySignal, StorageError
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.optim import build_optimizer, resolve_fused
+from mmldlm.resume import check_resume, restore, save
 from mmldlm.runtime.engine import Update, start, versions
 from mmldlm.runtime.signals import StopRequest
-from mmldlm.schema import dump, to_yaml
-from mmldlm.telemetry import Tracker, memory_values
+from mmldlm.schema import dump
+from mmldlm.telemetry import Meter, Tracker, memory_values
 from mmldlm.validation import text_samples, validation_losses
-
-
-class Meter:
-    """Sums of losses and work since the last log record, and the seconds they took."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.sums: Tensor | float = 0.0
-        self.counts: Tensor | float = 0.0
-        self.tokens = self.steps = 0
-        self.data_wait_s = 0.0
-        self.began = time.perf_counter()
-        self.forget()
-
-    def add(self, sums: Tensor, batch: NoisedBatch) -> None:
-        """A micro-batch of the step at hand; counts once the step is taken."""
-        self._step.append((sums, batch))
-
-    def forget(self) -> None:
-        """A skipped step: its losses are no part of any mean."""
-        self._step: list[tuple[Tensor, NoisedBatch]] = []
-
-    def take(self, tokens: int) -> None:
-        """The step was taken; `tokens` are its tokens over all ranks."""
-        for sums, batch in self._step:
-            self.sums = self.sums + sums.double()
-            self.counts = self.counts + batch.counts
-        self.tokens += tokens
-        self.steps += 1
-        self.forget()
 
 
 class Training:
@@ -96,6 +55,7 @@ class Training:
     def _open(self) -> None:
         config = self.config
         # All that can be refused is refused before anything is created.
+        check_resume(config.resume)
         self.store = Store.open(config.data.path)
         validation = self.store.split("validation")
         self.runtime = start(config.distributed, config.precision)
@@ -126,7 +86,7 @@ class Training:
             self._stack.enter_context(RunLock(self.run_dir))
         runtime.barrier()
         self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint.keep_last)
-        self.state, notes = self._restore(model, optimizer)
+        self.state, notes = restore(self.checkpoints, model, optimizer, config, self.store, runtime.is_main)
         runtime.prepare(model, optimizer)
         runtime.model.train()
         self.weights = mode_weights(config.mode)
@@ -142,36 +102,6 @@ class Training:
             self.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"run.dir: cannot create {self.run_dir}: {error.strerror}") from None
-
-    def _restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TrainState, list[str]]:
-        """State to start from, loaded into model and optimizer, and what the user should know of it."""
-        resume = self.config.resume
-        if resume == "never":
-            if self.runtime.is_main:
-                self.checkpoints.set_aside_after(-1)
-            return TrainState(), []
-        if resume == "auto":
-            # One rank chooses, so that all load the same.
-            found = self.checkpoints.newest(repair=self.runtime.is_main)
-        elif Path(resume).is_dir():
-            found = self.checkpoints.open(resume)
-        else:
-            raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {resume!r}")
-        if found is None:
-            return TrainState(), []
-        check_fits(found, self.config, self.store)
-        load_model_state(model, read_tensors(found.file("model.safetensors")))
-        load_optimizer_state(optimizer, model, read_tensors(found.file("optimizer.safetensors")))
-        state = TrainState.from_json(found.file("state.json").read_bytes())
-        if state.step > self.config.train.steps:
-            raise ConfigError(
-                f"train.steps: {found.path} is at step {state.step}, beyond the {self.config.train.steps} asked for"
-            )
-        if self.runtime.is_main:
-            self.checkpoints.set_aside_after(state.step)
-        before = dump(load_config(found.file("config.yaml")))
-        changed = [f"changed since: {line}" for line in differences(before, dump(self.config))]
-        return state, [f"resuming from {found.path}", *changed]
 
     def _begin(self, notes: list[str]) -> None:
         config, runtime, stored = self.config, self.runtime, self.store.manifest.splits
@@ -329,26 +259,9 @@ class Training:
         if self.runtime.is_main:
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
             self.tracker.heartbeat(self.state.step, "saving")
+            made_by = {"engine": self.runtime.engine, "world_size": self.runtime.world_size, "versions": versions()}
             model, optimizer = self.runtime.bare_model, self.runtime.bare_optimizer
-            weights = model_state(model)
-            moments = optimizer_state(optimizer, model)
-            size = sum(tensor.nbytes for tensor in [*weights.values(), *moments.values()])
-            path = self.checkpoints.save(
-                self.state.step,
-                {
-                    "model.safetensors": lambda path: write_tensors(path, weights),
-                    "optimizer.safetensors": lambda path: write_tensors(path, moments),
-                    "state.json": self.state.to_json().encode(),
-                    "config.yaml": to_yaml(self.config).encode(),
-                },
-                {
-                    "identity": identity(self.config, self.store),
-                    "engine": self.runtime.engine,
-                    "world_size": self.runtime.world_size,
-                    "versions": versions(),
-                },
-                estimated_bytes=size,
-            )
+            path = save(self.checkpoints, model, optimizer, self.state, self.config, self.store, made_by)
             self.tracker.event(
                 "checkpoint", self.state.step, {"path": str(path), "seconds": time.perf_counter() - paused}
             )

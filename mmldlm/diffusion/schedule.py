@@ -65,7 +65,8 @@ class CosinePath(VariancePreserving):
     def alpha_squared(self, t: Tensor) -> Tensor:
         start = math.cos(self.offset / (1 + self.offset) * math.pi / 2) ** 2
         # sin of the complement: exactly 0 at t = 1, where the cosine would leave a rounding error.
-        return torch.sin((1 - t) / (1 + self.offset) * math.pi / 2) ** 2 / start
+        now = torch.sin((1 - t) / (1 + self.offset) * math.pi / 2) ** 2 / start
+        return torch.where(t <= 0, torch.ones_like(now), now)  # 1 - 6e-8 in float32 would be a sigma of 2e-4
 
 
 class LinearPath(VariancePreserving):

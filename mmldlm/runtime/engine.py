@@ -16,7 +16,7 @@ import torch.distributed as dist
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from accelerate import Accelerator
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from mmldlm.errors import ConfigError
@@ -116,7 +116,7 @@ def start(config: DistributedConfig, precision: Literal["fp32", "bf16"]) -> Runt
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(seconds=config.timeout_s)
         )
-    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process may train several runs, one after another
     accelerator = Accelerator(cpu=not use_cuda, mixed_precision="bf16" if precision == "bf16" else "no")
     if accelerator.num_processes != world_size:
         raise ConfigError(f"world size: {world_size} asked for by the launcher, {accelerator.num_processes} came")

@@ -1,5 +1,6 @@
 """What a run says about itself: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
 
+from mmldlm.telemetry.meter import Meter
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.resources import cuda_memory_mib, memory_values, resident_mib
@@ -7,6 +8,7 @@ from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 
 __all__ = [
+    "Meter",
     "MetricsFile",
     "Progress",
     "TensorBoard",

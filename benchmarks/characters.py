@@ -1,0 +1,101 @@
+"""A sanity line against public figures: a small character-level model on 27 symbols in pieces of 256.
+
+    python -m benchmarks.characters OUT_FOLDER [--steps 3000]
+
+The bound in bits per character of held-out text must fall below the cross entropy of a bigram model fitted
+on the same training text. Writes `OUT_FOLDER/characters.json` and prints the curve as a Markdown table.
+Training goes through the same commands as any other run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+LENGTH = 256
+CONFIG = """
+run: {{dir: {out}/run}}
+data: {{path: {out}/store}}
+model: {{depth: 4, width: 192, num_heads: 4, conditioning_width: 128, modulation_rank: 32}}
+mode: joint
+optim: {{lr: 2e-3}}
+train: {{steps: {steps}, global_batch_size: 32}}
+log: {{every: 50}}
+validation: {{every: 0}}
+checkpoint: {{every_steps: {every}, keep_last: 100}}
+"""
+
+
+def write_text(path: Path) -> None:
+    """The embedded corpus as text8 has it: lower-case letters and single spaces, in lines of LENGTH characters."""
+    from mmldlm.data.corpora import Document
+    from mmldlm.data.python_docs import read_python_docs
+
+    sentences = [item.text for item in read_python_docs() if isinstance(item, Document)]
+    text = " ".join(" ".join(re.sub("[^a-z]+", " ", sentence.lower()).split()) for sentence in sentences)
+    lines = (text[start : start + LENGTH] for start in range(0, len(text) - LENGTH + 1, LENGTH))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def ngram_bits(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Bits per character of held-out pieces [n, L] under unigrams and bigrams of the training pieces, add-one
+    smoothed; a piece's first character is scored by unigrams in both."""
+    unigram = np.bincount(train.ravel(), minlength=vocab_size) + 1.0
+    log_unigram = np.log2(unigram / unigram.sum())
+    bigram = np.ones((vocab_size, vocab_size))
+    np.add.at(bigram, (train[:, :-1].ravel(), train[:, 1:].ravel()), 1)
+    log_bigram = np.log2(bigram / bigram.sum(1, keepdims=True))
+    first = log_unigram[held_out[:, 0]].sum()
+    rest = log_bigram[held_out[:, :-1], held_out[:, 1:]].sum()
+    return float(-log_unigram[held_out].mean()), float(-(first + rest) / held_out.size)
+
+
+def command(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "mmldlm.cli", *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=3000)
+    options = parser.parse_args()
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "text.txt").exists():
+        write_text(out / "text.txt")
+    command(
+        *("prepare", str(out / "text.txt"), "--out", str(out / "store"), "--tokenizer", "characters"),
+        *("--max-length", str(LENGTH), "--channels", "16"),
+    )
+    config = out / "config.yaml"
+    config.write_text(CONFIG.format(out=out, steps=options.steps, every=max(1, options.steps // 8)), encoding="utf-8")
+    command("train", str(config))
+
+    from mmldlm.build import load_run
+    from mmldlm.data.shards import Store
+    from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
+
+    store = Store.open(out / "store")
+    splits = (store.split("train"), store.split("test"))
+    train, test = (split.gather(np.arange(len(split)))[0].reshape(-1, LENGTH) for split in splits)
+    unigram, bigram = ngram_bits(train, test, store.manifest.vocab_size)
+    curve = []
+    for checkpoint in sorted((out / "run" / "checkpoints").glob("step-*")):
+        run = load_run(out / "run", checkpoint)
+        evaluation = Evaluation(run, EvaluationConfig(samples=256, times=4))
+        bits = float(evaluation.text_nats("none").sum()) / (len(evaluation.ids) * LENGTH) * BITS
+        curve.append({"step": run.step, "bits_per_character": bits})
+        print(f"| {run.step} | {bits:.3f} |", flush=True)
+    result = {"unigram": unigram, "bigram": bigram, "curve": curve}
+    (out / "characters.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"unigram {unigram:.3f}, bigram {bigram:.3f} bits per character")
+
+
+if __name__ == "__main__":
+    main()

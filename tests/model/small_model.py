@@ -1,0 +1,72 @@
+"""Small networks with every part switched on, and inputs for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmldlm.batch import Layout
+from mmldlm.model.attention import Backend
+from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Prediction
+
+VOCAB, MASK, PAD = 23, 21, 22
+CHANNELS, MAX_LENGTH = 6, 16
+
+
+def small_model(latent_tokens: int = 1, backend: Backend = "sdpa", stir: float = 0.15, **config: object) -> MMDiT:
+    """Two blocks; `stir` is added to every parameter, for at initialisation the blocks pass their input on."""
+    settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
+    torch.manual_seed(0)
+    shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
+    model = MMDiT(ModelConfig(**settings), shape, backend)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += stir * torch.randn_like(parameter)
+    return model
+
+
+@dataclass(frozen=True)
+class Inputs:
+    tokens: Tensor
+    latents: Tensor
+    t_text: Tensor
+    t_latent: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.lengths, self.latents.shape[1], self.tokens.device)
+
+    def rows(self, order: list[int]) -> Inputs:
+        """Some samples, in the order asked for."""
+        texts = self.tokens.split(self.lengths)
+        return Inputs(
+            torch.cat([texts[row] for row in order]),
+            self.latents[order],
+            self.t_text[order],
+            self.t_latent[order],
+            tuple(self.lengths[row] for row in order),
+        )
+
+    def to(self, device: str) -> Inputs:
+        tensors = (self.tokens, self.latents, self.t_text, self.t_latent)
+        return Inputs(*(tensor.to(device) for tensor in tensors), self.lengths)
+
+    def run(self, model: MMDiT) -> Prediction:
+        """Logits at every position."""
+        positions = torch.arange(len(self.tokens), device=self.tokens.device)
+        return model(self.tokens, self.latents, self.t_text, self.t_latent, self.layout, positions)
+
+
+def random_inputs(lengths: tuple[int, ...], latent_tokens: int = 1, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    count = len(lengths)
+    return Inputs(
+        tokens=torch.randint(0, MASK + 1, (sum(lengths),), generator=generator),
+        latents=torch.randn(count, latent_tokens, CHANNELS, generator=generator),
+        t_text=torch.rand(count, generator=generator),
+        t_latent=torch.rand(count, generator=generator),
+        lengths=lengths,
+    )

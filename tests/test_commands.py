@@ -1,0 +1,151 @@
+"""What a user types wrong: one clear line, the documented exit code, nothing created, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm import cli, train
+from mmldlm.checkpoint import RunLock
+
+Command = Callable[..., object]
+
+
+def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mmldlm: error:")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["optim.lrr=1"], 64, "did you mean 'optim.lr'?"),
+        (["train.steps=many"], 64, "train.steps: expected whole number"),
+        (["data.path=/nowhere"], 65, "/nowhere: not a data store"),
+        (["data.path="], 64, "data.path: expected"),
+        (["resume=/nowhere"], 64, "resume: expected auto, never or a checkpoint's folder"),
+        (["attention.backend=varlen"], 64, "attention.backend: varlen needs CUDA"),
+        (["other.yaml"], 2, "expected one config file, found 2"),
+    ],
+)
+def test_train_refuses(
+    tiny_config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
+) -> None:
+    assert train.main([str(tiny_config), *arguments]) == code
+    assert expected in complaint(capsys)
+
+
+@pytest.mark.parametrize("override", ["optim.lrr=1", "data.path=/nowhere", "attention.backend=varlen"])
+def test_a_refused_config_creates_nothing(tiny_config: Path, tmp_path: Path, override: str) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert train.main([str(tiny_config), override]) != 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_missing_config_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["/nowhere/config.yaml"]) == 64
+    assert "/nowhere/config.yaml does not exist" in complaint(capsys)
+
+
+def test_config_by_flag_and_the_launchers_local_rank(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--local_rank=0", "--config", str(tiny_config), "--dry-run", "train.steps=2"]) == 0
+    assert "steps: 2" in capsys.readouterr().out
+
+
+def test_dry_run_prints_and_creates_nothing(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert train.main([str(tiny_config), "--dry-run", "train.micro_batch_size=4"]) == 0
+    shown = capsys.readouterr().out
+    for line in ("parameters in all", "tokens per step", "FLOPs per step", "memory per process", "num_heads: 2"):
+        assert line in shown
+    assert "8 samples = 1 processes x 4 samples x 2 micro-batches" in shown
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_run_folder_belongs_to_one_run(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    with RunLock(tmp_path / "run"):
+        assert train.main([str(tiny_config)]) == 73
+    assert "is in use by process" in complaint(capsys)
+    assert not (tmp_path / "run" / "exit.json").exists()
+
+
+def test_nan_latent_in_the_store_is_named(
+    tiny_config: Path, tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(tiny_store, store)
+    path = next(store.glob("train-*.latents.npy"))
+    latents = np.load(path, mmap_mode="r+")
+    latents[5] = np.nan
+    latents.flush()
+    assert train.main([str(tiny_config), f"data.path={store}", "train.steps=60"]) == 65
+    message = complaint(capsys)
+    assert path.name in message and "sample 5" in message
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["code"] == 65
+
+
+def test_truncated_store_is_named(
+    tiny_config: Path, tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(tiny_store, store)
+    path = next(store.glob("train-*.tokens.npy"))
+    path.write_bytes(path.read_bytes()[:-10])
+    assert train.main([str(tiny_config), f"data.path={store}"]) == 65
+    assert path.name in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["sample", "/nowhere", "--text", "x"], 65, "not a run folder"),
+        (["evaluate", "/nowhere"], 65, "not a run folder"),
+        (["prepare", "/nowhere.txt", "--out", "/tmp/never-made"], 65, "/nowhere.txt"),
+        (["trian"], 2, "unknown command 'trian'"),
+    ],
+)
+def test_commands_refuse(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str) -> None:
+    assert cli.main(arguments) == code
+    assert expected in complaint(capsys)
+
+
+def test_empty_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert cli.main(["prepare", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "store")]) == 65
+    complaint(capsys)
+    assert not (tmp_path / "store").exists()
+
+
+def test_usage_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "prepare" in capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+
+
+def test_errors_have_no_traceback_in_a_real_process(tiny_config: Path, command: Command) -> None:
+    """In-process tests cannot see what the interpreter prints on its way out."""
+    finished = command("mmldlm.train", tiny_config, "optim.lrr=1")
+    assert finished.returncode == 64  # type: ignore[attr-defined]
+    assert finished.stderr == (  # type: ignore[attr-defined]
+        "mmldlm: error: unknown key 'optim.lrr': did you mean 'optim.lr'?\n"
+    )
+
+
+def test_quiet_start(tiny_config: Path, command: Command) -> None:
+    """Libraries say nothing that the user did not ask for."""
+    finished = command("mmldlm.train", tiny_config, "train.steps=2", "validation.every=0")
+    assert finished.returncode == 0  # type: ignore[attr-defined]
+    assert "WARNING" not in finished.stderr + finished.stdout  # type: ignore[attr-defined]
+    assert all(line.startswith(("step ", "checkpoint ")) for line in finished.stderr.splitlines())  # type: ignore[attr-defined]

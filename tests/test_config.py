@@ -1,0 +1,106 @@
+"""The run config: typed, strict, and refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmldlm.config import RunConfig, load_config
+from mmldlm.errors import ConfigError, ExitCode
+from mmldlm.schema import build, dump, leaves, parse_yaml, to_yaml
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lrr=1e-4", "unknown key 'optim.lrr': did you mean 'optim.lr'?"),
+        ("learning_rate=1e-4", "unknown key 'learning_rate': did you mean 'optim.lr'?"),
+        ("epochs=3", "did you mean 'train.steps'?"),
+        ("output_dir=x", "did you mean 'run.dir'?"),
+        ("num_heads=4", "did you mean 'model.num_heads'?"),
+        ("bs=4", "did you mean 'train.global_batch_size'?"),
+        ("distributed.timeout=4", "did you mean 'distributed.timeout_s'?"),
+        ("optim.lr=fast", "optim.lr: expected number, found 'fast'"),
+        ("train.steps=1.5", "train.steps: expected whole number, found 1.5"),
+        ("train.steps=true", "train.steps: expected whole number, found True"),
+        ("train.steps=0", "train.steps: must be at least 1, found 0"),
+        ("optim.lr=-1", "optim.lr: must be above 0, found -1.0"),
+        ("optim.lr=.nan", "optim.lr: expected number, found nan"),
+        ("latent.process=cosine", "latent.process: expected vp_cosine | vp_linear | vp_sigmoid | rectified_flow"),
+        ("latent.prediction=eps", "latent.prediction: expected epsilon | x0 | v, found 'eps'"),
+        ("optim.betas=[0.9]", "optim.betas: expected 2 values, found [0.9]"),
+        ("optim.betas=[0.9, 1.5]", "optim.betas: must lie in [0, 1), found [0.9, 1.5]"),
+        ("mode.l2x=1", "mode: unknown mode 'l2x', expected l2t, t2l, joint"),
+        ("mode={l2t: -1}", "mode: weights must be at least 0"),
+        ("model.num_heads=3", "num_heads: model.width 256 must be a multiple of 2 x num_heads, found 3"),
+        ("model=5", "model: expected keys below it, found 5"),
+        ("optim.lr.peak=1", "optim.lr: expected number"),
+        ("distributed.timeout_s=12e6", "distributed.timeout_s: must be at most 86400 (24 h), found 1.2e+07"),
+        ("sampling.remask=2", "sampling.remask: must be at most 1, found 2.0"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == ExitCode.CONFIG == 64
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["optim.lrr=1", "train.steps=x", "model.depth=0"])
+    assert all(key in str(caught.value) for key in ("optim.lrr", "train.steps", "model.depth"))
+
+
+def test_long_timeout_is_a_choice() -> None:
+    config = load_config(None, ["distributed.timeout_s=100000", "distributed.allow_long_timeout=true"])
+    assert config.distributed.timeout_s == 100_000
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2", "a: {b: 1, b: 2}", "a: [1, {c: 1, c: 1}]"])
+def test_duplicate_keys_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        parse_yaml(text, "x.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.system [x]", "a: [", "{", "a: b: c", "\t- x", "a: *b"])
+def test_yaml_that_is_broken_or_wants_to_run_code_is_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "x.yaml")
+    assert "x.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    assert load_config(None, ["optim.lr=1e-4"]).optim.lr == 1e-4
+    assert load_config(None, ["optim.lr=1"]).optim.lr == 1.0
+    assert load_config(None, ["optim.warmup_steps=0.1"]).optim.warmup_steps == 0.1
+    assert load_config(None, ["train.micro_batch_size=null"]).train.micro_batch_size is None
+
+
+def test_missing_file_and_wrong_content(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="found list"):
+        load_config(tmp_path / "list.yaml")
+
+
+def test_resolved_config_reads_back_as_itself() -> None:
+    config = load_config(None, ["optim.lr=2e-5", "mode={l2t: 1, joint: 3}", "model.mlp=gelu", "train.steps=7"])
+    assert build(RunConfig, parse_yaml(to_yaml(config), "resolved")) == config
+    assert yaml.safe_load(to_yaml(config)) == dump(config)
+
+
+def test_every_setting_has_a_doc() -> None:
+    assert [key for key, field in leaves(RunConfig) if not field.metadata.get("doc")] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load(path: Path) -> None:
+    assert load_config(path).data.path

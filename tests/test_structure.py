@@ -1,0 +1,61 @@
+"""Rules of the code base that no reviewer should have to remember."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "mmldlm").rglob("*.py"))
+LONGEST = 330  # lines; a file that grows past ~300 knows two subjects
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_only_the_runtime_knows_the_engines() -> None:
+    engines = ("accelerate", "deepspeed", "torch.distributed")
+    offenders = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        if (ROOT / "mmldlm" / "runtime") not in path.parents
+        for name in imported(path)
+        if any(name == engine or name.startswith(f"{engine}.") for engine in engines)
+    }
+    assert offenders == set()
+    assert any(name == "accelerate" for path in SOURCES for name in imported(path)), "the check sees no import at all"
+
+
+def test_diffusion_and_data_do_not_know_the_model() -> None:
+    for folder, forbidden in (("diffusion", "mmldlm.model"), ("data", "mmldlm.model"), ("model", "mmldlm.diffusion")):
+        names = {name for path in (ROOT / "mmldlm" / folder).glob("*.py") for name in imported(path)}
+        assert not {name for name in names if name.startswith(forbidden)}, folder
+
+
+def test_nothing_unpickles() -> None:
+    for path in SOURCES:
+        assert not {"pickle", "dill", "cloudpickle", "joblib"} & set(imported(path)), path
+        text = path.read_text(encoding="utf-8")
+        assert "torch.load(" not in text and "allow_pickle=True" not in text and "trust_remote_code=True" not in text, (
+            path
+        )
+
+
+def test_files_stay_readable() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_scripts_stop_at_the_first_error() -> None:
+    for path in [*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"]:
+        assert "set -euo pipefail" in path.read_text(encoding="utf-8"), path
