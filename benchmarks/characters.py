@@ -22,10 +22,10 @@ LENGTH = 256
 CONFIG = """
 run: {{dir: {out}/run}}
 data: {{path: {out}/store}}
-model: {{depth: 4, width: 192, num_heads: 4, conditioning_width: 128, modulation_rank: 32}}
+model: {{depth: 4, width: 128, num_heads: 4, conditioning_width: 128, modulation_rank: 32}}
 mode: joint
-optim: {{lr: 2e-3}}
-train: {{steps: {steps}, global_batch_size: 32}}
+optim: {{lr: 3e-3}}
+train: {{steps: {steps}, global_batch_size: 16}}
 log: {{every: 50}}
 validation: {{every: 0}}
 checkpoint: {{every_steps: {every}, keep_last: 100}}

@@ -70,6 +70,7 @@ def resolve_fused(asked: Literal["auto"] | bool, device_type: str) -> bool:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Trainable parameters in two groups: decayed (matrices of linear maps), not decayed (all else)."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings |= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("position")}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():

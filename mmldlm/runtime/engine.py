@@ -55,7 +55,8 @@ class Runtime:
     @property
     def bare_model(self) -> nn.Module:
         """The model without the engine's wrapper: for saving and for reading its parameters by name."""
-        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        # Without keep_fp32_wrapper, Accelerate would take the autocast off the model for good.
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
 
     @property
     def bare_optimizer(self) -> torch.optim.Optimizer:
@@ -86,7 +87,7 @@ class Runtime:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of a small tensor over all ranks, on the host in float64; every rank gets the same bits."""
-        total = values.detach().to("cpu", torch.float64)
+        total = values.detach().to("cpu", torch.float64, copy=True)
         if self.world_size > 1:
             dist.all_reduce(total)
         return total

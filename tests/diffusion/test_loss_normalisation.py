@@ -66,7 +66,8 @@ def test_micro_batches_do_not_change_loss_or_gradient(
     parts = step(model, micro_batches, text, loss, mode)
     assert whole.isfinite().all() and whole[1:].norm() > 0
     torch.testing.assert_close(parts[0], whole[0], rtol=1e-6, atol=0)
-    assert (parts[1:] - whole[1:]).norm() <= 1e-6 * whole[1:].norm()
+    # 1.6e-6 is what float32 leaves of it when matrix products have other shapes; a wrong count would be 0.1.
+    assert (parts[1:] - whole[1:]).norm() <= 5e-6 * whole[1:].norm()
 
 
 def test_summaries_add_up_over_micro_batches(model: MMDiT) -> None:
@@ -85,9 +86,6 @@ def test_summaries_add_up_over_micro_batches(model: MMDiT) -> None:
     whole = summary([list(range(8))])
     assert set(whole) >= {"loss/total", "loss/text_l2t", "loss/text_joint", "loss/latent_t2l", "loss/latent_joint"}
     assert summary([[3, 1], [0, 2, 4], [7, 6, 5]]) == pytest.approx(whole, rel=1e-5)
-    share, _ = total(
-        model,
-        total.corrupt(PAIRS, draw_noise(PAIRS, 0, 3, 8, weights)),
-        total_counts([total.corrupt(PAIRS, draw_noise(PAIRS, 0, 3, 8, weights))]).tolist(),
-    )
-    assert whole["loss/total"] == pytest.approx(float(share), rel=1e-5)
+    noised = total.corrupt(PAIRS, draw_noise(PAIRS, 0, 3, len(LENGTHS), weights))
+    loss, _ = total(model, noised, noised.counts.tolist())
+    assert whole["loss/total"] == pytest.approx(loss.item(), rel=1e-5)

@@ -102,6 +102,20 @@ def test_losses_are_zero_for_the_target_and_bounded_as_documented(
         torch.testing.assert_close(wrong, torch.full((16,), expected))
 
 
+@every_combination
+def test_the_zero_of_an_untrained_network_has_a_moderate_gradient(
+    process: Process, prediction: Parametrisation, loss: LatentLoss
+) -> None:
+    """Or it alone would fill the first clipped step, and Adam's second moments for hundreds more."""
+    diffusion = gaussian(process, prediction, loss, CHANNELS)
+    x0, epsilon = (part.float() for part in orthogonal_pair(16))
+    target = diffusion.target(x0, epsilon, torch.linspace(0, 1, 16))
+    predicted = torch.zeros_like(target).requires_grad_()
+    diffusion.losses(predicted, target).sum().backward()
+    assert predicted.grad is not None
+    assert 0.01 < predicted.grad.norm(dim=-1).min() <= predicted.grad.norm(dim=-1).max() < 10
+
+
 def test_estimates_are_never_longer_than_the_data() -> None:
     for process, prediction, loss in COMBINATIONS:
         diffusion = gaussian(process, prediction, loss, CHANNELS)

@@ -1,7 +1,7 @@
 """MMDiT as the papers draw it: padded rectangles, one dense joint attention with a key-padding mask.
 
-Written apart from `mmldlm.model`, of which only the weights and the time embedding are used. Shapes: text [B, L, D], latents
-[B, M, E], conditioning [B, T].
+Written apart from `mmldlm.model`, of which only the weights and the time embedding are used.
+Shapes: text [B, L, D], latents [B, M, E], conditioning [B, T].
 """
 
 from __future__ import annotations
