@@ -68,6 +68,8 @@ def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: st
     found = checkpoints.open(checkpoint) if checkpoint else checkpoints.newest(repair=False)
     if found is None:
         raise DataError(f"{folder}: no checkpoint in checkpoints/ yet; train first")
+    if not Path(config.data.path).is_dir():
+        raise DataError(f"{config.data.path}: the run's data store is not there; name its place with --data")
     store = Store.open(config.data.path)
     check_fits(found, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -91,15 +91,7 @@ class Evaluation:
                 noised = objective.corrupt(batch, noise).to(run.device)
                 sample = noised.layout.sample_of_token[noised.positions]
                 with run.autocast:
-                    prediction = run.model(
-                        noised.noised_tokens,
-                        noised.noised_latents,
-                        noised.t_text,
-                        noised.t_latent,
-                        noised.layout,
-                        noised.positions,
-                        noised.targets,
-                    )
+                    prediction = run.model(*noised.inputs)
                 weighted = (noised.token_weight * prediction.text).double()
                 per_sample = weighted.new_zeros(len(batch.lengths)).index_add(0, sample, weighted)
                 nats[batch.slots] += per_sample.cpu() / self.config.times

@@ -22,10 +22,11 @@ which wins over the file:
 Whatever is not given has the default below. `mmldlm train --dry-run CONFIG.yaml` prints all settings as they will
 be used, and the run folder keeps them in `config.yaml`. An unknown key, a wrong type or a value out of bounds ends
 the command with exit code 64, before anything is created, and the message names the nearest valid key.
-`data.path` and `run.dir` must be set.
+`data.path` and `run.dir` must be set. A map given for `mode` replaces the default shares; modes it does not name have
+share 0.
 """
 
-_BOUNDS = {"at_least": "at least", "at_most": "at most", "above": "above", "below": "below"}
+_BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
 
 
 def settings_markdown() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from tiny_run import TINY
 
 from mmldlm import cli
 from mmldlm.build import LoadedRun, load_run

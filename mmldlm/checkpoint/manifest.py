@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmldlm.errors import DataError
+from mmldlm.files import sha256
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -61,7 +62,7 @@ def verify(folder: Path) -> Checkpoint:
             raise DataError(f"{folder / name} has {size} bytes, its manifest says {entry['bytes']}")
         files[name] = size
     for name, entry in body["files"].items():
-        if (found := sha256(folder / name)) != entry["sha256"]:
+        if (found := _hash(folder / name)) != entry["sha256"]:
             raise DataError(f"{folder / name} has SHA-256 {found}, its manifest says {entry['sha256']}")
     return Checkpoint(folder, body["step"], body["info"], files)
 
@@ -82,16 +83,11 @@ def check_name(name: str) -> None:
         raise DataError(f"not a file name inside a checkpoint: {name!r}")
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file. An unreadable one is a DataError."""
-    digest = hashlib.sha256()
+def _hash(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+        return sha256(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 def _regular_size(folder: Path, name: str) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 from mmldlm.checkpoint.manifest import Checkpoint, check_name, recorded_bytes, verify, write_manifest
 from mmldlm.errors import DataError, StorageError
+from mmldlm.files import fsync
 
 Writer = Callable[[Path], None] | bytes
 
@@ -63,12 +64,12 @@ class CheckpointStore:
             with self._temporary(step) as temporary:
                 for name, writer in files.items():
                     _write(temporary / name, writer)
-                _sync(write_manifest(temporary, step, list(files), info))
+                fsync(write_manifest(temporary, step, list(files), info))
                 for directory in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-                    _sync(directory)
+                    fsync(directory)
                 final = self._free_name(step)
                 temporary.rename(final)
-            _sync(self.folder)
+            fsync(self.folder)
             self._prune(final)
         except OSError as error:
             raise StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}") from error
@@ -190,16 +191,7 @@ def _write(path: Path, writer: Writer) -> None:
     else:
         writer(path)
     assert path.is_file() and not path.is_symlink(), f"the writer of {path.name} made no file"
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """fsync of a file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(path)
 
 
 def _is_abandoned(temporary: Path) -> bool:

@@ -5,9 +5,7 @@ Shape letters: V vocabulary, M latent tokens of a sample, C latent channels.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
+from mmldlm.files import sha256
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -133,29 +132,7 @@ def _split(found: Mapping[str, Any]) -> SplitInfo:
 
 
 def file_info(path: Path) -> FileInfo:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return FileInfo(path.stat().st_size, digest.hexdigest())
-
-
-def fsync(path: Path) -> None:
-    """Make a file's contents, or a folder's names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """`path` holds either nothing new or all of `text`, whatever happens in between."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(path)
-    fsync(path.parent)
+    return FileInfo(path.stat().st_size, sha256(path))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -23,12 +23,11 @@ from mmldlm.data.manifest import (
     ShardInfo,
     SplitInfo,
     file_info,
-    fsync,
     token_dtype,
-    write_atomically,
 )
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+from mmldlm.files import fsync, write_atomically
 
 SPLITS = ("train", "validation", "test")
 

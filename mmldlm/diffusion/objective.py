@@ -50,6 +50,19 @@ class NoisedBatch:
     length_target: Tensor  # int64 [B]: length - 1
     counts: Tensor  # float64 [2 * modes + 1] on the host: what the sums of `Objective.sums` are divided by
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout, Tensor, Tensor]:
+        """The arguments of the network, in order."""
+        return (
+            self.noised_tokens,
+            self.noised_latents,
+            self.t_text,
+            self.t_latent,
+            self.layout,
+            self.positions,
+            self.targets,
+        )
+
     def to(self, device: torch.device | str) -> NoisedBatch:
         moved = {
             name: value.to(device, non_blocking=True)
@@ -107,15 +120,7 @@ class Objective:
         `totals` are the `counts` summed over the step's global batch. `sums` [2 * modes + 1] lie on the
         device and are divided by their counts only when somebody looks, so a step waits for nothing.
         """
-        nll, latent_pred, length_logits = model(
-            noised.noised_tokens,
-            noised.noised_latents,
-            noised.t_text,
-            noised.t_latent,
-            noised.layout,
-            noised.positions,
-            noised.targets,
-        )
+        nll, latent_pred, length_logits = model(*noised.inputs)
         modes = len(MODES)
         text = nll.new_zeros(modes).index_add(0, noised.token_mode, noised.token_weight * nll)
         latent_losses = self.latent.losses(latent_pred, noised.latent_target) * noised.latent_weight

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mmldlm.errors import DataError
+from mmldlm.files import write_atomically
 
 Kind = Literal["train", "validation", "start", "checkpoint", "resume", "skip", "heartbeat", "end"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -98,12 +99,7 @@ def _drop_after(path: Path, step: int) -> None:
     damaged = sum(record is None for record in records[:-1])
     if damaged:
         log.warning("%s: %d damaged lines dropped", path, damaged)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomically(path, b"".join(kept))
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
