@@ -11,7 +11,7 @@ from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.noise import mode_weights
 from mmldlm.diffusion.objective import LossConfig
-from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import ModelConfig
@@ -72,7 +72,7 @@ class RunConfig:
     schedule: ScheduleConfig = setting(ScheduleConfig(), "courses over the steps")
     train: TrainConfig = setting(TrainConfig(), "length and batch")
     precision: Literal["fp32", "bf16"] = setting("fp32", "of matrix products; weights, moments and losses are float32")
-    sampling: SamplingConfig = setting(SamplingConfig(), "text samples in training; defaults of `mmldlm sample`")
+    sampling: SamplingConfig = setting(SamplingConfig(), "generation in training, `evaluate` and `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "held-out losses in training")
     log: LogConfig = setting(LogConfig(), "metrics")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "saving")
@@ -82,9 +82,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         try:
-            mode_weights(self.mode)
+            weights = mode_weights(self.mode)
         except ValueError as error:
             raise ValueError(f"mode: {error}") from None
+        if self.sampling.guidance != 1 and not weights["joint"]:
+            raise ValueError(f"sampling.guidance: {self.sampling.guidance} needs {GUIDANCE_NEEDS}")
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

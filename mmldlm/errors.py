@@ -82,18 +82,29 @@ class PeerLostError(MmldlmError):
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
+def outcome(error: BaseException | None) -> tuple[int, str]:
+    """Exit code and one-line cause of a command that ended with `error`, or in good order with None.
+
+    Code 1 is a bug: whoever meets it keeps the traceback.
+    """
+    if error is None:
+        return int(ExitCode.DONE), "finished"
+    if isinstance(error, MmldlmError):
+        return int(error.exit_code), str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
+        return int(ExitCode.STORAGE), f"cannot write {error.filename or ''}: {error.strerror}"
+    return 1, f"{type(error).__name__}: {error}"
+
+
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run `command` and return its exit code; an `MmldlmError` becomes one line on stderr."""
+    """Run `command` and return its exit code; what is not a bug becomes one line on stderr."""
     try:
         return int(command() or ExitCode.DONE)
-    except MmldlmError as error:
-        print(f"mmldlm: error: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    except OSError as error:
-        if error.errno not in _DISK_ERRNOS:
+    except (MmldlmError, OSError, KeyboardInterrupt) as error:
+        code, cause = outcome(error)
+        if code == 1:
             raise
-        print(f"mmldlm: error: cannot write {error.filename or ''}: {error.strerror}", file=sys.stderr)
-        return int(ExitCode.STORAGE)
-    except KeyboardInterrupt:
-        print("mmldlm: interrupted", file=sys.stderr)
-        return 130
+        print(f"mmldlm: error: {cause}", file=sys.stderr)
+        return code

@@ -7,7 +7,7 @@ that backward will need.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import total_counts
+from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.optim import resolved_warmup
 from mmldlm.runtime.engine import asked_world_size
@@ -50,6 +51,10 @@ class Estimate:
 def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 4) -> Estimate:
     """Costs of one optimizer step, from the first `looked_at` steps' real micro-batches."""
     global_batch = config.train.global_batch_size
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolve_backend(config.attention.backend, device, config.precision == "bf16")
+    # Fake tensors lie on the CPU; the groups' attention has the same products and saves the same.
+    config = replace(config, attention=AttentionConfig("sdpa"))
     micro = config.train.micro_batch_size or max(1, global_batch // world_size)
     loader = Loader(
         store,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,15 @@ def evaluate(run: LoadedRun, config: EvaluationConfig) -> dict[str, Any]:
             result["joint"] = {"samples": joint_samples(evaluation, min(10, len(evaluation.ids)), progress)}
     result["modes_trained"] = [mode for mode in MODES if weights[mode]]
     return result
+
+
+def finite(value: Any) -> Any:
+    """The same, with None for numbers that are not finite: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(result: dict[str, Any]) -> str:
@@ -125,7 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed)
     result = evaluate(run, config)
     (options.run / "samples.md").write_text(samples_markdown(result), encoding="utf-8")
-    (options.run / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (options.run / "evaluation.json").write_text(
+        json.dumps(finite(result), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+    )
     print(table(result))
     print(f"written: {options.run / 'evaluation.json'}, {options.run / 'samples.md'}")
     return 0

@@ -49,9 +49,9 @@ class Evaluation:
             raise DataError(
                 f"{run.store.path}: split {config.split} has {len(self.split)} samples, expected at least 2"
             )
-        # Neighbours in a store may come from one source; a fixed draw is a fair sample of it.
+        # Neighbours in a store come from one source: a fixed draw, also of the first few, is a fair sample.
         rng = np.random.default_rng(config.seed)
-        self.ids: np.ndarray = np.sort(rng.permutation(len(self.split))[:count])
+        self.ids: np.ndarray = rng.permutation(len(self.split))[:count]
         self.raw_latents = self.split.gather(self.ids)[2].astype(np.float32)
         latents = torch.from_numpy(run.store.standardise(self.raw_latents))
         cycle = rng.permutation(count)
@@ -215,8 +215,8 @@ def latent_metrics(evaluation: Evaluation, progress: Callable[[str], None]) -> d
         return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
 
     similarity = unit(made) @ unit(truth).T
-    # Candidates as good as the true one count before it: duplicates are no success.
-    rank = (similarity >= similarity.diagonal()[:, None]).sum(1)
+    # Candidates as good as the true one count before it: duplicates are no success, and NaN is none either.
+    rank = (~(similarity < similarity.diagonal()[:, None])).sum(1)
     return {
         "cosine": float(cosine(made, truth).mean()),
         "cosine_mean_latent": float(cosine(mean, truth).mean()),

@@ -12,7 +12,7 @@ import torch
 from mmldlm.build import LoadedRun, load_run
 from mmldlm.data.encoders import load_encoder
 from mmldlm.diffusion.noise import MODES, Mode, mode_weights
-from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
+from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.evaluation import cosine
 from mmldlm.schema import build, dump
@@ -35,6 +35,8 @@ def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
         raise DataError(f"--latents: {path} does not exist") from None
     except ValueError as error:
         raise DataError(f"--latents: {path} is not an .npy array: {error}") from None
+    if not isinstance(latents, np.ndarray):
+        raise DataError(f"--latents: {path} is an archive of arrays, expected one .npy array")
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
     if latents.ndim == 2 and shape[0] == 1:
         latents = latents[:, None]
@@ -66,8 +68,7 @@ def sample(
     manifest = run.store.manifest
     if config.guidance != 1 and (mode == "joint" or not mode_weights(run.config.mode)["joint"]):
         raise UsageError(
-            "--guidance: needs mode l2t or t2l of a run that also trained joint, for only there t = 1 was seen; "
-            f"found mode {mode}, trained {run.config.mode}"
+            f"--guidance: mode {mode}, trained {run.config.mode}: expected l2t or t2l, and {GUIDANCE_NEEDS}"
         )
     shape = (manifest.latent.tokens, manifest.latent.channels)
     generator = torch.Generator().manual_seed(seed)
@@ -135,6 +136,8 @@ def _check(options: argparse.Namespace, run: LoadedRun) -> SamplingConfig:
     given = bool(options.text) + bool(options.latents)
     if given != (options.mode != "joint") or (options.mode == "t2l" and options.latents):
         raise UsageError(f"--mode {options.mode} needs {needs}")
+    if options.out and (options.out.suffix != ".npy" or not options.out.absolute().parent.is_dir()):
+        raise UsageError(f"--out: expected a .npy file in a folder that exists, found {options.out}")
     if options.count < 1:
         raise UsageError(f"--count: expected at least 1, found {options.count}")
     longest = run.store.manifest.max_length

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from mmldlm.config import RunConfig, load_config, require
-from mmldlm.errors import ExitCode, MmldlmError, UsageError, run_command
+from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.optim import lr_at
 from mmldlm.training import Training
 
@@ -59,28 +57,8 @@ def run(argv: list[str] | None = None) -> int:
 
         print_estimate(config)
         return ExitCode.DONE
-    code, cause = ExitCode.DONE, "finished"
-    try:
-        train(config)
-    except MmldlmError as error:
-        code, cause = ExitCode(error.exit_code), str(error)
-        raise
-    finally:
-        # Launchers collapse exit codes, so the folder keeps the truth; never in a folder that another run holds.
-        if Path(config.run.dir).is_dir() and code != ExitCode.RUN_IN_USE:
-            failure = sys.exc_info()[1]
-            if failure is not None and not isinstance(failure, MmldlmError):
-                code, cause = ExitCode.USAGE, f"{type(failure).__name__}: {failure}"
-            write_exit(Path(config.run.dir), code, cause)
+    train(config)
     return ExitCode.DONE
-
-
-def write_exit(run_dir: Path, code: int, cause: str) -> None:
-    """`exit.json`: how this process ended."""
-    rank = int(os.environ.get("RANK", "0"))
-    name = "exit.json" if rank == 0 else f"exit.rank{rank}.json"
-    record = {"code": int(code), "rank": rank, "cause": cause, "time": time.time()}
-    (run_dir / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:

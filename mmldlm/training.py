@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -14,14 +16,14 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.build import build_model, build_objective
-from mmldlm.checkpoint import CheckpointStore, RunLock
+from mmldlm.checkpoint import CheckpointStore, RunLock, TrainState
 from mmldlm.config import RunConfig, write_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.errors import NumericalError, StoppedBySignal, StorageError
+from mmldlm.errors import NumericalError, StoppedBySignal, StorageError, outcome
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.optim import build_optimizer, resolve_fused
 from mmldlm.resume import check_resume, restore, save
@@ -29,7 +31,7 @@ from mmldlm.runtime.engine import Update, start, versions
 from mmldlm.runtime.signals import StopRequest
 from mmldlm.schema import dump
 from mmldlm.telemetry import Meter, Tracker, memory_values
-from mmldlm.validation import text_samples, validation_losses
+from mmldlm.validation import text_samples, validation_ids, validation_losses
 
 
 class Training:
@@ -38,18 +40,32 @@ class Training:
     def __init__(self, config: RunConfig):
         self.config = config
         self._stack = ExitStack()
+        self._holds_run = False
+        self.state = TrainState()
+        self.saved_at: int | None = None
 
     def __enter__(self) -> Training:
         try:
             self._open()
-        except BaseException:
-            self._stack.close()
+        except BaseException as error:
+            self._close(error)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Leave `exit.json`, since launchers collapse exit codes; only whoever holds the run may."""
+        if self._holds_run:
+            code, cause = outcome(error)
+            rank = self.runtime.rank
+            record = {"code": code, "rank": rank, "step": self.state.step, "cause": cause, "time": time.time()}
+            name = f"exit.rank{rank}.json" if rank else "exit.json"
+            with suppress(OSError):  # the disk may be what ended the run
+                (self.run_dir / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
         self._stack.close()
 
     def _open(self) -> None:
@@ -76,7 +92,7 @@ class Training:
             runtime.device.type,
         )
         self.objective = build_objective(config, self.store.manifest)
-        model = build_model(config, self.store.manifest, runtime.device.type)
+        model = build_model(config, self.store.manifest, runtime.device.type).to(runtime.device)
         self.parameters = count_parameters(model)
         optimizer = build_optimizer(model, config.optim, runtime.device.type)
 
@@ -85,12 +101,13 @@ class Training:
             self._create_folder()
             self._stack.enter_context(RunLock(self.run_dir))
         runtime.barrier()
+        self._holds_run = True
         self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint.keep_last)
         self.state, notes = restore(self.checkpoints, model, optimizer, config, self.store, runtime.is_main)
         runtime.prepare(model, optimizer)
         runtime.model.train()
         self.weights = mode_weights(config.mode)
-        self.validation_ids = list(range(min(config.validation.samples, len(validation))))
+        self.validation_ids = validation_ids(validation, config.validation.samples)
         self.tokenizer = Tokenizer.load(self.store.path / "tokenizer")
         self.meter = Meter()
         self.skipped_in_a_row = 0
@@ -105,9 +122,10 @@ class Training:
 
     def _begin(self, notes: list[str]) -> None:
         config, runtime, stored = self.config, self.runtime, self.store.manifest.splits
-        existed = (self.run_dir / "metrics.jsonl").exists()
+        # A run that died before its first checkpoint goes on from step 0: its records are dropped likewise.
+        resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
         self.tracker = self._stack.enter_context(
-            Tracker(self.run_dir, config.train.steps, self.state.step, existed, runtime.is_main, config.log.tensorboard)
+            Tracker(self.run_dir, config.train.steps, self.state.step, resumed, runtime.is_main, config.log.tensorboard)
         )
         if not runtime.is_main:
             return
@@ -148,13 +166,13 @@ class Training:
             except StopIteration:
                 break
             self.meter.data_wait_s += time.perf_counter() - waited
+            if self.config.model.dropout:  # the one draw that is not a function of (seed, step, slot)
+                torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
             yield step, micro_batches
             self._raise_if_stopped()
         if self.saved_at != self.state.step:
             self.save()
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
-
-    saved_at: int | None = None
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         """The step's corrupted micro-batches on the device, and their counts summed over all ranks."""
@@ -248,9 +266,9 @@ class Training:
                 self.tracker.samples(self.state.step, rows, "l2t")
         model.train()
         self.tracker.validation(self.state.step, values)
-        best = self.state.best_validation
-        loss = values["validation/total"]
-        self.state.best_validation = loss if best is None else min(best, loss)
+        best, loss = self.state.best_validation, values["validation/total"]
+        if math.isfinite(loss):
+            self.state.best_validation = loss if best is None else min(best, loss)
         self.meter.began += time.perf_counter() - paused
 
     def save(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import fixed_batches
-from mmldlm.data.shards import Store
+from mmldlm.data.shards import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Network, Objective
@@ -21,16 +22,24 @@ MICRO_BATCH = 64
 SEED = 20_260  # of times, masks and noise: every validation of every run sees the same
 
 
+def validation_ids(split: Split, count: int) -> list[int]:
+    """A fixed draw: neighbours in a store come from one source."""
+    return np.random.default_rng(SEED).permutation(len(split))[:count].tolist()
+
+
 def validation_losses(
     model: Network, objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Runtime
 ) -> dict[str, float]:
-    """Mean losses over `ids` of the validation split, every mode alike, whatever the training's shares are.
+    """Mean losses over `ids` of the validation split, every trained mode alike, whatever its share in training.
 
     Each rank takes its part of the micro-batches; noise is keyed by place, so the result does not depend
     on how many ranks there are.
     """
     sums = counts = torch.zeros(2 * len(MODES) + 1, dtype=torch.float64)
+    trained = mode_weights(config.mode)
     for step, mode in enumerate(MODES):
+        if not trained[mode]:
+            continue
         weights = mode_weights(mode)
         batches = list(fixed_batches(store.split("validation"), ids, MICRO_BATCH))
         for batch in batches[runtime.rank :: runtime.world_size]:
@@ -50,9 +59,10 @@ def text_samples(
     config: RunConfig,
     device: torch.device,
 ) -> list[dict[str, str]]:
-    """The first held-out documents, each beside the text that the model writes from its latent."""
-    ids = list(range(min(config.validation.text_samples, len(store.split("validation")))))
-    (batch,) = fixed_batches(store.split("validation"), ids, len(ids))
+    """A few held-out documents, each beside the text that the model writes from its latent."""
+    split = store.split("validation")
+    ids = validation_ids(split, config.validation.text_samples)
+    (batch,) = fixed_batches(split, ids, len(ids))
     generation = generate(
         model,
         objective.text,

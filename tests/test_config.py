@@ -41,12 +41,13 @@ ROOT = Path(__file__).resolve().parent.parent
         ("model=5", "model: expected keys below it, found 5"),
         ("optim.lr.peak=1", "optim.lr: expected number"),
         ("distributed.timeout_s=12e6", "distributed.timeout_s: must be at most 86400 (24 h), found 1.2e+07"),
+        ("mode=l2t sampling.guidance=2", "sampling.guidance: 2.0 needs a run that trained joint"),
         ("sampling.remask=2", "sampling.remask: must be at most 1, found 2.0"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
+        load_config(None, override.split(" ") if " sampling" in override else [override])
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == ExitCode.CONFIG == 64

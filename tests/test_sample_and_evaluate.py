@@ -13,8 +13,10 @@ from tiny_run import TINY
 
 from mmldlm import cli
 from mmldlm.build import LoadedRun, load_run
+from mmldlm.diffusion.masked import draw_tokens, sharpen
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
+from mmldlm.evaluate import finite
+from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine, latent_metrics
 from mmldlm.sample import encode_texts, sample
 
 TEXT = "The rose of soil and water."
@@ -145,6 +147,7 @@ def test_joint_makes_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureF
         (["--mode", "joint", "--guidance", "2"], 2, "--guidance"),
         (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
         (["--text", TEXT, "--top-p", "2"], 2, "top_p: must be at most 1"),
+        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy file in a folder that exists"),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
     ],
@@ -161,6 +164,9 @@ def test_bad_latent_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pyt
     np.save(bad, np.full((2, 8), np.nan, np.float32))
     assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
     assert "row 0 is not finite" in capsys.readouterr().err
+    np.savez(tmp_path / "bad.npz", a=np.zeros(8))
+    assert cli.main(["sample", str(run_dir), "--latents", str(tmp_path / "bad.npz")]) == 65
+    assert "archive" in capsys.readouterr().err
     np.save(bad, np.zeros((2, 9), np.float32))
     assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
     assert "[2, 1, 9]" in capsys.readouterr().err
@@ -174,6 +180,24 @@ def test_guidance_needs_a_run_that_saw_no_condition(run: LoadedRun) -> None:
     narrow = replace(run, config=replace(run.config, mode="l2t"))
     with pytest.raises(UsageError, match="guidance"):
         sample(narrow, "l2t", SamplingConfig(guidance=2.0), 0, encode_texts(run, [TEXT]))
+
+
+def test_latents_that_are_not_numbers_find_nothing(run: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = Evaluation(run, EvaluationConfig(samples=20))
+    nan = torch.full((20, 1, 8), float("nan"))
+    monkeypatch.setattr(Evaluation, "write", lambda *_: (nan, []))
+    assert latent_metrics(evaluation, lambda _: None)["recall_at_10"] == 0
+    monkeypatch.setattr(Evaluation, "write", lambda *_: (evaluation.latents["own"], []))
+    perfect = latent_metrics(evaluation, lambda _: None)
+    assert perfect["recall_at_1"] == 1 and perfect["cosine"] == pytest.approx(1)
+    json.dumps(finite({"a": [float("inf"), {"b": float("nan")}]}), allow_nan=False)
+
+
+def test_confidence_has_an_order_at_temperature_0() -> None:
+    logits = torch.tensor([[5.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    sure, unsure = sharpen(logits, temperature=0, top_p=1).max(-1).values
+    assert sure > unsure
+    assert torch.equal(draw_tokens(logits, 0, torch.Generator()), torch.tensor([0, 0]))
 
 
 def test_cosine() -> None:

@@ -144,12 +144,42 @@ def test_killed_run_resumes_from_its_last_checkpoint(tiny_config: Path, tmp_path
     assert same_weights(run, tmp_path / "whole")
 
 
+def test_dropout_is_part_of_the_exact_resume(tiny_config: Path, tmp_path: Path) -> None:
+    common = [
+        str(tiny_config),
+        "model.dropout=0.2",
+        "schedule.lr=constant",
+        "optim.warmup_steps=1",
+        "validation.every=0",
+    ]
+    for steps in (3, 6):
+        assert train.main([*common, f"run.dir={tmp_path / 'parts'}", f"train.steps={steps}"]) == 0
+    torch.manual_seed(1234)  # whatever state a process is in
+    assert train.main([*common, f"run.dir={tmp_path / 'whole'}", "train.steps=6"]) == 0
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert same_weights(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_refused_start_leaves_the_folders_exit_json(tiny_config: Path, tmp_path: Path) -> None:
+    assert train.main([str(tiny_config)]) == 0
+    before = (tmp_path / "run" / "exit.json").read_text()
+    assert train.main([str(tiny_config), "data.path=/nowhere"]) == 65
+    assert (tmp_path / "run" / "exit.json").read_text() == before
+
+
+def test_validation_is_of_the_trained_modes(tiny_config: Path, tmp_path: Path) -> None:
+    assert train.main([str(tiny_config), "mode=l2t", "train.steps=4"]) == 0
+    (record,) = records(tmp_path / "run", "validation")
+    assert "validation/text_l2t" in record and not [key for key in record if key.endswith(("t2l", "joint", "latent"))]
+
+
 def test_resume_never_starts_anew(tiny_config: Path, tmp_path: Path) -> None:
     assert train.main([str(tiny_config)]) == 0
     first = curve(tmp_path / "run")
     assert train.main([str(tiny_config), "resume=never"]) == 0
     assert curve(tmp_path / "run") == first
     assert len(records(tmp_path / "run")) == 8
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl.old")) > 8  # the history is kept aside
 
 
 def test_resume_refuses_another_network(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

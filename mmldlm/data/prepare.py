@@ -134,10 +134,10 @@ def _existing(config: PrepareConfig, sources: list[dict[str, Any]]) -> Manifest 
     out = Path(config.out)
     for left in sorted(out.parent.glob(f"{out.name}.incomplete-*")):
         say(f"{left}: left by an interrupted preparation; delete it unless another one is running")
-    if config.overwrite or not out.exists():
+    if not out.exists() or (config.overwrite and (out / MANIFEST_NAME).is_file()):
         return None
     if not (out / MANIFEST_NAME).is_file():
-        raise DataError(f"{out}: exists and is no data store; expected a new folder, or --overwrite")
+        raise DataError(f"{out}: exists and is no data store; --overwrite replaces stores only")
     manifest = Manifest.read(out)
     known = [{key: value for key, value in source.items() if key != "documents"} for source in manifest.sources]
     options = json.loads(json.dumps(config.recorded()))

@@ -71,6 +71,8 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         if self.path.exists() and not self.overwrite:
             raise DataError(f"{self.path}: exists already; expected a new folder, or --overwrite")
+        if self.path.exists() and not (self.path / MANIFEST_NAME).is_file():
+            raise DataError(f"{self.path}: is no data store, so --overwrite does not replace it; expected a new folder")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()

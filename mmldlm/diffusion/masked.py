@@ -99,8 +99,12 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Log probabilities [P, V] at a temperature, cut to the smallest set with mass `top_p` (arXiv 1904.09751)."""
-    log_p = (logits.float() / max(temperature, 1e-6)).log_softmax(-1)
+    """Log probabilities [P, V] at a temperature, cut to the smallest set with mass `top_p` (arXiv 1904.09751).
+
+    At temperature 0 `draw_tokens` takes the likeliest token; how sure it is, which confidence-based decoding
+    asks, is then what the network says untempered.
+    """
+    log_p = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     if top_p >= 1:
         return log_p
     ordered, index = log_p.sort(-1, descending=True)

@@ -20,6 +20,9 @@ from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.objective import Network
 from mmldlm.schema import setting
 
+# A message's part: why guidance is refused elsewhere.
+GUIDANCE_NEEDS = "a run that trained joint: only there t = 1, the null condition, was seen beside data"
+
 
 @dataclass(frozen=True)
 class SamplingConfig:

@@ -174,7 +174,7 @@ class MMDiT(nn.Module):
         | projections back into a residual stream   | the same, divided by sqrt(2 x depth)           |
         | embeddings, untied head                   | normal 0.02 (logits start near 0: loss log V)  |
         | modulation: the last map, gates included  | zero (adaLN-zero: each block starts as identity)|
-        | text and latent read-outs, length head    | zero gate-free maps: latent and length start at 0|
+        | latent head and skip, length head's last | zero: predictions start at 0                 |
         | biases, norm scales                       | 0, 1                                           |
         """
         for name, module in self.named_modules():

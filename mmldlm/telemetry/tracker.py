@@ -100,7 +100,7 @@ class Tracker:
             self.flush()
 
     def end(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """The last record of a run that ended by itself, as `{"reason": ..., "exit_code": ...}`."""
+        """The last record of a run that ended in good order: finished, or stopped by a signal and saved."""
         if self.enabled:
             self._write("end", step, values or {})
             self._progress.close()

@@ -36,7 +36,7 @@ COPIES = 4  # of each pair in a step's batch: as many noise times
 SAMPLERS: tuple[LatentSampler, ...] = get_args(LatentSampler)
 PEAK_LR, WARMUP = 1e-2, 20
 # Steps, and the share of l2t in them. Epsilon is the harder to learn: near t = 0 it is what little is left of z.
-RECIPES: dict[Parametrisation, tuple[int, float]] = {"epsilon": (320, 0.5), "x0": (180, 0.75), "v": (180, 0.75)}
+RECIPES: dict[Parametrisation, tuple[int, float]] = {"epsilon": (320, 0.5), "x0": (200, 0.75), "v": (200, 0.75)}
 
 # Twelve of 48: each prediction meets each process and each loss.
 COVERING = {
