@@ -104,6 +104,8 @@ class Training:
         self._holds_run = True
         self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint.keep_last)
         self.state, notes = restore(self.checkpoints, model, optimizer, config, self.store, runtime.is_main)
+        if config.resume == "auto" and self.state.step:
+            self.saved_at = self.state.step  # it came from this very folder
         runtime.prepare(model, optimizer)
         runtime.model.train()
         self.weights = mode_weights(config.mode)
