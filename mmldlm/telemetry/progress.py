@@ -11,9 +11,8 @@ from typing import TextIO
 
 WINDOW = 20  # log events over which the speed of the ETA is taken
 
-# What the line shows of the training values, in this order.
+# What the line shows of the training values besides loss, speed and ETA, which come first: a terminal cuts the rest.
 FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("loss/total", "loss", "{:.4f}"),
     ("loss/text", "text", "{:.4f}"),
     ("loss/latent", "latent", "{:.4f}"),
     ("optim/lr", "lr", "{:.2e}"),
@@ -70,11 +69,13 @@ class Progress:
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
         parts = [f"step {step:,}/{self.total_steps:,} ({step / max(self.total_steps, 1):.0%})"]
-        parts += [f"{name} {form.format(values[key])}" for key, name, form in FIELDS if key in values]
+        if "loss/total" in values:
+            parts.append(f"loss {values['loss/total']:.4f}")
         if "speed/tokens_per_s" in values:
             parts.append(f"{human_count(values['speed/tokens_per_s'])} tokens/s")
         if (eta := self.eta_s()) is not None:
             parts.append(f"ETA {human_duration(eta)}")
+        parts += [f"{name} {form.format(values[key])}" for key, name, form in FIELDS if key in values]
         if skipped := values.get("health/skipped_steps"):
             parts.append(f"skipped {skipped:.0f}")
         return "  ".join(parts)

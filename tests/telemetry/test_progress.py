@@ -41,8 +41,8 @@ def test_plain_lines_in_a_file():
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and "\r" not in stream.getvalue()
     assert lines[1] == (
-        "step 20/1,000 (2%)  loss 3.2500  text 3.0000  latent 0.2500  lr 3.00e-04  grad 0.90"
-        "  12.3k tokens/s  ETA 8m 10s  skipped 2"
+        "step 20/1,000 (2%)  loss 3.2500  12.3k tokens/s  ETA 8m 10s"
+        "  text 3.0000  latent 0.2500  lr 3.00e-04  grad 0.90  skipped 2"
     )
 
 
