@@ -36,6 +36,9 @@ class TrainConfig:
         None, "samples of one forward pass on one rank; null: no accumulation", at_least=1
     )
 
+    def resolved_micro_batch_size(self, world_size: int) -> int:
+        return self.micro_batch_size or max(1, self.global_batch_size // world_size)
+
 
 @dataclass(frozen=True)
 class LogConfig:

@@ -15,15 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.batch import Batch
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights
-from mmldlm.diffusion.objective import total_counts
+from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, resolve_backend
-from mmldlm.model.mmdit import count_parameters
+from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import resolved_warmup
 from mmldlm.runtime.engine import asked_world_size
 from mmldlm.schema import to_yaml
@@ -55,7 +54,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     resolve_backend(config.attention.backend, device, config.precision == "bf16")
     # Fake tensors lie on the CPU; the groups' attention has the same products and saves the same.
     config = replace(config, attention=AttentionConfig("sdpa"))
-    micro = config.train.micro_batch_size or max(1, global_batch // world_size)
+    micro = config.train.resolved_micro_batch_size(world_size)
     loader = Loader(
         store,
         "train",
@@ -66,12 +65,19 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         0,
         world_size,
     )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build_model(config, store.manifest, "cpu")
+    objective = build_objective(config, store.manifest)
     flops, saved = [], []
-    for _, batches in loader.steps(0, looked_at):
-        costs = [_cost(config, store, batch) for batch in batches]
+    for step, batches in loader.steps(0, looked_at):
+        weights = mode_weights(config.mode)
+        noised = [
+            objective.corrupt(batch, draw_noise(batch, config.run.seed, step, global_batch, weights))
+            for batch in batches
+        ]
+        costs = [_cost(config, model, objective, batch) for batch in noised]
         flops.append(sum(cost[0] for cost in costs) * world_size)
         saved.append(max(cost[1] for cost in costs))
-    model = build_model(config, store.manifest, "cpu")
     parameters = count_parameters(model)
     return Estimate(
         parameters=parameters,
@@ -85,15 +91,8 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     )
 
 
-def _cost(config: RunConfig, store: Store, batch: Batch) -> tuple[int, int]:
-    """(FLOPs of forward and backward, bytes saved for backward) of one micro-batch."""
-    objective = build_objective(config, store.manifest)
-    noise = draw_noise(batch, config.run.seed, 0, int(batch.slots.max()) + 1, mode_weights(config.mode))
-    noised = objective.corrupt(batch, noise)
-    totals = total_counts([noised]).tolist()
-    # Index tensors are made on first use, which must not be under the fake mode.
-    _ = (noised.layout.sample_of_token, noised.layout.position, noised.layout.groups)
-    model = build_model(config, store.manifest, "cpu")
+def _cost(config: RunConfig, model: MMDiT, objective: Objective, noised: NoisedBatch) -> tuple[int, int]:
+    """(FLOPs of forward and backward, bytes saved for backward) of one micro-batch through a fake model."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     saved: dict[int, int] = {}
 
@@ -102,26 +101,15 @@ def _cost(config: RunConfig, store: Store, batch: Batch) -> tuple[int, int]:
         saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        fake_model = _fake_copy(model, fake)
-        own |= {tensor.untyped_storage()._cdata for tensor in [*fake_model.parameters(), *fake_model.buffers()]}
-        counter = FlopCounterMode(display=False)
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.precision == "bf16")
-        with counter, saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-            loss, _ = objective(fake_model, noised, totals)
-            loss.backward()
+    # Index tensors are made on first use, which must not be under the fake mode.
+    _ = (noised.layout.sample_of_token, noised.layout.position, noised.layout.groups)
+    mode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
+    counter = FlopCounterMode(display=False)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.precision == "bf16")
+    with mode, counter, saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        loss, _ = objective(model, noised, noised.counts.tolist())
+        loss.backward()
     return counter.get_total_flops(), sum(size for key, size in saved.items() if key not in own)
-
-
-def _fake_copy(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(fake.from_tensor(parameter.detach()))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake.from_tensor(buffer)
-    return model
 
 
 def print_estimate(config: RunConfig) -> None:

@@ -109,7 +109,7 @@ class Evaluation:
     @torch.no_grad()
     def write(
         self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig
-    ) -> tuple[Any, list[list[int]]]:
+    ) -> tuple[torch.Tensor, list[list[int]]]:
         """Standardised latents [count, M, C] and tokens of `count` documents, generated; in order of `ids`."""
         run, latents = self.run, torch.zeros_like(self.latents["own"][:count])
         tokens: list[list[int]] = [[] for _ in range(count)]

@@ -77,9 +77,7 @@ class Training:
         self.runtime = start(config.distributed, config.precision)
         self._stack.callback(self.runtime.close)
         runtime = self.runtime
-        self.micro_batch_size = config.train.micro_batch_size or max(
-            1, config.train.global_batch_size // runtime.world_size
-        )
+        self.micro_batch_size = config.train.resolved_micro_batch_size(runtime.world_size)
         self.loader = Loader(
             self.store,
             "train",
@@ -172,8 +170,7 @@ class Training:
                 torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
             yield step, micro_batches
             self._raise_if_stopped()
-        if self.saved_at != self.state.step:
-            self.save()
+        self.save()
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
@@ -274,7 +271,9 @@ class Training:
         self.meter.began += time.perf_counter() - paused
 
     def save(self) -> None:
-        """A checkpoint of this moment; every rank calls it, one writes."""
+        """A checkpoint of this moment, if there is none yet; every rank calls it, one writes."""
+        if self.saved_at == self.state.step:
+            return
         paused = time.perf_counter()
         if self.runtime.is_main:
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
@@ -292,8 +291,7 @@ class Training:
     def _raise_if_stopped(self) -> None:
         if not self._stop_agreed:
             return
-        if self.saved_at != self.state.step:
-            self.save()
+        self.save()
         name = self.stop.signal_name or "a signal on another rank"
         self.tracker.end(self.state.step, {"stopped_by": name})
         raise StoppedBySignal(f"stopped by {name} after step {self.state.step}; saved, the same command goes on")

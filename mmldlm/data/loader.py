@@ -114,12 +114,9 @@ def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch
 def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
     """One micro-batch of the rows `samples` int64 [B] of `split`, with latents standardised."""
     tokens, lengths, latents = split.gather(samples)
-    info = split.manifest.latent
-    latents -= np.asarray(info.mean, np.float32)
-    latents /= np.float32(info.rms)
     return Batch(
         tokens=torch.from_numpy(tokens),
-        latents=torch.from_numpy(latents),
+        latents=torch.from_numpy(split.manifest.latent.standardise(latents)),
         lengths=tuple(lengths.tolist()),
         sample_ids=torch.from_numpy(samples),
         slots=torch.from_numpy(slots),

@@ -62,6 +62,14 @@ class LatentInfo:
     rms: float
     max_norm: float
 
+    def standardise(self, latents: np.ndarray) -> np.ndarray:
+        """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
+        return (latents.astype(np.float32) - np.asarray(self.mean, np.float32)) / np.float32(self.rms)
+
+    def restore(self, latents: np.ndarray) -> np.ndarray:
+        """float32 [..., M, C]: the inverse of `standardise`."""
+        return latents.astype(np.float32) * np.float32(self.rms) + np.asarray(self.mean, np.float32)
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -118,8 +118,6 @@ class Store:
     def __init__(self, path: Path, manifest: Manifest, splits: dict[str, Split]):
         self.path, self.manifest = path, manifest
         self._splits = splits
-        self._mean = np.asarray(manifest.latent.mean, np.float32)
-        self._rms = np.float32(manifest.latent.rms)
 
     @classmethod
     def open(cls, path: Path | str) -> Store:
@@ -164,11 +162,11 @@ class Store:
 
     def standardise(self, latents: np.ndarray) -> np.ndarray:
         """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
-        return (latents.astype(np.float32) - self._mean) / self._rms
+        return self.manifest.latent.standardise(latents)
 
     def restore(self, latents: np.ndarray) -> np.ndarray:
         """float32 [..., M, C]: the inverse of `standardise`."""
-        return latents.astype(np.float32) * self._rms + self._mean
+        return self.manifest.latent.restore(latents)
 
 
 def _files(manifest: Manifest) -> Iterator[tuple[str, FileInfo]]:

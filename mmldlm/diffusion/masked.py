@@ -93,11 +93,6 @@ class MaskedDiffusion:
         return choice
 
 
-def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log p [P] of targets under logits [P, V]."""
-    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-
-
 def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     """Log probabilities [P, V] at a temperature, cut to the smallest set with mass `top_p` (arXiv 1904.09751).
 
