@@ -17,16 +17,19 @@ from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import DataError
 from mmldlm.model.attention import resolve_backend
+from mmldlm.model.freezing import freeze_parts
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.resume import check_fits, data_shape
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
-    """The network with its initial weights, a function of `run.seed` alone."""
+    """The network with its initial weights, a function of `run.seed` alone; the parts in `freeze` do not train."""
     backend = resolve_backend(config.attention.backend, device_type, config.precision == "bf16")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
-        return MMDiT(config.model, data_shape(manifest), backend)
+        model = MMDiT(config.model, data_shape(manifest), backend, config.memory, config.precision)
+    freeze_parts(model, config.freeze)
+    return model
 
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
@@ -49,10 +52,6 @@ class LoadedRun:
     objective: Objective
     device: torch.device
     step: int
-
-    @property
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16")
 
 
 def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: str | None = None) -> LoadedRun:

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
-from mmldlm.diffusion.noise import mode_weights
+from mmldlm.diffusion.noise import ModeShares, trained_modes
 from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import AttentionConfig
+from mmldlm.model.freezing import Freezable, Loss, check_trainable
 from mmldlm.model.mmdit import ModelConfig
+from mmldlm.model.recompute import MemoryConfig
 from mmldlm.optim import OptimConfig, ScheduleConfig
 from mmldlm.runtime.config import DistributedConfig, GuardConfig
 from mmldlm.schema import build, read_yaml, set_dotted, setting, to_yaml
@@ -65,9 +67,19 @@ class RunConfig:
     data: DataConfig = setting(DataConfig(), "the data store and its loader")
     model: ModelConfig = setting(ModelConfig(), "the network")
     attention: AttentionConfig = setting(AttentionConfig(), "the joint attention")
-    mode: Literal["l2t", "t2l", "joint"] | dict[str, float] = setting(
+    memory: MemoryConfig = setting(MemoryConfig(), "memory against computing")
+    freeze: list[Freezable] = setting(
+        factory=list,
+        doc="parts that are not trained and keep their weights, in a new run the initial ones. text_encoder: token "
+        "embedding, with it a tied head matrix; latent_encoder: what takes latents in; noise_times: time embeddings; "
+        "text_stream, latent_stream: sides of the blocks; backbone: both",
+    )
+    mode: ModeShares = setting(
         factory=lambda: {"l2t": 0.5, "t2l": 0.25, "joint": 0.25},
         doc="one mode, or the shares of several; drawn per sample",
+    )
+    mode_schedule: dict[int, ModeShares] = setting(
+        factory=dict, doc="optimizer steps, counted from 0, from which on another `mode` holds: {1000: joint}"
     )
     latent: LatentConfig = setting(LatentConfig(), "diffusion of the latents")
     loss: LossConfig = setting(LossConfig(), "the losses")
@@ -84,12 +96,15 @@ class RunConfig:
     distributed: DistributedConfig = setting(DistributedConfig(), "several processes")
 
     def __post_init__(self) -> None:
-        try:
-            weights = mode_weights(self.mode)
-        except ValueError as error:
-            raise ValueError(f"mode: {error}") from None
-        if self.sampling.guidance != 1 and not weights["joint"]:
+        trained = trained_modes(self.mode, self.mode_schedule)
+        if self.sampling.guidance != 1 and "joint" not in trained:
             raise ValueError(f"sampling.guidance: {self.sampling.guidance} needs {GUIDANCE_NEEDS}")
+        losses: dict[Loss, str] = {"text": "trained by l2t and joint"} if trained != ("t2l",) else {}
+        if trained != ("l2t",) and self.loss.latent_weight:
+            losses["latent"] = f"loss.latent_weight {self.loss.latent_weight:g}"
+        if self.loss.length_weight:
+            losses["length"] = f"loss.length_weight {self.loss.length_weight:g}"
+        check_trainable(self.freeze, losses)
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

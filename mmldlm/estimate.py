@@ -1,46 +1,62 @@
 """What a run will cost, without running it: `mmldlm train --dry-run`.
 
-One typical micro-batch goes through the real model and objective on fake tensors, which have shapes but no
-storage: PyTorch's own counter sees every matrix product, and the saved-tensor hooks see every activation
-that backward will need.
+A few steps' micro-batches go through the real model and objective on fake tensors, which have shapes but no
+memory: `_Costs` sees every matrix product, those of a recomputation among them, and every activation come and go.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Store
-from mmldlm.diffusion.noise import draw_noise, mode_weights
+from mmldlm.diffusion.noise import draw_noise, mode_stages
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import resolved_warmup
-from mmldlm.runtime.engine import asked_world_size
+from mmldlm.runtime.launch import asked_world_size
 from mmldlm.schema import to_yaml
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
+BYTES_PER_FROZEN = 4
 MIB = 2**20
+
+_ATEN = torch.ops.aten
+_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+    **flop_registry,
+}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    parameters: dict[str, int]
+    parameters: dict[str, int]  # by part
+    trainable: int
     tokens_per_step: float
-    flops_per_step: float  # of matrix products, forward and backward, over all ranks
+    flops_per_step: float  # of matrix products, forward and backward, over all ranks; mean over the run
     micro_batch_size: int
     accumulation: int
     world_size: int
     state_mib: float  # weights, gradients, moments; on one rank
-    activations_mib: float  # the largest of the micro-batches looked at
+    activations_mib: float  # at their peak in forward and backward, of the largest micro-batch looked at
 
     @property
     def total_mib(self) -> float:
@@ -48,7 +64,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 4) -> Estimate:
-    """Costs of one optimizer step, from the first `looked_at` steps' real micro-batches."""
+    """Costs of one optimizer step, from the real micro-batches of the first `looked_at` steps of each mode stage."""
     global_batch = config.train.global_batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     resolve_backend(config.attention.backend, device, config.precision == "bf16")
@@ -68,48 +84,90 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(config, store.manifest, "cpu")
     objective = build_objective(config, store.manifest)
-    flops, saved = [], []
-    for step, batches in loader.steps(0, looked_at):
-        weights = mode_weights(config.mode)
-        noised = [
-            objective.corrupt(batch, draw_noise(batch, config.run.seed, step, global_batch, weights))
-            for batch in batches
-        ]
-        costs = [_cost(config, model, objective, batch) for batch in noised]
-        flops.append(sum(cost[0] for cost in costs) * world_size)
-        saved.append(max(cost[1] for cost in costs))
-    parameters = count_parameters(model)
+    steps = config.train.steps
+    stages = {
+        start: weights for start, weights in mode_stages(config.mode, config.mode_schedule).items() if start < steps
+    }
+    flops, peak = 0.0, 0
+    for start, stop in pairwise([*stages, steps]):
+        looked = min(looked_at, stop - start)
+        for step, batches in loader.steps(start, start + looked):
+            model.zero_grad()
+            for batch in batches:
+                noise = draw_noise(batch, config.run.seed, step, global_batch, stages[start])
+                products, activations = micro_batch_cost(model, objective, objective.corrupt(batch, noise))
+                flops += products * world_size * (stop - start) / (steps * looked)
+                peak = max(peak, activations)
+    parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
+    frozen = sum(parameters.values()) - trainable
     return Estimate(
         parameters=parameters,
+        trainable=trainable,
         tokens_per_step=float(np.mean(store.split("train").lengths)) * global_batch,
-        flops_per_step=float(np.mean(flops)),
+        flops_per_step=flops,
         micro_batch_size=micro,
         accumulation=global_batch // (micro * world_size),
         world_size=world_size,
-        state_mib=sum(parameters.values()) * BYTES_PER_PARAMETER / MIB,
-        activations_mib=max(saved) / MIB,
+        state_mib=(trainable * BYTES_PER_PARAMETER + frozen * BYTES_PER_FROZEN) / MIB,
+        activations_mib=peak / MIB,
     )
 
 
-def _cost(config: RunConfig, model: MMDiT, objective: Objective, noised: NoisedBatch) -> tuple[int, int]:
-    """(FLOPs of forward and backward, bytes saved for backward) of one micro-batch through a fake model."""
-    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, int] = {}
+class _Costs(TorchDispatchMode):
+    """Adds up the FLOPs of matrix products, and follows the memory that operators ask for until it is free again.
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage.nbytes()
-        return tensor
+    PyTorch's `FlopCounterMode` has the same formulas, but its hooks keep what is recomputed alive.
+    """
 
+    def __init__(self, known: Iterable[torch.Tensor]):
+        """`known` are there already, and do not count."""
+        super().__init__()
+        self.flops = 0
+        self._owner: dict[int, int] = {tensor.untyped_storage()._cdata: -1 for tensor in known}
+        self._changes: list[tuple[int, int]] = []  # (allocation, bytes) of each allocation and, negative, its end
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _FORMULAS:
+            self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._meet(tensor.untyped_storage())
+        return out
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._owner:
+            allocation, size = len(self._changes), storage.nbytes()
+            self._owner[storage._cdata] = allocation
+            self._changes.append((allocation, size))
+            weakref.finalize(storage, self._free, storage._cdata, allocation, size)
+
+    def _free(self, key: int, allocation: int, size: int) -> None:
+        del self._owner[key]
+        self._changes.append((allocation, -size))
+
+    def peak(self, without: Iterable[torch.Tensor]) -> int:
+        """The most bytes at one time, not counting the memory of the tensors `without`."""
+        left_out = {self._owner.get(tensor.untyped_storage()._cdata) for tensor in without}
+        return max(accumulate(size for allocation, size in self._changes if allocation not in left_out), default=0)
+
+
+def micro_batch_cost(model: MMDiT, objective: Objective, noised: NoisedBatch) -> tuple[int, int]:
+    """(FLOPs of forward and backward, bytes of activations at their peak) of one micro-batch.
+
+    `model` may have fake tensors; its gradients, of before or new, are no activations.
+    """
     # Index tensors are made on first use, which must not be under the fake mode.
     _ = (noised.layout.sample_of_token, noised.layout.position, noised.layout.groups)
-    mode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
-    counter = FlopCounterMode(display=False)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.precision == "bf16")
-    with mode, counter, saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+    costs = _Costs([*model.parameters(), *model.buffers()])
+    with getattr(next(model.parameters()), "fake_mode", nullcontext()), costs:
         loss, _ = objective(model, noised, noised.counts.tolist())
         loss.backward()
-    return counter.get_total_flops(), sum(size for key, size in saved.items() if key not in own)
+    return costs.flops, costs.peak(without=_gradients(model))
+
+
+def _gradients(model: MMDiT) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def print_estimate(config: RunConfig) -> None:
@@ -118,13 +176,13 @@ def print_estimate(config: RunConfig) -> None:
     found = estimate(config, store, asked_world_size())
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items()))
-    print(f"parameters in all    {sum(found.parameters.values()):,}")
+    print(f"parameters in all    {sum(found.parameters.values()):,}, {found.trainable:,} trained")
     print(
         f"effective batch      {config.train.global_batch_size} samples = {found.world_size} processes x "
         f"{found.micro_batch_size} samples x {found.accumulation} micro-batches"
     )
     print(f"tokens per step      {found.tokens_per_step:,.0f} real tokens on average, none padded")
-    print(f"FLOPs per step       {found.flops_per_step / 1e9:,.1f} G (matrix products, forward and backward)")
+    print(f"FLOPs per step       {found.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputed, backward)")
     print(f"warmup               {resolved_warmup(config.optim, config.train.steps)} of {config.train.steps} steps")
     print(
         f"memory per process   {found.total_mib:,.0f} MiB = {found.state_mib:,.0f} weights, gradients, moments "
@@ -132,4 +190,4 @@ def print_estimate(config: RunConfig) -> None:
     )
 
 
-__all__ = ["Estimate", "estimate", "print_estimate"]
+__all__ = ["Estimate", "estimate", "micro_batch_cost", "print_estimate"]

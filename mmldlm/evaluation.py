@@ -90,8 +90,7 @@ class Evaluation:
                     noise = replace(noise, t_latent=torch.ones_like(noise.t_latent))
                 noised = objective.corrupt(batch, noise).to(run.device)
                 sample = noised.layout.sample_of_token[noised.positions]
-                with run.autocast:
-                    prediction = run.model(*noised.inputs)
+                prediction = run.model(*noised.inputs)
                 weighted = (noised.token_weight * prediction.text).double()
                 per_sample = weighted.new_zeros(len(batch.lengths)).index_add(0, sample, weighted)
                 nats[batch.slots] += per_sample.cpu() / self.config.times
@@ -115,18 +114,17 @@ class Evaluation:
         tokens: list[list[int]] = [[] for _ in range(count)]
         generator = torch.Generator().manual_seed(self.config.seed)
         for batch in self.batches(condition, count):
-            with run.autocast:
-                made = generate(
-                    run.model,
-                    run.objective.text,
-                    run.objective.latent,
-                    mode,
-                    sampling,
-                    generator,
-                    batch.latents.to(run.device),
-                    batch.lengths,
-                    batch.tokens,
-                )
+            made = generate(
+                run.model,
+                run.objective.text,
+                run.objective.latent,
+                mode,
+                sampling,
+                generator,
+                batch.latents.to(run.device),
+                batch.lengths,
+                batch.tokens,
+            )
             latents[batch.slots] = made.latents
             for slot, written in zip(batch.slots.tolist(), made.split(), strict=True):
                 tokens[slot] = written

@@ -89,17 +89,16 @@ def sample(
     else:
         latents = torch.randn(count, *shape, generator=generator)
     latents = latents.to(run.device)
-    with run.autocast:
-        if mode != "t2l":
-            t_latent = 0.0 if mode == "l2t" else 1.0
-            lengths = (
-                (length,) * len(latents)
-                if length
-                else draw_lengths(run.model, manifest.mask_id, latents, t_latent, generator)
-            )
-        made = generate(
-            run.model, run.objective.text, run.objective.latent, mode, config, generator, latents, lengths, tokens
+    if mode != "t2l":
+        t_latent = 0.0 if mode == "l2t" else 1.0
+        lengths = (
+            (length,) * len(latents)
+            if length
+            else draw_lengths(run.model, manifest.mask_id, latents, t_latent, generator)
         )
+    made = generate(
+        run.model, run.objective.text, run.objective.latent, mode, config, generator, latents, lengths, tokens
+    )
     restored = torch.from_numpy(run.store.restore(made.latents.numpy()))
     return replace(made, latents=restored), run.tokenizer.decode_batch(made.split())
 

@@ -118,12 +118,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def set_dotted(tree: dict[str, Any], assignment: str) -> None:
-    """Apply one `key.sub=value`; the value is read as YAML."""
+def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
+    """Apply one `key.sub=value`; the value is read as YAML, and a key of digits is a number, as it is there."""
     key, equals, value = assignment.partition("=")
     if not equals or not key:
         raise ConfigError(f"expected key=value, found {assignment!r}")
-    *parents, leaf = key.strip().split(".")
+    *parents, leaf = (int(part) if part.isdecimal() else part for part in key.strip().split("."))
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
@@ -189,7 +189,7 @@ def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems:
                 values[key] = _convert(raw, hints[key])
                 _check_bounds(values[key], fields[key].metadata)
             except ValueError as error:
-                problems.append(f"{dotted}: {error}")
+                problems.append(_under(dotted, error))
     if len(problems) > before:
         return None
     try:
@@ -228,8 +228,13 @@ def type_name(hint: Any) -> str:
     )
 
 
+def _under(key: str, error: ValueError) -> str:
+    """The message of an error at `key`; one that begins with a dot happened at a key further down."""
+    return f"{key}{error}" if str(error).startswith(".") else f"{key}: {error}"
+
+
 def _convert(raw: Any, hint: Any) -> Any:
-    """`raw` as a value of type `hint`, or ValueError with what was expected."""
+    """`raw` as a value of type `hint`, or ValueError with what was expected; in a map it begins `.key: `."""
     origin, args = get_origin(hint), get_args(hint)
     refusal = ValueError(f"expected {type_name(hint)}, found {raw!r}")
     if origin is Literal:
@@ -258,7 +263,13 @@ def _convert(raw: Any, hint: Any) -> Any:
     if origin is dict:
         if not isinstance(raw, Mapping):
             raise refusal
-        return {_convert(key, args[0]): _convert(value, args[1]) for key, value in raw.items()}
+        values = {}
+        for key, value in raw.items():
+            try:
+                values[_convert(key, args[0])] = _convert(value, args[1])
+            except ValueError as error:
+                raise ValueError(f".{_under(str(key), error)}") from None
+        return values
     if hint is type(None):
         if raw is not None:
             raise refusal

@@ -35,10 +35,15 @@ def settings_markdown() -> str:
     for key, field in leaves(RunConfig):
         group = key.rpartition(".")[0]
         groups.setdefault(group, []).append(_row(key, field))
-    about = {field.name: field.metadata["doc"] for field in dataclasses.fields(RunConfig)}
     parts = [HEAD, _section("Without a group", "These stand at the left margin of the YAML file.", groups.pop(""))]
-    parts += [_section(f"`{group}`", f"{_sentence(about[group])}.", rows) for group, rows in groups.items()]
+    parts += [_section(f"`{group}`", f"{_sentence(_about(group))}.", rows) for group, rows in groups.items()]
     return "\n".join(parts)
+
+
+def _about(group: str) -> str:
+    """The doc of a group, which may lie in another group."""
+    parent, _, name = group.rpartition(".")
+    return {field.name: field for field in dataclasses.fields(_hint(parent))}[name].metadata["doc"]
 
 
 def _section(title: str, about: str, rows: list[str]) -> str:
@@ -56,9 +61,9 @@ def _row(key: str, field: dataclasses.Field[Any]) -> str:
 
 
 def _hint(key: str) -> Any:
-    """The type of the setting `key`, which its field holds only as text."""
+    """The type of the setting or group `key`, which its field holds only as text; "" is the whole config."""
     hint: Any = RunConfig
-    for part in key.split("."):
+    for part in filter(None, key.split(".")):
         hint = get_type_hints(hint)[part]
     return hint
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError, ExitCode
+from mmldlm.model.freezing import Part
 from mmldlm.schema import build, dump, leaves, parse_yaml, to_yaml
 
 pytestmark = pytest.mark.quick
+ALL_PARTS = ", ".join(get_args(Part))
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -41,13 +45,40 @@ ROOT = Path(__file__).resolve().parent.parent
         ("model=5", "model: expected keys below it, found 5"),
         ("optim.lr.peak=1", "optim.lr: expected number"),
         ("distributed.timeout_s=12e6", "distributed.timeout_s: must be at most 86400 (24 h), found 1.2e+07"),
+        ("mode={l2t: much}", "mode.l2t: expected number, found 'much'"),
         ("mode=l2t sampling.guidance=2", "sampling.guidance: 2.0 needs a run that trained joint"),
+        ("mode_schedule={0: l2t} sampling.guidance=2", "sampling.guidance: 2.0 needs a run that trained joint"),
+        (
+            "mode_schedule=l2t",
+            "mode_schedule: expected map of whole number to l2t | t2l | joint | map of text to number",
+        ),
+        ("mode_schedule={soon: l2t}", "mode_schedule.soon: expected whole number, found 'soon'"),
+        ("mode_schedule={1.5: l2t}", "mode_schedule.1.5: expected whole number, found 1.5"),
+        ("mode_schedule={-5: l2t}", "mode_schedule.-5: expected an optimizer step, at least 0, found -5"),
+        ("mode_schedule={5: l2x}", "mode_schedule.5: expected l2t | t2l | joint | map of text to number, found 'l2x'"),
+        ("mode_schedule={5: {l2x: 1}}", "mode_schedule.5: unknown mode 'l2x', expected l2t, t2l, joint"),
+        ("mode_schedule={5: {l2t: much}}", "mode_schedule.5.l2t: expected number, found 'much'"),
+        ("mode_schedule.5=l2x", "mode_schedule.5: expected l2t"),
+        ("memory.activation_checkpointing=some", "expected none | full | selective | every_k, found 'some'"),
+        ("memory.every_k=0", "memory.every_k: must be at least 1, found 0"),
+        ("freeze=[texthead]", "found 'texthead' (did you mean 'text_head'?)"),
+        ("freeze=text_head", "freeze: expected list of text_encoder | latent_encoder"),
+        (
+            "freeze=[latent_encoder, noise_times, length_head]",
+            "freeze: the length loss (loss.length_weight 0.01) needs",
+        ),
+        (
+            "mode=t2l freeze=[backbone, text_encoder, latent_encoder, noise_times, latent_head]",
+            "freeze: the latent loss (loss.latent_weight 0.1) needs one of text_encoder, latent_encoder, noise_times, "
+            "text_stream, latent_stream, latent_head to train, found backbone",
+        ),
+        (f"mode=t2l loss.latent_weight=0 loss.length_weight=0 freeze=[{ALL_PARTS}]", "freeze: expected a part left"),
         ("sampling.remask=2", "sampling.remask: must be at most 1, found 2.0"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, override.split(" ") if " sampling" in override else [override])
+        load_config(None, re.split(r" (?=\w+[.\w]*=)", override))
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == ExitCode.CONFIG == 64
@@ -84,6 +115,50 @@ def test_numbers_are_read_as_people_write_them() -> None:
     assert load_config(None, ["train.micro_batch_size=null"]).train.micro_batch_size is None
 
 
+SHARED = "text_encoder, latent_encoder, noise_times, backbone"
+
+
+@pytest.mark.parametrize(
+    ("override", "trains"),
+    [
+        (f"mode=t2l freeze=[{SHARED}]", True),
+        (f"mode=l2t freeze=[{SHARED}]", True),
+        (f"mode=l2t freeze=[{SHARED}, latent_head]", True),
+        (f"mode=l2t freeze=[{SHARED}, text_head]", False),
+        (f"mode=t2l freeze=[{SHARED}, text_head]", True),
+        (f"mode=t2l freeze=[{SHARED}, latent_head]", False),
+        (f"mode=t2l freeze=[{SHARED}, latent_head] loss.latent_weight=0", True),
+        (f"mode=t2l freeze=[{SHARED}, length_head] loss.length_weight=0", True),
+        (f"freeze=[{SHARED}, latent_head]", False),
+        (f"mode=l2t mode_schedule={{10: t2l}} freeze=[{SHARED}, latent_head]", False),
+        (f"mode=joint mode_schedule={{0: l2t}} freeze=[{SHARED}, latent_head]", True),
+        (f"mode=l2t mode_schedule={{10: t2l}} freeze=[{SHARED}, text_head]", False),
+    ],
+)
+def test_what_may_be_frozen_depends_on_the_losses_that_are_trained(override: str, trains: bool) -> None:
+    overrides = re.split(r" (?=\w+[.\w]*=)", override)
+    if trains:
+        assert "backbone" in load_config(None, overrides).freeze
+    else:
+        with pytest.raises(ConfigError, match=r"^freeze: the (text|latent) loss"):
+            load_config(None, overrides)
+
+
+def test_guidance_may_come_from_a_later_mode() -> None:
+    assert load_config(None, ["mode=l2t", "mode_schedule={10: joint}", "sampling.guidance=2"]).sampling.guidance == 2
+
+
+def test_a_schedule_of_modes_reads_the_same_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("mode_schedule:\n  0: l2t\n  100: {l2t: 1, joint: 3}\n")
+    expected = {0: "l2t", 100: {"l2t": 1.0, "joint": 3.0}}
+    assert load_config(path).mode_schedule == expected
+    assert load_config(None, ["mode_schedule={0: l2t, 100: {l2t: 1, joint: 3}}"]).mode_schedule == expected
+    dotted = ["mode_schedule.0=l2t", "mode_schedule.100.l2t=1", "mode_schedule.100.joint=3"]
+    assert load_config(None, dotted).mode_schedule == expected
+    assert load_config(path, ["mode_schedule.100=t2l"]).mode_schedule == {0: "l2t", 100: "t2l"}
+
+
 def test_missing_file_and_wrong_content(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
@@ -92,8 +167,19 @@ def test_missing_file_and_wrong_content(tmp_path: Path) -> None:
         load_config(tmp_path / "list.yaml")
 
 
+CHANGED = [
+    "optim.lr=2e-5",
+    "mode={l2t: 1, joint: 3}",
+    "mode_schedule={0: l2t, 100: {joint: 1, t2l: 2}}",
+    "freeze=[backbone, length_head]",
+    "memory.activation_checkpointing=every_k",
+    "model.mlp=gelu",
+    "train.steps=7",
+]
+
+
 def test_resolved_config_reads_back_as_itself() -> None:
-    config = load_config(None, ["optim.lr=2e-5", "mode={l2t: 1, joint: 3}", "model.mlp=gelu", "train.steps=7"])
+    config = load_config(None, CHANGED)
     assert build(RunConfig, parse_yaml(to_yaml(config), "resolved")) == config
     assert yaml.safe_load(to_yaml(config)) == dump(config)
 

@@ -21,6 +21,7 @@ from mmldlm.diffusion.schedule import LogLinear, TimeSampling, shape_times, stra
 
 Mode = Literal["l2t", "t2l", "joint"]
 MODES: tuple[Mode, ...] = ("l2t", "t2l", "joint")
+ModeShares = Mode | dict[str, float]  # one mode, or the shares of several
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,38 @@ def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
     if any(weight < 0 for weight in weights.values()) or not 0 < total < float("inf"):
         raise ValueError(f"weights must be at least 0 and not all 0, found {weights}")
     return {name: weights.get(name, 0.0) / total for name in MODES}
+
+
+def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[int, dict[Mode, float]]:
+    """The shares of the modes by the optimizer step that they begin at; in order, the first at step 0.
+
+    Raises ValueError, naming the key, for a step below 0 and for what `mode_weights` refuses.
+    """
+    stages = {0: _weights_of("mode", mode)}
+    for step in sorted(mode_schedule):
+        if step < 0:
+            raise ValueError(f"mode_schedule.{step}: expected an optimizer step, at least 0, found {step}")
+        stages[step] = _weights_of(f"mode_schedule.{step}", mode_schedule[step])
+    return stages
+
+
+def _weights_of(key: str, mode: ModeShares) -> dict[Mode, float]:
+    try:
+        return mode_weights(mode)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def mode_weights_at(step: int, mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[Mode, float]:
+    """Shares of the modes in optimizer step `step`, counted from 0."""
+    stages = mode_stages(mode, mode_schedule)
+    return stages[max(start for start in stages if start <= step)]
+
+
+def trained_modes(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> tuple[Mode, ...]:
+    """The modes that have a share at some step; `mode` itself counts only if no entry replaces it at step 0."""
+    stages = mode_stages(mode, mode_schedule)
+    return tuple(name for name in MODES if any(weights[name] for weights in stages.values()))
 
 
 def draw_noise(

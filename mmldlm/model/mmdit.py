@@ -11,13 +11,14 @@ H heads, K width of a head, P positions to predict, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from mmldlm.batch import Layout
 from mmldlm.model.attention import Backend, joint_attention
+from mmldlm.model.freezing import Part, part_of
 from mmldlm.model.heads import LengthHead, TextHead
 from mmldlm.model.layers import (
     Adaptation,
@@ -29,7 +30,10 @@ from mmldlm.model.layers import (
     rotary_angles,
     rotate,
 )
+from mmldlm.model.recompute import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.schema import setting
+
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,9 @@ class BlockStream(nn.Module):
 
 
 class MMDiTBlock(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, recompute: Recompute = "none"):
         super().__init__()
+        self.recompute, self.draws = recompute, config.dropout > 0
         self.text = BlockStream(config, config.width)
         self.latent = BlockStream(config, config.resolved_latent_width)
 
@@ -123,6 +128,21 @@ class MMDiTBlock(nn.Module):
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         """Text [N, D] and latents [B*M, E] to the same shapes."""
+        arguments = (text_ND, latent_TE, conditioning_BT, rotary, layout, backend)
+        if self.recompute == "none" or not (self.training and torch.is_grad_enabled()):
+            return self._forward(*arguments)
+        # In here and not around the module: what an engine hooks to the module runs once, not again in backward.
+        return recomputed(self._forward, self.recompute, self.draws, *arguments)
+
+    def _forward(
+        self,
+        text_ND: Tensor,
+        latent_TE: Tensor,
+        conditioning_BT: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: Layout,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
         text_attention, text_mlp = self.text.modulation(conditioning_BT, layout.sample_of_token)
         latent_attention, latent_mlp = self.latent.modulation(conditioning_BT, latent_rows(layout))
         latent_out, text_out = joint_attention(
@@ -145,16 +165,23 @@ def latent_rows(layout: Layout) -> Tensor | None:
 
 
 class MMDiT(nn.Module):
-    def __init__(self, config: ModelConfig, shape: DataShape, backend: Backend = "sdpa"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        shape: DataShape,
+        backend: Backend = "sdpa",
+        memory: MemoryConfig = KEEP_ALL,
+        precision: Precision = "fp32",
+    ):
         super().__init__()
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
-        self.config, self.shape, self.backend = config, shape, backend
+        self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
         self.token_embedding = nn.Embedding(shape.vocab_size, width)
         self.latent_in = nn.Linear(shape.latent_channels, latent_width)
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
-        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(MMDiTBlock(config, memory.of_block(index)) for index in range(config.depth))
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
         self.text_out = nn.Linear(width, width)
@@ -207,16 +234,31 @@ class MMDiT(nn.Module):
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> Prediction:
-        """Denoise both modalities.
+        """Denoise both modalities; with `precision` bf16, matrix products take bfloat16, all else is float32.
 
         `noised_tokens` [N], `noised_latents` [B, M, C], noise times [B] in [0, 1], `positions` [P] the
         tokens to predict (the head runs on no others), `targets` [P] their true tokens.
         """
+        # In here, so that it is the same under every engine, in training and after.
+        with torch.autocast(noised_latents.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return self._denoise(noised_tokens, noised_latents, t_text, t_latent, layout, positions, targets)
+
+    def _denoise(
+        self,
+        noised_tokens: Tensor,
+        noised_latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: Layout,
+        positions: Tensor,
+        targets: Tensor | None,
+    ) -> Prediction:
         latent_time = self.latent_time(t_latent)
         conditioning = self.text_time(t_text) + latent_time
-        latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)) + self.latent_position
+        # Both streams run in float32, also where an engine holds the weights in bfloat16.
+        latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
         length_logits = self.length_head(latent_BME, latent_time)
-        text, latent = self.token_embedding(noised_tokens), latent_BME.flatten(0, 1)
+        text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
         rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
         for block in self.blocks:
             text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
@@ -233,19 +275,10 @@ class MMDiT(nn.Module):
         return Prediction(text_pred, latent_pred, length_logits)
 
 
-def count_parameters(model: MMDiT) -> dict[str, int]:
-    """Parameters by part; text and latent sides of the blocks apart."""
-    counts = {"embedding": 0, "noise_times": 0, "text_stream": 0, "latent_stream": 0, "heads": 0}
+def count_parameters(model: MMDiT, trainable_only: bool = False) -> dict[str, int]:
+    """Parameters by part, each counted once; a tied head matrix with the text encoder."""
+    counts: dict[str, int] = dict.fromkeys(get_args(Part), 0)
     for name, parameter in model.named_parameters():
-        if name.startswith("token_embedding"):
-            part = "embedding"
-        elif "_time" in name:
-            part = "noise_times"
-        elif name.startswith("blocks"):
-            part = "text_stream" if name.split(".")[2] == "text" else "latent_stream"
-        elif name.startswith(("latent_in", "latent_position")):
-            part = "latent_stream"
-        else:
-            part = "heads"
-        counts[part] += parameter.numel()
+        if parameter.requires_grad or not trainable_only:
+            counts[part_of(name)] += parameter.numel()
     return counts

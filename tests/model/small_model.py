@@ -9,18 +9,26 @@ from torch import Tensor
 
 from mmldlm.batch import Layout
 from mmldlm.model.attention import Backend
-from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Prediction
+from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
+from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
 
 VOCAB, MASK, PAD = 23, 21, 22
 CHANNELS, MAX_LENGTH = 6, 16
 
 
-def small_model(latent_tokens: int = 1, backend: Backend = "sdpa", stir: float = 0.15, **config: object) -> MMDiT:
+def small_model(
+    latent_tokens: int = 1,
+    backend: Backend = "sdpa",
+    stir: float = 0.15,
+    memory: MemoryConfig = KEEP_ALL,
+    precision: Precision = "fp32",
+    **config: object,
+) -> MMDiT:
     """Two blocks; `stir` is added to every parameter, for at initialisation the blocks pass their input on."""
     settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
     torch.manual_seed(0)
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
-    model = MMDiT(ModelConfig(**settings), shape, backend)  # type: ignore[arg-type]
+    model = MMDiT(ModelConfig(**settings), shape, backend, memory, precision)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += stir * torch.randn_like(parameter)

@@ -1,0 +1,150 @@
+"""The dry run counts what a step computes and keeps, also where blocks are recomputed and parts are frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from noised import noised_batch
+from small_model import small_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmldlm.config import load_config
+from mmldlm.data.shards import Store
+from mmldlm.estimate import Estimate, estimate, micro_batch_cost
+from mmldlm.model.attention import Backend
+from mmldlm.model.mmdit import MMDiT, Precision
+from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
+
+KINDS = [MemoryConfig(kind) for kind in ("none", "every_k", "selective", "full")]  # type: ignore[arg-type]
+kinds = pytest.mark.parametrize("memory", KINDS, ids=lambda memory: memory.activation_checkpointing)
+DEPTH, WIDTH, LATENT_WIDTH, SAMPLES, LENGTH = 4, 64, 32, 16, 16
+
+
+def network(memory: MemoryConfig, **options: Any) -> MMDiT:
+    return small_model(memory=memory, depth=DEPTH, width=WIDTH, **options).train()
+
+
+def cost(model: MMDiT) -> tuple[int, int]:
+    """(FLOPs, bytes of activations at their peak) of one micro-batch."""
+    return micro_batch_cost(model, *noised_batch("joint", lengths=(LENGTH,) * SAMPLES))
+
+
+@kinds
+def test_fake_tensors_cost_what_real_ones_cost(memory: MemoryConfig) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = network(memory, precision="bf16", dropout=0.1)
+    real = network(memory, precision="bf16", dropout=0.1)
+    assert cost(fake) == pytest.approx(cost(real), rel=2e-3)  # the batch itself is made into fake tensors on the way
+
+
+def test_neither_weights_nor_gradients_are_activations() -> None:
+    """Of a text of two tokens; a second backward has room for one more gradient of a weight at most."""
+    model = network(KEEP_ALL)
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    first, second = (micro_batch_cost(model, *noised_batch("joint", lengths=(2,))) for _ in range(2))
+    assert first[0] == second[0]
+    assert first[1] < sum(sizes) / 4
+    assert first[1] < second[1] <= first[1] + max(sizes)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_falls_and_flops_grow_by_what_is_recomputed(precision: Precision, backend: Backend) -> None:
+    none, every_k, selective, full = (cost(network(memory, precision=precision, backend=backend)) for memory in KINDS)
+    assert none[1] > selective[1] > full[1] and none[1] > every_k[1] > full[1]
+    assert none[0] == selective[0] < every_k[0] < full[0]
+    assert full[0] - none[0] == 2 * (every_k[0] - none[0])  # of 4 blocks, every second
+
+
+def test_full_keeps_the_inputs_of_all_blocks_and_the_activations_of_one() -> None:
+    """The bounds leave out the head, the conditioning and elementwise products."""
+    tokens = SAMPLES * LENGTH
+    inputs = 4 * DEPTH * (tokens * WIDTH + SAMPLES * LATENT_WIDTH)
+    model = network(KEEP_ALL)
+    none = cost(model)[1]
+    hidden = model.blocks[0].text.mlp.up.out_features
+    one_block = 4 * tokens * (3 * WIDTH + hidden)  # what attention and the gate of the feed-forward need again
+    full = cost(network(MemoryConfig("full")))[1]
+    assert inputs + one_block < full < none - (DEPTH - 1) * one_block + inputs
+    assert cost(network(MemoryConfig("selective")))[1] > inputs + DEPTH * one_block
+
+
+@kinds
+def test_what_is_counted_is_what_the_allocator_gives(memory: MemoryConfig) -> None:
+    """The real peak has the gradients that are there by then, and kernels' scratch memory, on top."""
+    counted = cost(network(memory))[1]
+    model = network(memory)
+    objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss, _ = objective(model, noised, noised.counts.tolist())
+        loss.backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert counted * 0.99 < peak < counted * 1.05 + gradients
+
+
+@kinds
+def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(memory: MemoryConfig) -> None:
+    counted = cost(network(memory))[0]
+    model = network(memory)
+    objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
+    with FlopCounterMode(display=False) as counter:
+        objective(model, noised, noised.counts.tolist())[0].backward()
+    product = 2 * SAMPLES * (LENGTH + 1) ** 2 * WIDTH  # one product of a block's attention; 1: the latent token
+    forwards = DEPTH + {"none": 0, "every_k": 2, "selective": 0, "full": 4}[memory.activation_checkpointing]
+    assert counted == counter.get_total_flops() + product * (2 * forwards + 5 * DEPTH)
+
+
+def dry_run(store: Path, *overrides: str) -> Estimate:
+    settings = ["train.global_batch_size=8", "train.steps=1", "model.width=64", "model.depth=3"]
+    return estimate(load_config(None, [f"data.path={store}", *settings, *overrides]), Store.open(store), world_size=1)
+
+
+def test_the_dry_run_follows_the_setting(tiny_store: Path) -> None:
+    none, selective, full = (
+        dry_run(tiny_store, f"memory.activation_checkpointing={kind}") for kind in ("none", "selective", "full")
+    )
+    assert none.activations_mib > selective.activations_mib > full.activations_mib > 0
+    assert none.state_mib == selective.state_mib == full.state_mib
+    assert none.flops_per_step == selective.flops_per_step < full.flops_per_step
+
+
+def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_store: Path) -> None:
+    whole, part = dry_run(tiny_store), dry_run(tiny_store, "freeze=[backbone]")
+    frozen = whole.parameters["text_stream"] + whole.parameters["latent_stream"]
+    assert whole.parameters == part.parameters
+    assert whole.trainable == sum(whole.parameters.values()) == part.trainable + frozen
+    assert (whole.state_mib - part.state_mib) * 2**20 == pytest.approx(12 * frozen)
+    assert part.flops_per_step < whole.flops_per_step
+
+
+def test_the_dry_run_reports_the_step_that_needs_most(tiny_store: Path) -> None:
+    one, two = "train.steps=1", "train.steps=2"
+    with_head, without = dry_run(tiny_store, "mode=l2t", one), dry_run(tiny_store, "mode=t2l", two)
+    assert with_head.activations_mib > without.activations_mib
+    both = dry_run(tiny_store, "mode=l2t", "mode_schedule={1: t2l}", two)
+    assert both.activations_mib == with_head.activations_mib
+
+
+def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> None:
+    """Three steps, all looked at: two schedules that swap the modes of each step cost what the modes cost alone."""
+
+    def of(*overrides: str) -> Estimate:
+        return dry_run(tiny_store, "train.steps=3", *overrides)
+
+    l2t, t2l = of("mode=l2t"), of("mode=t2l")
+    first, second = (
+        of("mode=l2t", "mode_schedule={1: t2l, 9: joint}"),
+        of("mode=joint", "mode_schedule={0: t2l, 1: l2t}"),
+    )
+    assert len({found.flops_per_step for found in (l2t, t2l, first, second)}) == 4
+    assert first.flops_per_step + second.flops_per_step == pytest.approx(l2t.flops_per_step + t2l.flops_per_step)
+    assert max(first.activations_mib, second.activations_mib) == max(l2t.activations_mib, t2l.activations_mib)
