@@ -79,6 +79,12 @@ class PeerLostError(MmldlmError):
     exit_code = ExitCode.PEER_LOST
 
 
+def error_of(code: int, text: str) -> MmldlmError:
+    """The error that ends a command with exit code `code`."""
+    kinds = [ConfigError, DataError, NumericalError, RunInUseError, StorageError, StoppedBySignal, PeerLostError]
+    return next((kind for kind in kinds if kind.exit_code == code), UsageError)(text)
+
+
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 

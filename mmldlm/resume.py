@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmldlm.checkpoint import (
     Checkpoint,
     CheckpointStore,
     TrainState,
     load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
     read_tensors,
+    verify,
     write_tensors,
 )
 from mmldlm.config import RunConfig, differences, load_config
@@ -78,15 +75,14 @@ def _plain(value: Any) -> Any:
 
 def save(
     checkpoints: CheckpointStore,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
     state: TrainState,
     config: RunConfig,
     store: Store,
     made_by: Mapping[str, Any],
 ) -> Path:
     """Write a checkpoint of this moment and return its folder; `made_by` is recorded in its manifest."""
-    weights, moments = model_state(model), optimizer_state(optimizer, model)
     return checkpoints.save(
         state.step,
         {
@@ -100,36 +96,44 @@ def save(
     )
 
 
-def restore(
-    checkpoints: CheckpointStore,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: RunConfig,
-    store: Store,
-    is_main: bool,
-) -> tuple[TrainState, list[str]]:
-    """State to start from, loaded into model and optimizer, and what the user should know of it.
+@dataclass(frozen=True)
+class Restored:
+    """Where a run starts from."""
 
-    Raises `ConfigError` for a `resume` that is nothing to resume from, `DataError` for a checkpoint that is
-    damaged or belongs to another network, tokenizer or encoder.
+    state: TrainState
+    notes: list[str]  # for the user
+    moments: dict[str, Tensor] | None = None  # the optimizer's state; None for a run from step 0
+
+
+def choose(checkpoints: CheckpointStore, config: RunConfig) -> Path | None:
+    """The checkpoint to start from, verified; None for step 0. One rank chooses for all.
+
+    Raises `DataError` for a checkpoint that is damaged. Damaged ones beside a good one are set aside.
     """
     if config.resume == "never":
-        if is_main:
-            checkpoints.set_aside_after(-1)
-        return TrainState(), []
-    found = checkpoints.newest(repair=is_main) if config.resume == "auto" else checkpoints.open(config.resume)
-    if found is None:
-        return TrainState(), []
+        checkpoints.set_aside_after(-1)
+        return None
+    found = checkpoints.newest() if config.resume == "auto" else checkpoints.open(config.resume)
+    return None if found is None else found.path
+
+
+def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> Restored:
+    """Load the weights of the checkpoint that `choose` verified into the bare model.
+
+    Raises `ConfigError` for one beyond `train.steps`, `DataError` for one that belongs to another network,
+    tokenizer or encoder.
+    """
+    if path is None:
+        return Restored(TrainState(), [])
+    found = verify(path, hashes=False)
     check_fits(found, config, store)
     state = TrainState.from_json(found.file("state.json").read_bytes())
     if state.step > config.train.steps:
-        raise ConfigError(f"train.steps: {config.train.steps} asked for, but {found.path} is at step {state.step}")
+        raise ConfigError(f"train.steps: {config.train.steps} asked for, but {path} is at step {state.step}")
     load_model_state(model, read_tensors(found.file("model.safetensors")))
-    load_optimizer_state(optimizer, model, read_tensors(found.file("optimizer.safetensors")))
-    if is_main:
-        checkpoints.set_aside_after(state.step)
     changed = differences(dump(load_config(found.file("config.yaml"))), dump(config))
-    return state, [f"resuming from {found.path}", *(f"changed since: {line}" for line in changed)]
+    notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
+    return Restored(state, notes, read_tensors(found.file("optimizer.safetensors")))
 
 
 def check_resume(resume: str) -> None:

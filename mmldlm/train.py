@@ -13,16 +13,17 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
 from mmldlm.config import RunConfig, load_config, require
 from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.optim import lr_at
+from mmldlm.runtime.launch import Launch, read_launch
 from mmldlm.training import Training
 
 
-def train(config: RunConfig) -> None:
-    """Run the training that `config` describes, to its end or to a signal."""
-    with Training(config) as run:
+def train(config: RunConfig, launch: Launch | None = None) -> None:
+    """Run the training that `config` describes, to its end or to a signal; `launch` comes from the environment."""
+    with Training(config, launch) as run:
         for step, micro_batches in run.steps():
             noised, totals = run.corrupt(step, micro_batches)
             for batch in run.runtime.accumulate(noised):
-                loss, sums = run.objective(run.runtime.model, batch, totals)
+                loss, sums = run.parts.objective(run.runtime.forward, batch, totals)
                 run.runtime.backward(loss)
                 run.meter.add(sums, batch.counts)
             lr = lr_at(step, config.train.steps, config.optim, config.schedule)
@@ -30,34 +31,41 @@ def train(config: RunConfig) -> None:
             run.finish_step(lr, update)
 
 
-def parse(argv: list[str] | None) -> tuple[RunConfig, bool]:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
         usage="%(prog)s [--dry-run] CONFIG.yaml [key.sub=value ...]",
-        description="Train a run; docs/settings.md lists the keys.",
+        description="Train a run; docs/settings.md lists the keys, docs/engines.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
     parser.add_argument("--config", help="the config file, where it is not the first argument")
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained, create nothing")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed file, under the deepspeed launcher")
+    parser.add_argument(
+        "--accelerate_config", metavar="FILE", help="accelerate config whose engine to use, under torchrun"
+    )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # the custom of its examples
     options = parser.parse_intermixed_args(argv)
-    overrides = [argument for argument in options.arguments if "=" in argument]
+    options.overrides = [argument for argument in options.arguments if "=" in argument]
     files = [argument for argument in options.arguments if "=" not in argument]
     files += [options.config] if options.config else []
     if len(files) != 1:
         raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
-    return load_config(files[0], overrides), options.dry_run
+    options.config = files[0]
+    return options
 
 
 def run(argv: list[str] | None = None) -> int:
-    config, dry_run = parse(argv)
+    options = parse(argv)
+    config = load_config(options.config, options.overrides)
     require(config, "data.path", "run.dir")
-    if dry_run:
+    if options.dry_run:
         from mmldlm.estimate import print_estimate
 
         print_estimate(config)
         return ExitCode.DONE
-    train(config)
+    train(config, read_launch(os.environ, options.deepspeed_config, options.accelerate_config))
     return ExitCode.DONE
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,30 +15,41 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.build import build_model, build_objective
 from mmldlm.checkpoint import CheckpointStore, RunLock, TrainState
 from mmldlm.config import RunConfig, write_config
-from mmldlm.data.loader import Loader
-from mmldlm.data.shards import Store
-from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.diffusion.noise import draw_noise, mode_weights
+from mmldlm.data.loader import check_batch
+from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.errors import NumericalError, StoppedBySignal, StorageError, outcome
-from mmldlm.model.mmdit import count_parameters
-from mmldlm.optim import build_optimizer, resolve_fused
-from mmldlm.resume import check_resume, restore, save
-from mmldlm.runtime.engine import Update, start, versions
+from mmldlm.errors import ExitCode, MmldlmError, NumericalError, PeerLostError, StoppedBySignal, outcome
+from mmldlm.files import write_atomically
+from mmldlm.fingerprint import version_fingerprint
+from mmldlm.resume import check_resume, choose, restore, save
+from mmldlm.runtime.engine import Update
+from mmldlm.runtime.last_words import clear_exit_files, write_exit
+from mmldlm.runtime.launch import Launch, read_launch
 from mmldlm.runtime.signals import StopRequest
+from mmldlm.runtime.start import start
 from mmldlm.schema import dump
+from mmldlm.startup import (
+    check_shared_folder,
+    compare_ranks,
+    create_run_folder,
+    open_parts,
+    report_lines,
+    startup_report,
+    step_plan,
+)
 from mmldlm.telemetry import Meter, Tracker, memory_values
-from mmldlm.validation import text_samples, validation_ids, validation_losses
+from mmldlm.validation import text_samples, validation_losses
 
 
 class Training:
     """Context manager around a run: opens and locks its folder, restores it, and leaves it complete."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, launch: Launch | None = None):
         self.config = config
+        self.launch = launch or read_launch(os.environ)
+        self.run_dir = Path(config.run.dir)
         self._stack = ExitStack()
         self._holds_run = False
         self.state = TrainState()
@@ -48,80 +59,92 @@ class Training:
         try:
             self._open()
         except BaseException as error:
-            self._close(error)
+            lost = self._close(error)
+            if lost is not None:
+                raise lost from error
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(error)
+        lost = self._close(error)
+        if lost is not None:
+            raise lost from error
 
-    def _close(self, error: BaseException | None) -> None:
-        """Leave `exit.json`, since launchers collapse exit codes; only whoever holds the run may."""
+    def _close(self, error: BaseException | None) -> PeerLostError | None:
+        """Leave `exit.json`, since launchers collapse exit codes; only whoever holds the run may.
+
+        Returns the loss of a peer where that is what stands behind `error`.
+        """
+        watchdog = self.runtime.watchdog if hasattr(self, "runtime") else None
+        lost = None
+        if watchdog is not None and isinstance(error, Exception):
+            lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
+            self.runtime.peer_lost = isinstance(lost or error, PeerLostError)
+        code, cause = outcome(lost or error)
+        if watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
+            watchdog.fail(code, cause)
         if self._holds_run:
-            code, cause = outcome(error)
-            rank = self.runtime.rank
-            record = {"code": code, "rank": rank, "step": self.state.step, "cause": cause, "time": time.time()}
-            name = f"exit.rank{rank}.json" if rank else "exit.json"
             with suppress(OSError):  # the disk may be what ended the run
-                (self.run_dir / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
+                write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
         self._stack.close()
+        return lost
 
     def _open(self) -> None:
         config = self.config
         # All that can be refused is refused before anything is created.
         check_resume(config.resume)
-        self.store = Store.open(config.data.path)
-        validation = self.store.split("validation")
-        self.runtime = start(config.distributed, config.precision)
-        self._stack.callback(self.runtime.close)
-        runtime = self.runtime
-        self.micro_batch_size = config.train.resolved_micro_batch_size(runtime.world_size)
-        self.loader = Loader(
-            self.store,
-            "train",
-            config.data,
-            config.run.seed,
-            config.train.global_batch_size,
-            self.micro_batch_size,
-            runtime.rank,
-            runtime.world_size,
-            runtime.device.type,
-        )
-        self.objective = build_objective(config, self.store.manifest)
-        model = build_model(config, self.store.manifest, runtime.device.type).to(runtime.device)
-        self.parameters = count_parameters(model)
-        optimizer = build_optimizer(model, config.optim, runtime.device.type)
-
-        self.run_dir = Path(config.run.dir)
-        if runtime.is_main:
-            self._create_folder()
-            self._stack.enter_context(RunLock(self.run_dir))
-        runtime.barrier()
+        micro_batch_size = config.train.resolved_micro_batch_size(self.launch.world_size)
+        check_batch(config.data, config.train.global_batch_size, micro_batch_size, self.launch.world_size)
+        self.plan = step_plan(config, self.launch.world_size)
+        self.runtime = runtime = start(config.distributed, self.launch, self.plan)
+        self._stack.callback(runtime.close)
+        with runtime.agreeing("opening of the data"):
+            self.parts = open_parts(config, self.plan, runtime)
+        self.store = self.parts.store
+        fingerprint = compare_ranks(runtime, config, self.store)
+        with runtime.agreeing("opening of the run folder"):
+            if runtime.is_main:
+                create_run_folder(self.run_dir)
+                self._stack.enter_context(RunLock(self.run_dir))
+                clear_exit_files(self.run_dir)
+        check_shared_folder(runtime, self.run_dir)
         self._holds_run = True
+        if runtime.watchdog is not None:
+            runtime.watchdog.watch(self.run_dir)
+        notes = self._restore()
+        self._begin(notes, fingerprint)
+
+    def _restore(self) -> list[str]:
+        """Weights before the engine wraps the model, the optimizer's state after; rank 0 chooses for all."""
+        config, runtime = self.config, self.runtime
         self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint.keep_last)
-        self.state, notes = restore(self.checkpoints, model, optimizer, config, self.store, runtime.is_main)
+        chosen = None
+        with runtime.agreeing("choice of the checkpoint"):
+            if runtime.is_main:
+                chosen = choose(self.checkpoints, config)
+        chosen = runtime.gather(chosen and str(chosen), "choice of the checkpoint")[0]
+        with runtime.agreeing("loading of the checkpoint"):
+            restored = restore(chosen and Path(chosen), self.parts.model, config, self.store)
+        runtime.prepare(self.parts.model, self.parts.optimizer)
+        runtime.check_precision()
+        if restored.moments is not None:
+            runtime.load_optimizer_state(restored.moments)
+            if runtime.is_main:
+                self.checkpoints.set_aside_after(restored.state.step)
+        self.state = restored.state
         if config.resume == "auto" and self.state.step:
             self.saved_at = self.state.step  # it came from this very folder
-        runtime.prepare(model, optimizer)
+        return restored.notes
+
+    def _begin(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
+        config, runtime = self.config, self.runtime
         runtime.model.train()
-        self.weights = mode_weights(config.mode)
-        self.validation_ids = validation_ids(validation, config.validation.samples)
-        self.tokenizer = Tokenizer.load(self.store.path / "tokenizer")
         self.meter = Meter()
         self.skipped_in_a_row = 0
         self.stop = self._stack.enter_context(StopRequest())
-        self._begin(notes)
-
-    def _create_folder(self) -> None:
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"run.dir: cannot create {self.run_dir}: {error.strerror}") from None
-
-    def _begin(self, notes: list[str]) -> None:
-        config, runtime, stored = self.config, self.runtime, self.store.manifest.splits
+        report = startup_report(runtime, config, self.plan, self.parts, fingerprint)
         # A run that died before its first checkpoint goes on from step 0: its records are dropped likewise.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
         self.tracker = self._stack.enter_context(
@@ -130,34 +153,17 @@ class Training:
         if not runtime.is_main:
             return
         write_config(config, self.run_dir)
-        info = {
-            "engine": runtime.engine,
-            "world_size": runtime.world_size,
-            "device": str(runtime.device),
-            "threads": torch.get_num_threads(),
-            "precision": config.precision,
-            "attention": getattr(runtime.bare_model, "backend", ""),
-            "optimizer": f"AdamW{', fused' if resolve_fused(config.optim.fused, runtime.device.type) else ''}",
-            "parameters": sum(self.parameters.values()),
-            "global_batch_size": config.train.global_batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "accumulation": config.train.global_batch_size // (self.micro_batch_size * runtime.world_size),
-            "loader_workers": self.loader.num_workers,
-            "timeout_s": config.distributed.timeout_s if runtime.world_size > 1 else None,
-            "train_samples": stored["train"].samples,
-            "train_tokens": stored["train"].tokens,
-            "versions": versions(),
-            "pid": os.getpid(),
-        }
-        self.tracker.start(info, dump(config))
-        print("\n".join([*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]))
-        print("  " + ", ".join(f"{name} {value}" for name, value in info.items() if not isinstance(value, dict)))
+        write_atomically(self.run_dir / "startup.json", (json.dumps(report, indent=1) + "\n").encode())
+        splits = self.store.manifest.splits
+        self.tracker.start({**report, "samples": {name: split.samples for name, split in splits.items()}}, dump(config))
+        lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
+        print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
 
     # --- the loop's verbs ---------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Steps still to do and this rank's micro-batches; ends the run at a signal, saved."""
-        batches = iter(self.loader.steps(self.state.step, self.config.train.steps))
+        batches = iter(self.parts.loader.steps(self.state.step, self.config.train.steps))
         self.meter.clear()
         while True:
             waited = time.perf_counter()
@@ -166,6 +172,8 @@ class Training:
             except StopIteration:
                 break
             self.meter.data_wait_s += time.perf_counter() - waited
+            if self.runtime.watchdog is not None:
+                self.runtime.watchdog.at(step)
             if self.config.model.dropout:  # the one draw that is not a function of (seed, step, slot)
                 torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
             yield step, micro_batches
@@ -176,15 +184,16 @@ class Training:
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         """The step's corrupted micro-batches on the device, and their counts summed over all ranks."""
         config = self.config
+        weights = mode_weights_at(step, config.mode, config.mode_schedule)
         noised = [
-            self.objective.corrupt(
+            self.parts.objective.corrupt(
                 batch,
                 draw_noise(
                     batch,
                     config.run.seed,
                     step,
                     config.train.global_batch_size,
-                    self.weights,
+                    weights,
                     config.latent.time_sampling,
                 ),
             )
@@ -192,7 +201,8 @@ class Training:
         ]
         # The wish to stop rides along: all ranks leave after the same step.
         tokens, stop = sum(batch.layout.num_tokens for batch in noised), self.stop.signal_name is not None
-        totals = self.runtime.sum(torch.cat([total_counts(noised), torch.tensor([tokens, stop], dtype=torch.float64)]))
+        own = torch.cat([total_counts(noised), torch.tensor([tokens, stop], dtype=torch.float64)])
+        totals = self.runtime.sum(own, "all-reduce of the step's counts")
         self._step_tokens, self._stop_agreed = int(totals[-2]), bool(totals[-1])
         return [batch.to(self.runtime.device) for batch in noised], totals[:-2].tolist()
 
@@ -233,10 +243,11 @@ class Training:
         if not meter.steps:  # every step since the last record was skipped: there is no loss to show
             return
         assert isinstance(meter.sums, Tensor) and isinstance(meter.counts, Tensor)
-        sums, counts = runtime.sum(meter.sums), runtime.sum(meter.counts)
+        sums = runtime.sum(meter.sums, "all-reduce of the losses to log")
+        counts = runtime.sum(meter.counts, "all-reduce of the counts to log")
         seconds = time.perf_counter() - meter.began
         values = {
-            **self.objective.summary(sums, counts),
+            **self.parts.objective.summary(sums, counts),
             "optim/lr": lr,
             "optim/grad_norm": update.grad_norm,
             "speed/tokens_per_s": meter.tokens / seconds,
@@ -254,14 +265,14 @@ class Training:
     def _validate(self) -> None:
         paused = time.perf_counter()
         self.tracker.heartbeat(self.state.step, "validation")
-        model = self.runtime.bare_model
+        parts, runtime = self.parts, self.runtime
+        model = runtime.bare_model
         model.eval()
-        with torch.no_grad(), self.runtime.accelerator.autocast():
-            values = validation_losses(
-                model, self.objective, self.store, self.validation_ids, self.config, self.runtime
-            )
-            if self.config.validation.text_samples and self.runtime.is_main:
-                rows = text_samples(model, self.objective, self.store, self.tokenizer, self.config, self.runtime.device)
+        with torch.no_grad():
+            values = validation_losses(parts.objective, parts.store, parts.validation_ids, self.config, runtime)
+            # Where a forward pass is collective, all ranks write the same texts.
+            if self.config.validation.text_samples and (runtime.is_main or runtime.shards_parameters):
+                rows = text_samples(parts.objective, parts.store, parts.tokenizer, self.config, runtime)
                 self.tracker.samples(self.state.step, rows, "l2t")
         model.train()
         self.tracker.validation(self.state.step, values)
@@ -274,17 +285,17 @@ class Training:
         """A checkpoint of this moment, if there is none yet; every rank calls it, one writes."""
         if self.saved_at == self.state.step:
             return
-        paused = time.perf_counter()
-        if self.runtime.is_main:
-            # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
-            self.tracker.heartbeat(self.state.step, "saving")
-            made_by = {"engine": self.runtime.engine, "world_size": self.runtime.world_size, "versions": versions()}
-            model, optimizer = self.runtime.bare_model, self.runtime.bare_optimizer
-            path = save(self.checkpoints, model, optimizer, self.state, self.config, self.store, made_by)
-            self.tracker.event(
-                "checkpoint", self.state.step, {"path": str(path), "seconds": time.perf_counter() - paused}
-            )
-        self.runtime.barrier()
+        paused, runtime = time.perf_counter(), self.runtime
+        # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
+        self.tracker.heartbeat(self.state.step, "saving")
+        weights, moments = runtime.gather_state()
+        with runtime.agreeing("end of saving"):
+            if runtime.is_main:
+                versions = version_fingerprint()
+                made_by = {"engine": runtime.engine, "world_size": runtime.world_size, "versions": versions}
+                path = save(self.checkpoints, weights, moments, self.state, self.config, self.store, made_by)
+                seconds = time.perf_counter() - paused
+                self.tracker.event("checkpoint", self.state.step, {"path": str(path), "seconds": seconds})
         self.saved_at = self.state.step
         self.meter.began += time.perf_counter() - paused
 

@@ -237,30 +237,3 @@ def test_settings_reach_the_loss(tiny_config: Path, tmp_path: Path, setting: str
     assert train.main([str(tiny_config), f"run.dir={tmp_path / 'default'}", "train.steps=3"]) == 0
     assert train.main([str(tiny_config), f"run.dir={tmp_path / 'changed'}", "train.steps=3", setting]) == 0
     assert curve(tmp_path / "default") != curve(tmp_path / "changed")
-
-
-def test_two_processes_follow_one_curve(tiny_config: Path, tmp_path: Path, command: Command) -> None:
-    """DDP over gloo, through the shipped file, with accumulation; one process would need no all-reduce."""
-    assert train.main([str(tiny_config), f"run.dir={tmp_path / 'one'}", "train.micro_batch_size=4"]) == 0
-    launched = command(
-        "accelerate.commands.launch",
-        *("--config_file", ROOT / "accelerate_configs" / "ddp.yaml", "--main_process_port", "0"),
-        *("-m", "mmldlm.train", tiny_config, f"run.dir={tmp_path / 'two'}", "train.micro_batch_size=2"),
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert "engine ddp, world_size 2" in launched.stdout
-    for key in ("loss/total", "optim/grad_norm", "optim/lr"):
-        one, two = torch.tensor(curve(tmp_path / "one", key)), torch.tensor(curve(tmp_path / "two", key))
-        assert torch.allclose(one, two, rtol=1e-4), key
-    one, two = (records(tmp_path / name, "validation")[-1]["validation/total"] for name in ("one", "two"))
-    assert abs(one - two) < 1e-4 * one
-
-
-def test_the_shipped_cpu_file_trains(tiny_config: Path, tmp_path: Path, command: Command) -> None:
-    launched = command(
-        "accelerate.commands.launch",
-        *("--config_file", ROOT / "accelerate_configs" / "cpu.yaml"),
-        *("-m", "mmldlm.train", tiny_config, "train.steps=2"),
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert len(records(tmp_path / "run")) == 2

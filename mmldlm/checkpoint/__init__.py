@@ -1,7 +1,7 @@
 """What makes a run outlive its process: an atomic store, state without pickle, a lock on the run folder."""
 
 from mmldlm.checkpoint.lock import RunLock
-from mmldlm.checkpoint.manifest import Checkpoint
+from mmldlm.checkpoint.manifest import Checkpoint, verify
 from mmldlm.checkpoint.state import (
     TrainState,
     clean_name,
@@ -25,5 +25,6 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "read_tensors",
+    "verify",
     "write_tensors",
 ]

@@ -22,7 +22,7 @@ _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped
 
 # Entries of the optimizer's state that are no tensor: "<parameter>/step:int" and the like.
 _NUMBERS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
-_NO_STATE = ":empty"
+NO_STATE = ":empty"
 
 
 @dataclass
@@ -127,7 +127,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     for name, parameter in _optimized(optimizer, model).items():
         state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
         if not state:  # before the first step; named, so that absence is always an error
-            flat[f"{name}/{_NO_STATE}"] = torch.empty(0)
+            flat[f"{name}/{NO_STATE}"] = torch.empty(0)
         for key, value in state.items():
             if isinstance(value, Tensor):
                 flat[f"{name}/{key}"] = value.detach()
@@ -145,17 +145,14 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
         DataError: parameter names or shapes are not exactly the optimizer's; then nothing was changed.
     """
     parameters = _optimized(optimizer, model)
-    found: dict[str, dict[str, Any]] = {name.rpartition("/")[0]: {} for name in tensors}
-    _check_names("the optimizer", parameters.keys(), found.keys())
+    check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
+    found: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition("/")
         key, _, kind = key.partition(":")
         if kind in _NUMBERS:
             found[name][key] = _NUMBERS[kind][0](tensor.item())
         elif not kind:
-            expected = parameters[name].shape
-            if tensor.ndim and tensor.shape != expected:
-                raise DataError(f"{entry} is {list(tensor.shape)} in the checkpoint, {list(expected)} in the optimizer")
             found[name][key] = tensor.clone()  # the optimizer may keep it, and writes to it
     # PyTorch's own loading puts each tensor on the device and in the type that the implementation wants.
     order = {id(parameter): name for name, parameter in parameters.items()}
@@ -163,6 +160,15 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
     state = {index: found[order[id(parameter)]] for index, parameter in enumerate(flat)}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+
+
+def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+    """DataError where the state in `tensors` is not that of exactly the parameters in `shapes`."""
+    _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
+    for entry, tensor in tensors.items():
+        name, _, key = entry.rpartition("/")
+        if ":" not in key and tensor.ndim and tensor.shape != shapes[name]:
+            raise DataError(f"{entry} is {list(tensor.shape)} in the checkpoint, {list(shapes[name])} in the optimizer")
 
 
 def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

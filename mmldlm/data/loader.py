@@ -60,7 +60,7 @@ class Loader:
         device_type: str = "cpu",
     ):
         """ConfigError where `global_batch_size` is no multiple of `micro_batch_size * world_size` or a value is off."""
-        _check_config(config, global_batch_size, micro_batch_size, world_size)
+        check_batch(config, global_batch_size, micro_batch_size, world_size)
         assert 0 <= rank < world_size
         samples = store.split(split)
         self.order = SampleOrder(samples.lengths, seed, config.window)
@@ -188,7 +188,8 @@ def _auto_workers(device_type: str) -> int:
     return max(1, min(8, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _check_config(config: DataConfig, global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+def check_batch(config: DataConfig, global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+    """ConfigError for a loader setting out of bounds, or a global batch that the ranks cannot share evenly."""
     for key, value, least in (
         ("data.num_workers", config.num_workers, 0),
         ("data.prefetch_factor", config.prefetch_factor, 1),

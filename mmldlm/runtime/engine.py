@@ -1,26 +1,24 @@
-"""One way to start, and one object through which the loop reaches Accelerate and torch.distributed."""
+"""`Runtime`: the one object through which a run reaches its processes. This is the replicated engine (one process
+and DDP); FSDP2 and ZeRO override what differs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-# Accelerate imports deepspeed, which would warn of every machine without a GPU.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from mmldlm.errors import ConfigError
-from mmldlm.runtime.config import DistributedConfig
+from mmldlm.checkpoint.state import load_optimizer_state, model_state, optimizer_state
+from mmldlm.errors import MmldlmError, error_of
+from mmldlm.runtime.launch import Launch
+from mmldlm.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -34,13 +32,19 @@ class Update:
 
 
 class Runtime:
-    """The processes of this run: who they are, and what they do together."""
+    """The processes of this run: who they are, and what they do together.
 
-    def __init__(self, accelerator: Accelerator, engine: str):
-        self.accelerator, self.engine = accelerator, engine
+    Every method that is called collective must be called by all ranks in the same order.
+    """
+
+    shards_parameters = False  # whether a forward pass is itself collective
+
+    def __init__(self, accelerator: Accelerator, launch: Launch, watchdog: Watchdog | None):
+        self.accelerator, self.launch, self.watchdog = accelerator, launch, watchdog
         self.device: torch.device = accelerator.device
-        self.rank: int = accelerator.process_index
-        self.world_size: int = accelerator.num_processes
+        self.rank, self.world_size, self.engine = launch.rank, launch.world_size, launch.engine
+        self._records_graph = True
+        self.peer_lost = False
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 
@@ -48,107 +52,133 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    # --- training -----------------------------------------------------------------------------------------
+
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        with self.waiting("wrapping the model"), warnings.catch_warnings():
+            # Accelerate knows the argument by the name that PyTorch is about to drop.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model without the engine's wrapper: for saving and for reading its parameters by name."""
-        # Without keep_fp32_wrapper, Accelerate would take the autocast off the model for good.
+        """The model without the engine's wrapper; callable where `shards_parameters`, too, if all ranks call it."""
         return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
 
     @property
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The network, for the objective."""
+        return self._call(self.model, *args, **kwargs)
+
+    def forward_bare(self, *args: Any, **kwargs: Any) -> Any:
+        """The same without gradients to come: for validation and samples."""
+        return self._call(self.bare_model, *args, **kwargs)
+
+    def _call(self, network: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with self.waiting("forward: gather of the parameters") if self.shards_parameters else contextlib.nullcontext():
+            return network(*args, **kwargs)
+
     def accumulate(self, micro_batches: Sequence[T]) -> Iterator[T]:
-        """The micro-batches of one step; gradients are exchanged with the last one's backward only."""
+        """The micro-batches of one step; gradients are exchanged with the last one's backward only.
+
+        In the very first step they are exchanged with each, to the same sum: DDP records its static graph in the
+        first backward, and fails in PyTorch's own assertion if that one exchanges nothing.
+        """
         for index, micro_batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            exchanges = index == len(micro_batches) - 1 or self._records_graph
+            with contextlib.nullcontext() if exchanges else self.accelerator.no_sync(self.model):
                 yield micro_batch
+        self._records_graph = False
 
     def backward(self, loss: Tensor) -> None:
         """`loss` is this rank's share of the step's loss; data parallelism averages, we want the sum."""
-        self.accelerator.backward(loss * self.world_size)
+        with self.waiting("backward: reduction of the gradients"):
+            self.accelerator.backward(loss * self.world_size)
 
     def update(self, lr: float, clip_norm: float) -> Update:
         """Clip and step at learning rate `lr`. A norm that is not finite leaves every weight as it was."""
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf"))
-        grad_norm = float(norm)
+        with self.waiting("norm of the gradients"):
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf"))
+            grad_norm = float(norm)
         finite = grad_norm == grad_norm and abs(grad_norm) != float("inf")
         if finite:
-            for group in self.bare_optimizer.param_groups:
-                group["lr"] = lr
+            self._set_lr(lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm, skipped=not finite)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum of a small tensor over all ranks, on the host in float64; every rank gets the same bits."""
+    def _set_lr(self, lr: float) -> None:
+        for group in self.bare_optimizer.param_groups:
+            group["lr"] = lr
+
+    # --- state, by parameter name and the same under every engine ------------------------------------------
+
+    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Collective: whole float32 weights and the optimizer's state by clean name, on rank 0; elsewhere empty."""
+        if not self.is_main:
+            return {}, {}
+        return model_state(self.bare_model), optimizer_state(self.bare_optimizer, self.bare_model)
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Collective, after `prepare`: put back what `gather_state` gave as second; DataError where it does not fit."""
+        load_optimizer_state(self.bare_optimizer, self.bare_model, tensors)
+
+    def check_precision(self) -> None:
+        """Assert that what the optimizer updates is float32, whatever the matrix products run in."""
+        for group in self.bare_optimizer.param_groups:
+            for parameter in group["params"]:
+                assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.engine}"
+
+    # --- together -----------------------------------------------------------------------------------------
+
+    def waiting(self, collective: str) -> contextlib.AbstractContextManager[Any]:
+        """Tell the watchdog what the main thread waits for from here on."""
+        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.waiting(collective)
+
+    def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
+        """Collective: sum of a small tensor, on the host in float64; every rank gets the same bits."""
         total = values.detach().to("cpu", torch.float64, copy=True)
         if self.world_size > 1:
-            dist.all_reduce(total)
+            with self.waiting(what):
+                dist.all_reduce(total)
         return total
 
-    def barrier(self) -> None:
+    def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
+        """Collective: the small plain value of each rank, in order of rank."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        with self.waiting(what):
+            dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self, what: str = "barrier") -> None:
         if self.world_size > 1:
-            dist.barrier()
+            with self.waiting(what):
+                dist.barrier()
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str) -> Iterator[None]:
+        """Collective: a user error of one rank in the body is an error of all, so that nobody waits in vain."""
+        error: MmldlmError | None = None
+        try:
+            yield
+        except MmldlmError as found:
+            error = found
+        verdicts = self.gather(None if error is None else (int(error.exit_code), str(error)), what)
+        if error is not None:
+            raise error
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                raise error_of(verdict[0], f"rank {rank}: {verdict[1]}")
 
     def close(self) -> None:
-        if dist.is_available() and dist.is_initialized():
+        """Leave the group; one that has lost a rank cannot be taken down in good order, and goes with the process."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if dist.is_available() and dist.is_initialized() and not self.peer_lost:
             dist.destroy_process_group()
-
-
-def start(config: DistributedConfig, precision: Literal["fp32", "bf16"]) -> Runtime:
-    """Join the process group that the launcher describes and build the runtime on it.
-
-    Raises `ConfigError` where what came is not what was asked for: a launcher that would train separate
-    copies, an engine that is not there, another world size.
-    """
-    environment = os.environ
-    world_size, engine = _asked(environment)
-    use_cuda = torch.cuda.is_available()
-    if world_size > 1 and not dist.is_initialized():
-        if use_cuda:
-            torch.cuda.set_device(int(environment["LOCAL_RANK"]))
-        # Ours first: the timeout of a group that others start is not the one asked for.
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timedelta(seconds=config.timeout_s)
-        )
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process may train several runs, one after another
-    accelerator = Accelerator(cpu=not use_cuda, mixed_precision="bf16" if precision == "bf16" else "no")
-    if accelerator.num_processes != world_size:
-        raise ConfigError(f"world size: {world_size} asked for by the launcher, {accelerator.num_processes} came")
-    runtime = Runtime(accelerator, engine)
-    if world_size > 1 and int(runtime.sum(torch.ones(1))) != world_size:
-        raise ConfigError(f"world size: {world_size} asked for, but an all-reduce of ones gave another sum")
-    return runtime
-
-
-def _asked(environment: Mapping[str, str]) -> tuple[int, str]:
-    """World size and engine that the launcher's environment asks for."""
-    for flag, engine in (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")):
-        if environment.get(flag, "false").lower() == "true":
-            raise ConfigError(f"engine: {engine} asked for by the launcher, but this release has single and ddp")
-    if "MASTER_ADDR" in environment and "LOCAL_RANK" not in environment:
-        raise ConfigError(
-            "launcher: MASTER_ADDR is set but LOCAL_RANK is not: every process would train a copy of its own; "
-            "use `distributed_type: MULTI_GPU` without `use_cpu` in the accelerate config, or torchrun"
-        )
-    world_size = asked_world_size()
-    return world_size, "single" if world_size == 1 else "ddp"
-
-
-def asked_world_size() -> int:
-    """Processes that the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def versions() -> dict[str, Any]:
-    import accelerate
-
-    import mmldlm
-
-    return {"mmldlm": mmldlm.__version__, "torch": torch.__version__, "accelerate": accelerate.__version__}

@@ -1,0 +1,168 @@
+"""What each engine exchanges in a step, and holds for a parameter, measured on real steps.
+
+    python -m benchmarks.engines STORE [--processes 2] [--precision bf16] [--engines ddp zero2] [key.sub=value ...]
+
+Each engine trains a few steps under torchrun with its shipped config file.
+
+- Traffic: PyTorch's flight recorder keeps every collective with its sizes; what the last step added is that step's
+  traffic. "payload" is what one rank hands to the collectives, "wire" what it sends with ring algorithms:
+  2 (W - 1) / W of the payload for all-reduce, (W - 1) / W for reduce-scatter and all-gather.
+- Memory: bytes of all tensors alive on rank 0 between the last backward and the optimizer's step, for each trained
+  parameter. Activations are freed by then; buckets, gradients, masters and moments are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+ROOT = Path(__file__).resolve().parent.parent
+BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
+STEPS = 4
+SMALL = 4096  # bytes: counts, norms and flags, not parameters
+
+
+def entries() -> list[dict]:
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    return json.loads(_dump_fr_trace_json(True, False) or "{}").get("entries", [])
+
+
+def size_of(entry: dict) -> int:
+    """Bytes of the whole tensor that a collective is about: input and output differ where it shards."""
+
+    def total(sizes: list[list[int]], kinds: list[str]) -> int:
+        found = 0
+        for size, kind in zip(sizes, kinds, strict=False):
+            count = 1
+            for length in size:
+                count *= length
+            found += count * BYTES.get(kind, 4)
+        return found
+
+    return max(
+        total(entry.get("input_sizes", []), entry.get("input_dtypes", [])),
+        total(entry.get("output_sizes", []), entry.get("output_dtypes", [])),
+    )
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all tensors alive in this process, each memory once."""
+    found: dict[int, int] = {}
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # fake and meta tensors have no memory
+            storage = local.untyped_storage()
+            if storage.device.type != "meta":
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def worker(arguments: list[str], out: Path) -> None:
+    """One rank: train, and write the traffic of the last step."""
+    from mmldlm.config import load_config
+    from mmldlm.optim import lr_at
+    from mmldlm.runtime.launch import read_launch
+    from mmldlm.train import parse
+    from mmldlm.training import Training
+
+    options = parse(arguments)
+    config = load_config(options.config, options.overrides)
+    with Training(config, read_launch(os.environ, None, options.accelerate_config)) as run:
+        for step, micro_batches in run.steps():
+            before = len(entries())
+            noised, totals = run.corrupt(step, micro_batches)
+            for batch in run.runtime.accumulate(noised):
+                loss, _ = run.parts.objective(run.runtime.forward, batch, totals)
+                run.runtime.backward(loss)
+            held = tensor_bytes(run.runtime.bare_model)
+            update = run.runtime.update(lr_at(step, config.train.steps, config.optim, config.schedule), 1.0)
+            found = entries()[before:]
+            run.state.step += 1
+            assert not update.skipped
+        if run.runtime.is_main:
+            names, counts = Counter(), Counter()
+            for entry in found:
+                name, size = entry["profiling_name"].split(":", 1)[-1], size_of(entry)
+                if size > SMALL:
+                    names[name] += size
+                    counts[name] += 1
+            trained = run.parts.trainable
+            out.write_text(json.dumps({"bytes": names, "calls": counts, "held": held, "parameters": trained}))
+        run.saved_at = run.state.step
+
+
+def wire(name: str, size: float, world: int) -> float:
+    share = (world - 1) / world
+    return size * share * (2 if "all_reduce" in name or name == "allreduce" else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--engines", nargs="*", default=ENGINES)
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_intermixed_args()
+    print("Bytes for each trained parameter.\n")
+    print("| engine | micro-batches | held | payload | wire | collectives of a step |")
+    print("|---|---|---|---|---|---|")
+    for engine in options.engines:
+        for accumulation in (1, 4):
+            with tempfile.TemporaryDirectory() as folder:
+                measure(engine, accumulation, options, Path(folder))
+
+
+def measure(engine: str, accumulation: int, options: argparse.Namespace, folder: Path) -> None:
+    config = folder / "config.yaml"
+    config.write_text(
+        f"run: {{dir: {folder / 'run'}}}\ndata: {{path: {options.store}, num_workers: 0}}\n"
+        "model: {depth: 4, width: 256, num_heads: 4}\nlog: {every: 1000, tensorboard: false}\n"
+        "validation: {every: 0}\ncheckpoint: {every_steps: 0}\n"
+        f"train: {{steps: {STEPS}, global_batch_size: {2 * accumulation * options.processes}, micro_batch_size: 2}}\n"
+        f"precision: {options.precision}\n",
+        encoding="utf-8",
+    )
+    out = folder / "traffic.json"
+    command = [str(Path(sys.executable).parent / "torchrun"), f"--nproc_per_node={options.processes}", "--standalone"]
+    command += ["-m", "benchmarks.engines", "--worker", str(out), str(config), *options.settings]
+    if engine != "ddp":
+        command += ["--accelerate_config", f"accelerate_configs/{engine}.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{engine}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    found = json.loads(out.read_text())
+    parameters, world = found["parameters"], options.processes
+    payload = sum(found["bytes"].values()) / parameters
+    sent = sum(wire(name, size, world) for name, size in found["bytes"].items()) / parameters
+    shown = ", ".join(
+        f"{found['calls'][name]} x {name} {size / parameters:.2f}" for name, size in sorted(found["bytes"].items())
+    )
+    print(
+        f"| {engine} | {accumulation} | {found['held'] / parameters:.1f} | {payload:.2f} | {sent:.2f} | {shown} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        place = sys.argv.index("--worker")
+        target = Path(sys.argv[place + 1])
+        worker(sys.argv[1:place] + sys.argv[place + 2 :], target)
+        sys.stdout.flush()
+        os._exit(0)
+    main()

@@ -1,0 +1,212 @@
+"""What all ranks settle before the first step: equal inputs, one shared folder, and the start-up report."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmldlm.build import build_model, build_objective
+from mmldlm.config import RunConfig
+from mmldlm.data.loader import Loader
+from mmldlm.data.shards import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.diffusion.objective import Objective
+from mmldlm.errors import ConfigError, StorageError
+from mmldlm.fingerprint import disagreements, fingerprint
+from mmldlm.model.mmdit import MMDiT, count_parameters
+from mmldlm.optim import build_optimizer, resolve_fused, resolved_warmup
+from mmldlm.runtime.deepspeed_config import StepPlan
+from mmldlm.runtime.engine import Runtime
+from mmldlm.runtime.environment import settings_to_export, unread_names
+from mmldlm.validation import validation_ids
+
+SHARED_FOLDER_PATIENCE_S = 5.0  # network file systems show a new file late
+
+
+def step_plan(config: RunConfig, world_size: int) -> StepPlan:
+    """Of a batch that is known to divide by `world_size` and the micro-batch."""
+    micro_batch_size = config.train.resolved_micro_batch_size(world_size)
+    return StepPlan(
+        micro_batch_size=micro_batch_size,
+        accumulation=config.train.global_batch_size // (micro_batch_size * world_size),
+        global_batch_size=config.train.global_batch_size,
+        clip_norm=config.optim.clip_norm,
+        precision=config.precision,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, before an engine wraps it."""
+
+    store: Store
+    loader: Loader
+    objective: Objective
+    tokenizer: Tokenizer
+    validation_ids: list[int]
+    model: MMDiT
+    optimizer: torch.optim.Optimizer
+    parameters: dict[str, int]  # by part of the network
+    trainable: int
+
+
+def open_parts(config: RunConfig, plan: StepPlan, runtime: Runtime) -> Parts:
+    """Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
+    store = Store.open(config.data.path)
+    validation, device_type = store.split("validation"), runtime.device.type
+    loader = Loader(
+        store,
+        "train",
+        config.data,
+        config.run.seed,
+        config.train.global_batch_size,
+        plan.micro_batch_size,
+        runtime.rank,
+        runtime.world_size,
+        device_type,
+    )
+    model = build_model(config, store.manifest, device_type).to(runtime.device)
+    return Parts(
+        store=store,
+        loader=loader,
+        objective=build_objective(config, store.manifest),
+        tokenizer=Tokenizer.load(store.path / "tokenizer"),
+        validation_ids=validation_ids(validation, config.validation.samples),
+        model=model,
+        optimizer=build_optimizer(model, config.optim, device_type),
+        parameters=count_parameters(model),
+        trainable=sum(count_parameters(model, trainable_only=True).values()),
+    )
+
+
+def compare_ranks(runtime: Runtime, config: RunConfig, store: Store) -> dict[str, str]:
+    """Collective: this run's fingerprint; `ConfigError` naming rank and key where a rank has another one."""
+    fingerprints = runtime.gather(fingerprint(config, store), "comparison of configs, versions and data")
+    found = disagreements(fingerprints)
+    if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise ConfigError("the ranks were not started alike: " + "; ".join(found[:3]) + more)
+    return fingerprints[0]
+
+
+def create_run_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
+
+
+def check_shared_folder(runtime: Runtime, run_dir: Path) -> None:
+    """Collective: `ConfigError` on all ranks where one does not see what rank 0 wrote into the run folder."""
+    if runtime.world_size == 1:
+        return
+    token = run_dir / f".shared-{uuid.uuid4().hex}"
+    if runtime.is_main:
+        token.touch()
+    name = runtime.gather(token.name, "name of a file in the run folder")[0]
+    deadline = time.monotonic() + SHARED_FOLDER_PATIENCE_S
+    while not (seen := (run_dir / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    sees = runtime.gather((seen, socket.gethostname()), "sight of a file in the run folder")
+    if runtime.is_main:
+        token.unlink(missing_ok=True)
+    blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(sees) if not seen]
+    if blind:
+        raise ConfigError(
+            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(blind)} does not see rank 0's; "
+            "put it on a file system that all nodes share"
+        )
+
+
+def startup_report(
+    runtime: Runtime,
+    config: RunConfig,
+    plan: StepPlan,
+    parts: Parts,
+    fingerprint: Mapping[str, str],
+) -> dict[str, Any]:
+    """Collective: all that was resolved, in the order in which it is read."""
+    me = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(runtime.device),
+        "name": torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+    ranks = runtime.gather(me, "start-up report")
+    on_cuda, distributed = runtime.device.type == "cuda", config.distributed
+    exported = settings_to_export(distributed)
+    report: dict[str, Any] = {
+        "engine": runtime.engine,
+        "launcher": runtime.launch.launcher,
+        "world_size": runtime.world_size,
+        "nodes": runtime.launch.nodes,
+        "ranks": ranks,
+        "precision": config.precision,
+        "attention": getattr(runtime.bare_model, "backend", ""),
+        "activation_checkpointing": config.memory.activation_checkpointing,
+        "optimizer": _optimizer_name(runtime, config),
+        "parameters": parts.parameters,
+        "parameters_total": sum(parts.parameters.values()),
+        "parameters_trainable": parts.trainable,
+        "frozen": list(config.freeze),
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "accumulation": plan.accumulation,
+        "warmup_steps": resolved_warmup(config.optim, config.train.steps),
+        "data_order": f"seed {config.run.seed}, windows of {config.data.window} samples sorted by length",
+        "timeouts": {
+            "collective_s": distributed.timeout_s,
+            "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
+        },
+        "exported": exported if on_cuda else {},
+        "not_read": unread_names(exported) if runtime.is_main else [],
+        "deepspeed_file": runtime.launch.deepspeed_file,
+        "git": fingerprint.get("git", ""),
+        "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
+        "data_manifest": fingerprint.get("data.manifest", ""),
+    }
+    return report
+
+
+def _optimizer_name(runtime: Runtime, config: RunConfig) -> str:
+    """The implementation that really steps."""
+    optimizer = runtime.bare_optimizer
+    fused = optimizer.param_groups[0].get("fused", False)
+    assert fused == resolve_fused(config.optim.fused, runtime.device.type), "AdamW is not the implementation asked for"
+    return f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}{', fused' if fused else ''}"
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for a terminal."""
+    hosts = sorted({rank["host"] for rank in report["ranks"]})
+    devices = sorted({rank["name"] for rank in report["ranks"]})
+    versions = report["versions"]
+    lines = [
+        f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
+        f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
+        f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
+        f"{report['precision']}, attention {report['attention']}, "
+        f"activation checkpointing {report['activation_checkpointing']}",
+        f"batch        {report['global_batch_size']} samples = {report['world_size']} x {report['micro_batch_size']} x "
+        f"{report['accumulation']} (processes x micro-batch x accumulation)",
+        f"optimizer    {report['optimizer']}, {report['warmup_steps']} warmup steps; data: {report['data_order']}",
+    ]
+    if report["world_size"] > 1:
+        lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")
+    lines.append(
+        f"versions     mmldlm {versions.get('mmldlm')} {report['git']}".rstrip()
+        + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
+        f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
+    )
+    if report["not_read"]:
+        lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
+    return lines

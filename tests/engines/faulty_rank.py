@@ -1,0 +1,37 @@
+"""`mmldlm.train`, in which one rank goes wrong: FAULT=raise | nan | hang, at step FAULT_STEP on FAULT_RANK."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from mmldlm import train
+from mmldlm.runtime.engine import Runtime
+from mmldlm.training import Training
+
+FAULT, STEP, RANK = os.environ["FAULT"], int(os.environ["FAULT_STEP"]), int(os.environ.get("FAULT_RANK", "1"))
+_corrupt, _backward = Training.corrupt, Runtime.backward
+
+
+def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
+    if step == STEP and self.runtime.rank == RANK:
+        if FAULT == "raise":
+            raise ValueError("planted in the data of this rank")
+        if FAULT == "hang":
+            while True:
+                time.sleep(0.1)
+    found = _corrupt(self, step, micro_batches)
+    if FAULT == "nan" and step == STEP and self.runtime.rank == RANK:
+        found[0][0].noised_latents.fill_(torch.nan)
+    return found
+
+
+Training.corrupt = corrupt  # type: ignore[method-assign]
+status = train.main()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)

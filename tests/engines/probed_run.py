@@ -1,0 +1,79 @@
+"""Train some steps under any launcher and write down what the engine really is: PROBE=file of rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch.distributed.fsdp import FSDPModule
+
+from mmldlm import train
+from mmldlm.runtime.engine import Runtime
+from mmldlm.training import Training
+
+facts: dict[str, Any] = {"steps": []}
+_update, _open = Runtime.update, Training._open
+
+
+def collectives() -> list[dict[str, Any]]:
+    return json.loads(_dump_fr_trace_json(True, False) or "{}").get("entries", [])
+
+
+def large(found: list[dict[str, Any]]) -> int:
+    """How many are of more than a few numbers: parameters and gradients."""
+    sizes = [entry["input_sizes"] + entry["output_sizes"] for entry in found]
+    return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
+
+
+def opened(self: Training) -> None:
+    _open(self)
+    runtime = self.runtime
+    group = dist.distributed_c10d._get_default_group()
+    facts["timeout_s"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    facts["environment"] = {
+        name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
+    }
+    facts["fsdp_modules"] = [
+        name for name, module in runtime.bare_model.named_modules() if isinstance(module, FSDPModule)
+    ]
+    facts["parameters"] = sorted({str(parameter.dtype) for parameter in runtime.bare_model.parameters()})
+    for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap"):
+        facts[name] = getattr(runtime.model, name, None)
+    facts["broadcast_buffers"] = getattr(
+        runtime.model, "forward_sync_buffers", getattr(runtime.model, "broadcast_buffers", None)
+    )
+    runtime.check_precision()
+
+
+def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
+    facts["steps"].append({"before": len(collectives())})
+    return _corrupt(self, step, micro_batches)
+
+
+def backward(self: Runtime, loss: torch.Tensor) -> None:
+    start = len(collectives())
+    _backward(self, loss)
+    facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
+
+
+_corrupt = Training.corrupt
+Training._open, Training.corrupt = opened, corrupt  # type: ignore[method-assign]
+kind = Runtime
+if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
+    from mmldlm.runtime.zero import ZeroRuntime
+
+    kind = ZeroRuntime
+_backward = kind.backward
+kind.backward = backward  # type: ignore[method-assign]
+status = train.main()
+if os.environ["RANK"] == "0":
+    Path(os.environ["PROBE"]).write_text(json.dumps(facts))
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)

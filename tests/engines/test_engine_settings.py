@@ -1,0 +1,116 @@
+"""The distributed settings reach the engine: read off the running process, and seen in what it exchanges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import CURVE, ROOT, accelerate, difference, environment, run
+
+from mmldlm.config import load_config
+from mmldlm.errors import ConfigError
+from mmldlm.runtime.environment import settings_to_export
+
+SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
+
+
+def probe(engine: str, config: Path, folder: Path, *settings: str) -> dict[str, Any]:
+    command = accelerate(engine, 2, config, f"run.dir={folder / 'run'}", *SHORT, *settings)
+    place = command.index("-m")
+    command[place : place + 2] = [str(ROOT / "tests/engines/probed_run.py")]
+    out = folder / "facts.json"
+    done = run(command, env=environment(PYTHONPATH=str(ROOT), PROBE=str(out), PROBE_ENGINE=engine))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_ddp_defaults(parity_config: Path, tmp_path: Path) -> None:
+    facts = probe("ddp", parity_config, tmp_path)
+    assert facts["timeout_s"] == 120 and facts["parameters"] == ["torch.float32"]
+    assert (facts["find_unused_parameters"], facts["static_graph"], facts["broadcast_buffers"]) == (False, True, False)
+    assert facts["gradient_as_bucket_view"] is True and facts["bucket_bytes_cap"] == 25 * 2**20
+    assert facts["environment"]["NCCL_SOCKET_NTHREADS"] == "4"
+    assert facts["environment"]["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
+    # No gradient is exchanged inside the accumulation; the first step records the graph.
+    for step in facts["steps"][1:]:
+        first, last = step["in_backward"]
+        assert first == 0 and last > 0
+
+
+def test_ddp_settings_changed(parity_config: Path, tmp_path: Path) -> None:
+    facts = probe(
+        "ddp",
+        parity_config,
+        tmp_path,
+        "distributed.ddp={find_unused_parameters: true, static_graph: false, gradient_as_bucket_view: false, "
+        "broadcast_buffers: true, bucket_cap_mb: 1}",
+        "distributed.timeout_s=77",
+        "distributed.heartbeat_timeout_s=99",
+        "distributed.blocking_wait=true",
+        "distributed.async_error_handling=false",
+        "distributed.flight_recorder=false",
+        "distributed.nccl={NCCL_SOCKET_NTHREADS: 2, NCCL_IB_DISABLE: 1}",
+    )
+    assert facts["timeout_s"] == 77
+    assert (facts["find_unused_parameters"], facts["static_graph"], facts["broadcast_buffers"]) == (True, False, True)
+    assert facts["gradient_as_bucket_view"] is False and facts["bucket_bytes_cap"] == 2**20
+    expected = {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "99",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_FR_BUFFER_SIZE": "0",
+        "NCCL_SOCKET_NTHREADS": "2",
+        "NCCL_IB_DISABLE": "1",
+    }
+    assert expected.items() <= facts["environment"].items()
+    assert "NCCL_NSOCKS_PERTHREAD" not in facts["environment"]
+
+
+@pytest.mark.parametrize(("engine", "in_first"), [("fsdp2", 0), ("zero1", 0), ("zero2", 1), ("zero3", 1)])
+def test_sharded_engines(engine: str, in_first: int, parity_config: Path, tmp_path: Path) -> None:
+    """The group's timeout is ours under each; ZeRO-2 and 3 exchange gradients with each micro-batch by design."""
+    facts = probe(engine, parity_config, tmp_path)
+    assert facts["timeout_s"] == 120
+    if engine == "fsdp2":
+        assert facts["fsdp_modules"] == ["", "blocks.0", "blocks.1"] and facts["parameters"] == ["torch.float32"]
+    reductions = [step["in_backward"][0] > (2 if engine == "fsdp2" else 0) for step in facts["steps"][1:]]
+    assert reductions == [bool(in_first)] * 3, facts["steps"]
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+def test_communication_hooks(hook: str, parity_config: Path, single: Callable[..., Path], tmp_path: Path) -> None:
+    """Compressed gradients: another curve, and nearly the same."""
+    options = f"distributed.ddp={{comm_hook: {hook}, powersgd_rank: 8, powersgd_start_step: 2}}"
+    done = run(accelerate("ddp", 2, parity_config, f"run.dir={tmp_path}", options))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert 1e-7 < difference(tmp_path, single(), CURVE[:1]) < (0.05 if hook == "powersgd" else 0.01)
+
+
+def test_a_hook_that_gloo_has_not_is_refused(parity_config: Path, tmp_path: Path) -> None:
+    done = run(accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}", "distributed.ddp.comm_hook=bf16"))
+    assert done.returncode != 0 and "distributed.ddp.comm_hook: expected none, fp16 or powersgd" in done.stdout
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("distributed.timeout_s=11923200", "timeout_s: must be at most 86400"),
+        ("distributed.nccl={NCCL_TIMEOUT: 1800}", "NCCL_TIMEOUT is read by nobody; use distributed.timeout_s"),
+        ("distributed.nccl={PATH: x}", "expected names such as NCCL_SOCKET_IFNAME, found 'PATH'"),
+        ("distributed.ddp.comm_hook=zip", "distributed.ddp.comm_hook"),
+    ],
+)
+def test_refused_settings(setting: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(None, [setting])
+
+
+@pytest.mark.quick
+def test_138_days_when_they_are_wanted() -> None:
+    config = load_config(None, ["distributed.timeout_s=11923200", "distributed.allow_long_timeout=true"])
+    assert config.distributed.timeout_s == 11923200
+    assert settings_to_export(config.distributed)["NCCL_NSOCKS_PERTHREAD"] == "4"

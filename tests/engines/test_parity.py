@@ -1,0 +1,121 @@
+"""One run config, one curve: every engine through its shipped config file, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_runs import CURVE, ENGINES, accelerate, deepspeed, difference, records, succeed, torchrun
+from safetensors.torch import load_file
+
+FP32, BF16 = 1e-5, 2e-2
+Single = Callable[..., Path]
+
+
+def state(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(max((folder / "checkpoints").glob("step-*")) / f"{name}.safetensors")
+
+
+def assert_same_run(folder: Path, reference: Path, tolerance: float) -> None:
+    assert difference(folder, reference) < tolerance
+    assert difference(folder, reference, ("validation/total",), "validation") < tolerance
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_processes_follow_one(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
+    output = succeed(accelerate(engine, 2, parity_config, f"run.dir={tmp_path}"))
+    assert f"engine       {engine}, 2 processes" in output
+    assert_same_run(tmp_path, single(), FP32)
+    # Not the curve alone: weights and moments, whole and by name, are those of one process.
+    for name in ("model", "optimizer"):
+        ours, theirs = state(tmp_path, name), state(single(), name)
+        assert ours.keys() == theirs.keys()
+        worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
+        assert worst < 1e-5, f"{name}: {worst}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_follows_one_process_in_bf16(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
+    succeed(accelerate(engine, 2, parity_config, f"run.dir={tmp_path}", "precision=bf16"))
+    assert_same_run(tmp_path, single("precision=bf16"), BF16)
+    # bfloat16 it is, and the master weights it is not.
+    assert records(tmp_path)[1]["loss/total"] != records(single())[1]["loss/total"]
+    saved = state(tmp_path)
+    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
+    assert any((tensor != tensor.bfloat16().float()).float().mean() > 0.5 for tensor in saved.values())
+
+
+FROZEN = ("freeze=[latent_stream, text_encoder]", "memory.activation_checkpointing=full", "model.dropout=0.0")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_parts_and_recomputed_blocks(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
+    settings = (*FROZEN, "distributed.ddp.find_unused_parameters=false")
+    succeed(accelerate(engine, 2, parity_config, f"run.dir={tmp_path}", *settings))
+    assert_same_run(tmp_path, single(*settings), FP32)
+    # Recomputing changes nothing, freezing does.
+    assert difference(single(*settings), single(settings[0])) == 0
+    assert difference(single(*settings), single(), CURVE[:1]) > FP32
+    # What is frozen is what one process starts with, under engines that round their copy as well.
+    start, end = state(single(*settings, "train.steps=1")), state(tmp_path)
+    frozen = [name for name in end if name.startswith("token_embedding") or ".latent." in name]
+    assert frozen and all(torch.equal(start[name], end[name]) for name in frozen)
+    assert not torch.equal(start["text_out.weight"], end["text_out.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_four_processes_follow_one(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
+    succeed(accelerate(engine, 4, parity_config, f"run.dir={tmp_path}", "train.micro_batch_size=1"))
+    assert_same_run(tmp_path, single(), FP32)
+
+
+@pytest.mark.parametrize(("processes", "micro_batch"), [(2, 4), (4, 2)])
+def test_processes_times_micro_batch(
+    processes: int, micro_batch: int, parity_config: Path, single: Single, tmp_path: Path
+) -> None:
+    settings = f"train.micro_batch_size={micro_batch}"
+    succeed(accelerate("ddp", processes, parity_config, f"run.dir={tmp_path}", settings))
+    assert_same_run(tmp_path, single("train.micro_batch_size=8"), FP32)
+
+
+def test_torchrun_brings_any_engine(parity_config: Path, single: Single, tmp_path: Path) -> None:
+    for engine in ("fsdp2", "zero2"):
+        folder = tmp_path / engine
+        file = f"accelerate_configs/{engine}.yaml"
+        output = succeed(torchrun(2, parity_config, f"run.dir={folder}", "--accelerate_config", file))
+        assert f"engine       {engine}, 2 processes" in output and "started by torchrun" in output
+        assert_same_run(folder, single(), FP32)
+
+
+def test_torchrun_alone_is_ddp(parity_config: Path, single: Single, tmp_path: Path) -> None:
+    assert "engine       ddp, 2 processes" in succeed(torchrun(2, parity_config, f"run.dir={tmp_path}"))
+    assert_same_run(tmp_path, single(), FP32)
+
+
+def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: Path) -> None:
+    command = deepspeed(2, parity_config, f"run.dir={tmp_path}", "--deepspeed_config", "ds_configs/zero2.json")
+    output = succeed(command)
+    assert "engine       zero2, 2 processes" in output and "started by deepspeed" in output
+    assert_same_run(tmp_path, single(), FP32)
+
+
+def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, tmp_path: Path) -> None:
+    """ZeRO-3 x 2 to FSDP2 x 4 to ZeRO-1 x 2 to one process: each goes on where the one before was stopped."""
+    whole = single("train.steps=20", "checkpoint.every_steps=4", "checkpoint.keep_last=9")
+    at = [whole / "checkpoints" / "step-00000004"]
+    settings = ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+    for step, engine, processes in ((8, "zero3", 2), (12, "fsdp2", 4), (16, "zero1", 2)):
+        folder = tmp_path / engine
+        given = [*settings, f"train.micro_batch_size={4 // processes}", f"resume={at[-1]}", f"run.dir={folder}"]
+        succeed(accelerate(engine, processes, parity_config, *given))
+        ours, theirs = records(folder), records(whole)
+        assert list(ours) == list(range(step - 3, 21))
+        assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
+        at.append(folder / "checkpoints" / f"step-{step:08}")
+    succeed(torchrun(1, parity_config, *settings, f"resume={at[-1]}", f"run.dir={tmp_path / 'last'}"))
+    ours, theirs = records(tmp_path / "last"), records(whole)
+    assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
+    assert difference(whole, single()) == 0

@@ -1,0 +1,145 @@
+"""A rank of a run that only sums, under a watchdog; what goes wrong at step 7 is an argument.
+
+    watched_rank.py FOLDER TIMEOUT_S FAULT [RANK, otherwise all]
+
+At step 7 it writes its pid to FOLDER/ready.rankN. With FAR=1 in the environment no rank can see another's process,
+as on machines of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mmldlm.errors import DataError, outcome, run_command
+from mmldlm.runtime import last_words
+from mmldlm.runtime.last_words import write_exit
+from mmldlm.runtime.watchdog import Watchdog
+
+FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+AT_FAULT = int(sys.argv[4]) if len(sys.argv) > 4 else None
+
+
+class Finished(Exception):
+    pass
+
+
+def end(watchdog: Watchdog) -> None:
+    raise Finished
+
+
+def work_alone(watchdog: Watchdog) -> None:
+    time.sleep(TIMEOUT_S + 4)
+    raise Finished
+
+
+def spin(watchdog: Watchdog) -> None:
+    while True:
+        pass
+
+
+def hold_the_interpreter(watchdog: Watchdog) -> None:
+    re.match("(a+)+$", "a" * 64 + "b")
+
+
+def raise_error(watchdog: Watchdog) -> None:
+    raise DataError("sample 3: nothing in it")
+
+
+def bug(watchdog: Watchdog) -> None:
+    with watchdog.waiting("backward: reduction of the gradients"):
+        torch.ones(2) @ torch.ones(3)
+
+
+def vanish(watchdog: Watchdog) -> None:
+    os._exit(3)
+
+
+def other_collective(watchdog: Watchdog) -> None:
+    with watchdog.waiting("barrier before saving"):
+        dist.barrier()
+
+
+# For "none" and "hang" the test does the harm; see main for "hang".
+FAULTS: dict[str, Callable[[Watchdog], None]] = {
+    "end": end,
+    "work-alone": work_alone,
+    "spin": spin,
+    "hold": hold_the_interpreter,
+    "raise": raise_error,
+    "bug": bug,
+    "vanish": vanish,
+    "other-collective": other_collective,
+}
+
+
+def sum_of_ones(watchdog: Watchdog) -> None:
+    total = torch.ones(7)
+    with watchdog.waiting("all-reduce of the loss counts"):
+        dist.all_reduce(total)
+    assert total[0] == dist.get_world_size()
+
+
+def loop(watchdog: Watchdog, rank: int) -> None:
+    for step in itertools.count():
+        watchdog.at(step)
+        if step == 7:
+            pid = FOLDER / f"pid.rank{rank}"
+            pid.write_text(str(os.getpid()))
+            pid.rename(FOLDER / f"ready.rank{rank}")
+            if FAULT == "early-end":
+                (end if rank == AT_FAULT else work_alone)(watchdog)
+            elif FAULT in FAULTS and AT_FAULT in (rank, None):
+                FAULTS[FAULT](watchdog)
+        sum_of_ones(watchdog)
+        time.sleep(0.01)
+
+
+def main() -> None:
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=60))))
+    # In a collective that hangs in a device, no timeout of the backend frees the main thread.
+    patience = timedelta(seconds=600 if FAULT == "hang" else TIMEOUT_S)
+    group = dist.PrefixStore("group", store)
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=patience)
+    if "FAR" in os.environ:
+        last_words._machine = lambda: f"machine {rank}"
+    watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
+    watchdog.start()
+    watchdog.watch(FOLDER)
+    error: BaseException | None = None
+    try:
+        loop(watchdog, rank)
+    except Finished:
+        pass
+    except BaseException as found:
+        error = found
+        raise
+    finally:
+        code, cause = outcome(error)
+        if code:
+            watchdog.fail(code, cause)
+        write_exit(FOLDER, rank, watchdog.step, code, cause)
+        watchdog.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the trainer, which ends after the step at hand
+    try:
+        status = run_command(main)
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

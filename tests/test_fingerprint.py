@@ -1,0 +1,101 @@
+"""What must be equal on all ranks, and the lines that say what is not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import mmldlm
+from mmldlm.config import RunConfig, load_config
+from mmldlm.data.shards import Store
+from mmldlm.fingerprint import disagreements, fingerprint, revision
+from mmldlm.schema import leaves
+
+pytestmark = pytest.mark.quick
+
+
+def test_every_setting_the_data_and_the_versions_are_in_it(tiny_config: Path, tiny_store: Path) -> None:
+    found = fingerprint(load_config(tiny_config), Store.open(tiny_store))
+    keys = {f"config.{key}" for key, _ in leaves(RunConfig)} - {"config.data.path"}
+    versions = {f"version.{name}" for name in ("python", "mmldlm", "torch", "accelerate", "deepspeed", "numpy")}
+    assert set(found) == keys | versions | {"git", "data.manifest", "data.tokenizer"}
+    assert all(isinstance(value, str) for value in found.values())
+    assert found["config.optim.lr"] == "0.003" and found["version.mmldlm"] == mmldlm.__version__
+    assert found["config.mode"] == '{"joint": 0.25, "l2t": 0.5, "t2l": 0.25}'
+
+
+def test_it_is_cheap(tiny_config: Path, tiny_store: Path) -> None:
+    config, store = load_config(tiny_config), Store.open(tiny_store)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        fingerprint(config, store)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.1
+
+
+def test_a_copy_of_the_store_elsewhere_is_the_same_and_a_changed_one_is_not(
+    tiny_config: Path, tiny_store: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_store, copy)
+    prints = [fingerprint(load_config(tiny_config, [f"data.path={p}"]), Store.open(p)) for p in (tiny_store, copy)]
+    assert disagreements(prints) == []
+    manifest = copy / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    prints[1] = fingerprint(load_config(tiny_config, [f"data.path={copy}"]), Store.open(copy))
+    (line,) = disagreements(prints)
+    first, second = (found["data.manifest"][:12] for found in prints)
+    assert line == f"rank 1: data.manifest is {second}, {first} on rank 0"
+
+
+def test_a_line_names_who_deviates_from_whom(tiny_config: Path, tiny_store: Path) -> None:
+    store = Store.open(tiny_store)
+    prints = [fingerprint(load_config(tiny_config, [f"optim.lr={lr}"]), store) for lr in (0.001, 0.002)]
+    assert disagreements(prints) == ["rank 1: config.optim.lr is 0.002, 0.001 on rank 0"]
+    assert disagreements(prints, who="node") == ["node 1: config.optim.lr is 0.002, 0.001 on node 0"]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ("aaa", None),
+        ("abb", "rank 0: key is a, b on ranks 1-2"),
+        ("aab", "rank 2: key is b, a on ranks 0-1"),
+        ("bbaaabab", "ranks 2-4, 6: key is a, b on ranks 0-1, 5, 7"),
+        ("abcaa", "rank 1: key is b, rank 2: key is c, a on ranks 0, 3-4"),
+        ("abb-", "rank 0: key is a, rank 3: key is absent, b on ranks 1-2"),
+        ("a ", "rank 1: key is empty, a on rank 0"),
+    ],
+)
+def test_the_majority_is_right_and_the_first_on_a_tie(values: str, line: str | None) -> None:
+    prints = [{} if value == "-" else {"key": value.strip(), "same": "x"} for value in values]
+    found = [found for found in disagreements(prints) if "key" in found]
+    assert found == ([line] if line else [])
+
+
+def test_the_revision_says_whether_files_changed(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    assert revision(package) == ""
+    file = package / "code.py"
+    file.write_text("x = 1\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"], ["tag", "v1"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    clean = revision(package)
+    assert len(clean) >= 4 and head.startswith(clean)
+    file.write_text("x = 2\n")
+    assert revision(package) == f"{clean}+changes"
+
+
+def test_the_revision_of_another_project_around_it_is_not_ours(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    package = tmp_path / "venv" / "package"
+    package.mkdir(parents=True)
+    assert revision(package) == ""
