@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.sample", "write texts from latents, find latents of texts"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
+    "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
 }
 
 
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()
     sys.stderr.flush()
-    if name == "train":
+    if name in ("train", "doctor"):
         os._exit(status)  # for the reason in train.py
     return status
 

@@ -35,6 +35,7 @@ from mmldlm.schema import to_yaml
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_FROZEN = 4
 MIB = 2**20
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 _ATEN = torch.ops.aten
 _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie
@@ -188,6 +189,38 @@ def print_estimate(config: RunConfig) -> None:
         f"memory per process   {found.total_mib:,.0f} MiB = {found.state_mib:,.0f} weights, gradients, moments "
         f"+ {found.activations_mib:,.0f} activations"
     )
+    if found.world_size > 1:
+        print(f"  weights, gradients and moments by engine, MiB on each of {found.world_size} devices, and on the host")
+        for engine in ENGINES:
+            device, host = state_mib(engine, found, config.precision)
+            print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
 
 
-__all__ = ["Estimate", "estimate", "micro_batch_cost", "print_estimate"]
+def state_mib(engine: str, of: Estimate, precision: str) -> tuple[float, float]:
+    """MiB of weights, gradients, masters and moments on (a device, the host) for each process.
+
+    Not in it: communication buckets, and the blocks that FSDP2 and ZeRO-3 hold gathered for a moment.
+    """
+    share = 1 / of.world_size
+    low = 2 if precision == "bf16" else 4  # bytes that DeepSpeed's weights and gradients have; its masters are apart
+    device, host = {
+        "ddp": (16.0, 0.0),
+        "fsdp2": (16 * share, 0.0),
+        "zero1": (2 * low + 12 * share, 0.0),
+        "zero2": (low + (low + 12) * share, 0.0),
+        "zero3": ((2 * low + 12) * share, 0.0),
+        "zero2_offload": (low + low * share, 12 * share),
+        "zero3_offload": (0.0, (2 * low + 12) * share),
+    }[engine]
+    frozen = sum(of.parameters.values()) - of.trainable
+    whole = engine not in ("fsdp2", "zero3", "zero3_offload")
+    width = low if engine.startswith("zero") else BYTES_PER_FROZEN
+    still = frozen * width * (1 if whole else share)
+    on_host = engine == "zero3_offload"
+    return (
+        (of.trainable * device + (0 if on_host else still)) / MIB,
+        (of.trainable * host + (still if on_host else 0)) / MIB,
+    )
+
+
+__all__ = ["Estimate", "estimate", "micro_batch_cost", "print_estimate", "state_mib"]

@@ -13,7 +13,6 @@ from typing import Literal
 import psutil
 
 Obstacle = Literal["refused", "timed out", "name not resolved", "no route"]
-_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _RETRY_S = 0.2
 
 
@@ -81,10 +80,8 @@ def _attempt(host: str, port: int, timeout_s: float) -> Obstacle | None:
         return "refused"
     except TimeoutError:
         return "timed out"
-    except OSError as error:
-        if error.errno in _NO_ROUTE:
-            return "no route"
-        raise
+    except OSError:  # unreachable, down, not permitted: this machine does not let it out
+        return "no route"
     return None
 
 
@@ -107,6 +104,7 @@ def _listener(port: int) -> str:
         pids = {c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port}
         (pid,) = pids - {None}
         process = psutil.Process(pid)
-        return f"process {process.pid}: {' '.join(process.cmdline()) or process.name()}"[:120]
+        command = " ".join(" ".join(process.cmdline()).split())  # one line, whatever the arguments
+        return f"process {process.pid}: {command or process.name()}"[:120]
     except (psutil.Error, OSError, ValueError):
         return "another process"

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.engines import tensor_bytes
 from mmldlm import train
 from mmldlm.runtime.engine import Runtime
 from mmldlm.training import Training
 
 facts: dict[str, Any] = {"steps": []}
-_update, _open = Runtime.update, Training._open
+_open = Training._open
 
 
 def collectives() -> list[dict[str, Any]]:
@@ -62,6 +63,12 @@ def backward(self: Runtime, loss: torch.Tensor) -> None:
     facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
 
+def update(self: Runtime, lr: float, clip_norm: float) -> Any:
+    trained = sum(parameter.numel() for parameter in self.bare_model.parameters() if parameter.requires_grad)
+    facts["held"] = tensor_bytes(self.bare_model) / trained
+    return _update(self, lr, clip_norm)
+
+
 _corrupt = Training.corrupt
 Training._open, Training.corrupt = opened, corrupt  # type: ignore[method-assign]
 kind = Runtime
@@ -69,8 +76,8 @@ if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
     from mmldlm.runtime.zero import ZeroRuntime
 
     kind = ZeroRuntime
-_backward = kind.backward
-kind.backward = backward  # type: ignore[method-assign]
+_backward, _update = kind.backward, kind.update
+kind.backward, kind.update = backward, update  # type: ignore[method-assign]
 status = train.main()
 if os.environ["RANK"] == "0":
     Path(os.environ["PROBE"]).write_text(json.dumps(facts))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.config import load_config
 from mmldlm.data.shards import Store
-from mmldlm.estimate import Estimate, estimate, micro_batch_cost
+from mmldlm.estimate import Estimate, estimate, micro_batch_cost, state_mib
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
@@ -148,3 +148,25 @@ def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> N
     assert len({found.flops_per_step for found in (l2t, t2l, first, second)}) == 4
     assert first.flops_per_step + second.flops_per_step == pytest.approx(l2t.flops_per_step + t2l.flops_per_step)
     assert max(first.activations_mib, second.activations_mib) == max(l2t.activations_mib, t2l.activations_mib)
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "device", "host"),
+    [
+        ("ddp", "fp32", 16, 0),
+        ("ddp", "bf16", 16, 0),
+        ("fsdp2", "fp32", 4, 0),
+        ("zero1", "bf16", 2 + 2 + 3, 0),
+        ("zero2", "fp32", 4 + 4, 0),
+        ("zero2", "bf16", 2 + 3.5, 0),
+        ("zero3", "bf16", 4, 0),
+        ("zero2_offload", "bf16", 2.5, 3),
+        ("zero3_offload", "fp32", 0, 5),
+    ],
+)
+def test_memory_of_the_engines(engine: str, precision: str, device: float, host: float) -> None:
+    """Bytes a parameter on four processes, as docs/engines.md has them; a frozen one costs no more than its weight."""
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, 1, 1, 4, 0, 0)
+    assert state_mib(engine, million, precision) == (device, host)
+    still = Estimate({"backbone": 2**20}, 0, 0, 0, 1, 1, 4, 0, 0)
+    assert sum(state_mib(engine, still, precision)) <= 4

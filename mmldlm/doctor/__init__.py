@@ -1,0 +1,1 @@
+"""`mmldlm doctor`: what would stop a run, or slow it, found before it starts."""

@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Start this node's processes of a run. Call it on every node, with the same arguments, within a minute:
+#
+#   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=8 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 \
+#     bash scripts/launch_node.sh ENGINE CONFIG.yaml [key.sub=value ...]
+#
+# ENGINE           ddp, fsdp2, zero1, zero2, zero3, zero2_offload or zero3_offload
+# NPROC_PER_NODE   processes on each node: as many as it has GPUs
+# NNODES           nodes; default 1
+# NODE_RANK        number of this node, from 0
+# MASTER_ADDR      address of node 0, as all nodes reach it
+# MASTER_PORT      a free port of node 0; default 29500
+# MAX_RESTARTS     how often a node starts its processes again after one failed; default 0
+# LOG_DIR          everything printed is also appended to LOG_DIR/nodeNODE_RANK.log; default logs
+# DOCTOR           skip: no checks before the start; anything else: options for `mmldlm doctor`
+# PYTHON           interpreter with mmldlm; default: that of .venv, or the one beside mmldlm on PATH
+#
+# The exit code is the launcher's; run.dir/exit.json has the run's own. A signal to this script reaches the launcher,
+# which hands it on: SIGTERM saves a checkpoint and ends the run, and the same command goes on from it.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+fail() { printf 'launch_node: error: %s\n' "$*" >&2; exit 2; }
+number() { # NAME LEAST MOST
+  if ! [[ "${!1}" =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((${!1} < $2 || ${!1} > $3)); then
+    fail "$1: expected a whole number from $2 to $3, found '${!1}'"
+  fi
+}
+
+[ $# -ge 2 ] || fail "expected ENGINE CONFIG.yaml [key.sub=value ...], found '$*'"
+engine="$1" config="$2"
+shift 2
+NNODES="${NNODES:-1}" MASTER_PORT="${MASTER_PORT:-29500}" MAX_RESTARTS="${MAX_RESTARTS:-0}" LOG_DIR="${LOG_DIR:-logs}"
+number NNODES 1 100000
+required=(NPROC_PER_NODE)
+((NNODES == 1)) || required+=(NODE_RANK MASTER_ADDR)
+for name in "${required[@]}"; do
+  [ -n "${!name:-}" ] || fail "$name is not set; expected ${required[*]}"
+done
+NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+number NPROC_PER_NODE 1 1000
+number NODE_RANK 0 $((NNODES - 1))
+number MASTER_PORT 1 65535
+number MAX_RESTARTS 0 1000
+export NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT
+
+case "$engine" in
+  ddp | fsdp2 | zero1 | zero2 | zero3 | zero2_offload | zero3_offload) ;;
+  *) fail "ENGINE: expected ddp, fsdp2, zero1, zero2, zero3, zero2_offload or zero3_offload, found '$engine'" ;;
+esac
+launcher_config="$root/accelerate_configs/$engine.yaml"
+if ((NNODES > 1)) && [ -f "${launcher_config%.yaml}_multinode.yaml" ]; then
+  launcher_config="${launcher_config%.yaml}_multinode.yaml"
+fi
+[ -f "$launcher_config" ] || fail "ENGINE: $engine needs $launcher_config, which is not there"
+[ -f "$config" ] || fail "CONFIG.yaml: no such file: $config"
+
+python="${PYTHON:-$root/.venv/bin/python}"
+if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then
+  installed="$(command -v mmldlm)" || fail "no mmldlm here: run \`bash scripts/setup.sh\`, or set PYTHON"
+  python="$(dirname "$installed")/python"
+fi
+command -v "$python" >/dev/null || fail "PYTHON: $python cannot be run"
+
+launch=("$python" -m accelerate.commands.launch --config_file "$launcher_config"
+  --num_machines "$NNODES" --machine_rank "$NODE_RANK" --num_processes $((NNODES * NPROC_PER_NODE))
+  --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS")
+if [[ "$engine" == zero* ]]; then
+  launch+=(--deepspeed_multinode_launcher standard) # this script runs on each node: no ssh, no hostfile
+fi
+launch+=(-m mmldlm.train "$config" "$@")
+# How long the launcher lets processes save after a signal, and peers notice a loss, before it kills them.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+
+mkdir -p "$LOG_DIR" || fail "LOG_DIR: cannot create $LOG_DIR"
+# tee outlives the signals that end the launcher, or it would miss its last words.
+exec > >(trap '' INT TERM HUP && exec tee -a "$LOG_DIR/node$NODE_RANK.log") 2>&1
+printf '==> %s node %s of %s on %s:' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$NODE_RANK" "$NNODES" "$(uname -n)"
+printf ' %q' "${launch[@]}"
+printf '\n'
+
+if [ "${DOCTOR:-}" != skip ]; then
+  # In the background, so that a signal need not wait for its end.
+  # shellcheck disable=SC2086  # several options in one variable
+  "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" ${DOCTOR:-} &
+  doctor=$!
+  trap 'kill "$doctor"; exit 143' TERM
+  trap 'kill "$doctor"; exit 130' INT
+  wait "$doctor" || exit $?
+  trap - TERM INT
+fi
+
+exec "${launch[@]}"

@@ -1,0 +1,76 @@
+"""Interfaces and obstacles, on real sockets."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+import pytest
+
+from mmldlm.runtime.network import bind_problem, interface_towards, is_loopback, obstacle, use_interface_towards
+
+pytestmark = pytest.mark.quick
+
+
+def test_loopback_leads_through_lo() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("localhost") == "lo"
+    assert is_loopback("127.0.1.1") and is_loopback("::1") and not is_loopback("10.0.0.1")
+
+
+def test_an_address_of_this_machine_leads_through_the_interface_that_carries_it() -> None:
+    own = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and not is_loopback(entry.address)
+    ]
+    if not own:
+        pytest.skip("this machine has no network beside lo")
+    assert [(interface_towards(address), address) for _, address in own] == own
+
+
+def test_no_interface_towards_a_name_that_is_not_resolved() -> None:
+    environment: dict[str, str] = {}
+    assert use_interface_towards("node0.invalid", environment) is None and environment == {}
+
+
+def test_the_interface_is_named_to_gloo_and_nccl_unless_the_user_did() -> None:
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert use_interface_towards("127.0.0.1", environment) == "lo"
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_what_keeps_a_connection_from_opening() -> None:
+    assert obstacle("node0.invalid", 29500, 0.3) == "name not resolved"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert obstacle("127.0.0.1", listener.getsockname()[1], 0.3) is None
+        port = listener.getsockname()[1]
+    assert obstacle("127.0.0.1", port, 0.3) == "refused"
+
+
+def test_nothing_comes_back_is_a_timeout() -> None:
+    """A listener whose queue is full drops what comes, as a firewall does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for client in waiting:
+            client.setblocking(False)
+            client.connect_ex(address)
+        try:
+            assert obstacle(*address, 0.5) == "timed out"
+        finally:
+            for client in waiting:
+                client.close()
+
+
+def test_a_port_can_be_bound_unless_somebody_listens() -> None:
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert "in use by process" in (bind_problem(port) or "")
+        # A connection that was served and closed lingers, and must not count.
+        client = socket.create_connection(("127.0.0.1", port))
+        served, _ = listener.accept()
+        served.close()
+        client.close()
+    assert bind_problem(port) is None

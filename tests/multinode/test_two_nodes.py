@@ -1,0 +1,106 @@
+"""Training over two nodes that are network namespaces: the curve of one node, and a cable that is pulled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from two_nodes import TwoNodes, one_node, unavailable, wait_until
+
+from mmldlm.telemetry import read_metrics
+
+ENGINES = ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "zero2"))]
+TIMEOUT_S = 5
+# Beside the timeout: to notice, to find out who is lost, to write it down, and for the launcher to end.
+GRACE_S = 20
+STEPS = 30  # long enough to be cut within
+START_S = 120  # on a busy machine: the doctor, two launchers, two trainers
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with TwoNodes(tmp_path / "logs") as found:
+        yield found
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    return [(record["step"], record["loss/total"], record["optim/grad_norm"]) for record in records]
+
+
+def exits(run: Path) -> list[int]:
+    return [json.loads((run / name).read_text())["code"] for name in ("exit.json", "exit.rank1.json")]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert one_node(tmp_path / "logs-one", engine, tiny_config, f"run.dir={one}") == 0
+    started = nodes.launch(engine, tiny_config, f"run.dir={two}")
+    assert [process.wait(START_S) for process in started] == [0, 0], nodes.log()
+    assert [step for step, _, _ in curve(one)] == list(range(1, 9))
+    assert curve(two) == curve(one)
+    # The doctor went first, met over the wire and left nothing; then a process of each node trained.
+    log = nodes.log()
+    assert log.count("interface         wire leads to 10.77.0.1") == 2 and log.count("\nready") == 2
+    assert exits(two) == [0, 0] and not list(two.glob(".doctor*"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cut_cable_ends_both_nodes_and_the_next_start_goes_on(
+    nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    settings = [tiny_config, f"distributed.timeout_s={TIMEOUT_S}", f"train.steps={STEPS}", "validation.every=0"]
+    settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", "model.width=64", "model.depth=4"]
+
+    started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(curve(run)) >= 3, START_S, "three steps")
+    nodes.cut()
+    ended = wait_until(
+        lambda: all(process.poll() is not None for process in started), TIMEOUT_S + GRACE_S, "the end of both nodes"
+    )
+    assert [process.returncode for process in started] == [1, 1], nodes.log()  # the launcher's own code
+    assert exits(run) == [76, 76], nodes.log()
+    assert [nodes.processes(node) for node in range(2)] == [[], []]
+    assert 3 <= len(curve(run)) < STEPS, f"cut too late, ended after {ended:.1f} s"
+
+    nodes.mend()
+    started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
+    assert [process.wait(START_S) for process in started] == [0, 0], nodes.log()
+    assert exits(run) == [0, 0]
+    assert one_node(tmp_path / "logs-one", engine, *settings, f"run.dir={whole}") == 0
+    assert [step for step, _, _ in curve(whole)] == list(range(1, STEPS + 1))
+    assert curve(run) == curve(whole)
+    resumed = [record["step"] for record in read_metrics(metrics) if record["kind"] == "resume"]
+    assert len(resumed) == 1 and resumed[0] >= 2
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
+    """MAX_RESTARTS over two nodes: one loses its process, the other notices, and both start again."""
+    run, settings = tmp_path / "run", ["distributed.timeout_s=5", "train.steps=60", "validation.every=0"]
+    settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", f"run.dir={tmp_path / 'run'}"]
+    started = nodes.launch("ddp", tiny_config, *settings, DOCTOR="skip", MAX_RESTARTS=1)
+    wait_until(lambda: (run / "checkpoints" / "step-00000002").is_dir(), START_S, "a checkpoint")
+    (trainer,) = [found for found in nodes.processes(1) if "RANK" in found.environ()]
+    trainer.kill()
+    assert [process.wait(START_S) for process in started] == [0, 0], nodes.log()
+    assert [step for step, _, _ in curve(run)] == list(range(1, 61))
+    resumed = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "resume"]
+    assert len(resumed) == 1
+
+
+def test_the_doctor_finds_a_cut_cable_before_any_step(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
+    nodes.cut()
+    started = nodes.launch("ddp", tiny_config, f"run.dir={tmp_path / 'run'}", DOCTOR="--timeout 2")
+    assert [process.wait(START_S) for process in started] == [64, 64], nodes.log()
+    logs = [(tmp_path / "logs" / f"node{node}.log").read_text() for node in range(2)]
+    assert "no word from node 1 within 2 s" in logs[0]
+    assert "10.77.0.1:29500 no route" in logs[1] and "interface" in logs[1]
+    assert not (tmp_path / "run").exists()
