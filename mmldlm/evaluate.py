@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mmldlm.build import LoadedRun, load_run
 from mmldlm.data.encoders import load_encoder
-from mmldlm.diffusion.noise import MODES, mode_weights
+from mmldlm.diffusion.noise import trained_modes
 from mmldlm.evaluation import (
     Evaluation,
     EvaluationConfig,
@@ -29,7 +29,7 @@ def evaluate(run: LoadedRun, config: EvaluationConfig) -> dict[str, Any]:
     """All metrics, nested as they go into `evaluation.json`."""
     evaluation = Evaluation(run, config)
     encoder = load_encoder(run.store.path / "encoder")
-    weights = mode_weights(run.config.mode)
+    trained = trained_modes(run.config.mode, run.config.mode_schedule)
     with tqdm(total=9, disable=not sys.stderr.isatty(), leave=False) as bar:
 
         def progress(what: str) -> None:
@@ -39,9 +39,9 @@ def evaluate(run: LoadedRun, config: EvaluationConfig) -> dict[str, Any]:
         result = {"step": run.step, **asdict(config), **likelihood(evaluation, progress)}
         result["l2t"] |= text_metrics(evaluation, encoder, progress)
         result["t2l"] = latent_metrics(evaluation, progress)
-        if weights["joint"]:
+        if "joint" in trained:
             result["joint"] = {"samples": joint_samples(evaluation, min(10, len(evaluation.ids)), progress)}
-    result["modes_trained"] = [mode for mode in MODES if weights[mode]]
+    result["modes_trained"] = list(trained)
     return result
 
 

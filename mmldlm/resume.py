@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmldlm.checkpoint import (
+    NO_STATE,
     Checkpoint,
     CheckpointStore,
     TrainState,
+    clean_name,
     load_model_state,
     read_tensors,
     verify,
@@ -131,9 +134,21 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     if state.step > config.train.steps:
         raise ConfigError(f"train.steps: {config.train.steps} asked for, but {path} is at step {state.step}")
     load_model_state(model, read_tensors(found.file("model.safetensors")))
+    moments, anew = _moments_of_trained(model, read_tensors(found.file("optimizer.safetensors")))
     changed = differences(dump(load_config(found.file("config.yaml"))), dump(config))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
-    return Restored(state, notes, read_tensors(found.file("optimizer.safetensors")))
+    if anew:
+        notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")
+    return Restored(state, notes, moments)
+
+
+def _moments_of_trained(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """The optimizer's state without that of parameters that are frozen now, and how many were frozen then."""
+    names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
+    kept = {entry: tensor for entry, tensor in tensors.items() if names.get(entry.rpartition("/")[0], True)}
+    known = {entry.rpartition("/")[0] for entry in kept}
+    anew = [name for name, trained in names.items() if trained and name not in known]
+    return {**kept, **{f"{name}/{NO_STATE}": torch.empty(0) for name in anew}}, len(anew)
 
 
 def check_resume(resume: str) -> None:

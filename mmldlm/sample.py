@@ -11,7 +11,7 @@ import torch
 
 from mmldlm.build import LoadedRun, load_run
 from mmldlm.data.encoders import load_encoder
-from mmldlm.diffusion.noise import MODES, Mode, mode_weights
+from mmldlm.diffusion.noise import MODES, Mode, trained_modes
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.evaluation import cosine
@@ -66,7 +66,9 @@ def sample(
     length head unless `length` fixes them.
     """
     manifest = run.store.manifest
-    if config.guidance != 1 and (mode == "joint" or not mode_weights(run.config.mode)["joint"]):
+    if config.guidance != 1 and (
+        mode == "joint" or "joint" not in trained_modes(run.config.mode, run.config.mode_schedule)
+    ):
         raise UsageError(
             f"--guidance: mode {mode}, trained {run.config.mode}: expected l2t or t2l, and {GUIDANCE_NEEDS}"
         )

@@ -54,6 +54,7 @@ class Training:
         self._holds_run = False
         self.state = TrainState()
         self.saved_at: int | None = None
+        self._rehearsed = False
 
     def __enter__(self) -> Training:
         try:
@@ -204,7 +205,11 @@ class Training:
         own = torch.cat([total_counts(noised), torch.tensor([tokens, stop], dtype=torch.float64)])
         totals = self.runtime.sum(own, "all-reduce of the step's counts")
         self._step_tokens, self._stop_agreed = int(totals[-2]), bool(totals[-1])
-        return [batch.to(self.runtime.device) for batch in noised], totals[:-2].tolist()
+        on_device, counts = [batch.to(self.runtime.device) for batch in noised], totals[:-2].tolist()
+        if not self._rehearsed:
+            self._rehearsed = True
+            self.runtime.rehearse(lambda network: self.parts.objective(network, on_device[0], counts)[0])
+        return on_device, counts
 
     def finish_step(self, lr: float, update: Update) -> None:
         """Count the step; log, validate and save where they are due."""

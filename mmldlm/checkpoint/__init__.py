@@ -3,6 +3,7 @@
 from mmldlm.checkpoint.lock import RunLock
 from mmldlm.checkpoint.manifest import Checkpoint, verify
 from mmldlm.checkpoint.state import (
+    NO_STATE,
     TrainState,
     clean_name,
     load_model_state,
@@ -15,6 +16,7 @@ from mmldlm.checkpoint.state import (
 from mmldlm.checkpoint.store import CheckpointStore
 
 __all__ = [
+    "NO_STATE",
     "Checkpoint",
     "CheckpointStore",
     "RunLock",

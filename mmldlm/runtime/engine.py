@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import load_optimizer_state, model_state, optimizer_state
 from mmldlm.errors import MmldlmError, error_of
-from mmldlm.runtime.launch import Launch
+from mmldlm.runtime.launch import DDP, Launch
 from mmldlm.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -43,7 +43,6 @@ class Runtime:
         self.accelerator, self.launch, self.watchdog = accelerator, launch, watchdog
         self.device: torch.device = accelerator.device
         self.rank, self.world_size, self.engine = launch.rank, launch.world_size, launch.engine
-        self._records_graph = True
         self.peer_lost = False
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
@@ -82,17 +81,26 @@ class Runtime:
         with self.waiting("forward: gather of the parameters") if self.shards_parameters else contextlib.nullcontext():
             return network(*args, **kwargs)
 
-    def accumulate(self, micro_batches: Sequence[T]) -> Iterator[T]:
-        """The micro-batches of one step; gradients are exchanged with the last one's backward only.
+    def rehearse(self, loss_of: Callable[[Callable[..., Any]], Tensor]) -> None:
+        """Collective, before the first step: one forward and backward whose gradients are thrown away.
 
-        In the very first step they are exchanged with each, to the same sum: DDP records its static graph in the
-        first backward, and fails in PyTorch's own assertion if that one exchanges nothing.
+        DDP records its graph in its first backward, which must exchange gradients (PyTorch fails in an assertion of
+        its own where it does not), and packs its buckets anew after it. After this every step is like any other, and
+        so a resumed run gives the same bits. `loss_of` gets the network.
         """
+        if self.engine != DDP:
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            self.backward(loss_of(self.forward))
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulate(self, micro_batches: Sequence[T]) -> Iterator[T]:
+        """The micro-batches of one step; gradients are exchanged with the last one's backward only."""
         for index, micro_batch in enumerate(micro_batches):
-            exchanges = index == len(micro_batches) - 1 or self._records_graph
-            with contextlib.nullcontext() if exchanges else self.accelerator.no_sync(self.model):
+            last = index == len(micro_batches) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 yield micro_batch
-        self._records_graph = False
 
     def backward(self, loss: Tensor) -> None:
         """`loss` is this rank's share of the step's loss; data parallelism averages, we want the sum."""

@@ -22,7 +22,7 @@ from mmldlm.runtime.deepspeed_config import StepPlan, resolve_deepspeed_config
 from mmldlm.runtime.engine import Runtime
 from mmldlm.runtime.environment import export_settings
 from mmldlm.runtime.launch import DDP, FSDP2, SINGLE, Launch
-from mmldlm.runtime.network import interface_towards
+from mmldlm.runtime.network import use_interface_towards
 from mmldlm.runtime.watchdog import Watchdog
 
 RENDEZVOUS_S = 300.0  # longest wait for the other processes to appear
@@ -64,10 +64,8 @@ def _join(config: DistributedConfig, launch: Launch) -> Watchdog:
             )
         torch.cuda.set_device(launch.local_rank)
     if launch.nodes > 1:
-        name = interface_towards(launch.master.rsplit(":", 1)[0])
-        if name is not None:  # gloo would ask the host's name, which often leads to the loopback
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, name)
+        # gloo would ask the host's name, which often leads to the loopback.
+        use_interface_towards(launch.master.rsplit(":", 1)[0])
     patience = timedelta(seconds=min(RENDEZVOUS_S, max(30.0, config.timeout_s)))
     timeout = timedelta(seconds=config.timeout_s)
     try:

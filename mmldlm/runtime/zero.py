@@ -114,13 +114,15 @@ class ZeroRuntime(Runtime):
         trained = dict(self._trained())
         check_optimizer_entries({name: self._shape(parameter) for name, parameter in trained.items()}, tensors)
         keys = sorted({entry.rpartition("/")[2] for entry in tensors} - {"step", NO_STATE})
+        # One step count for all: parameters that were frozen before start with zeros and the others' count.
+        new = {entry.rpartition("/")[0] for entry in tensors if entry.endswith(NO_STATE)}
         if not keys:
             return
         step = next(tensor for entry, tensor in tensors.items() if entry.endswith("/step"))
         self._create_optimizer_state(step, keys)
         with self.waiting("setting the optimizer state"):
             for name, parameter in trained.items():
-                for key in keys:
+                for key in keys if name not in new else ():
                     safe_set_full_optimizer_state(parameter, tensors[f"{name}/{key}"].to(self.device), key)
 
     def _partitions(self) -> list[Tensor]:

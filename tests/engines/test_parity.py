@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from engine_runs import CURVE, ENGINES, accelerate, deepspeed, difference, records, succeed, torchrun
 from safetensors.torch import load_file
+
+from mmldlm import train
 
 FP32, BF16 = 1e-5, 2e-2
 Single = Callable[..., Path]
@@ -119,3 +122,38 @@ def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, 
     ours, theirs = records(tmp_path / "last"), records(whole)
     assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
     assert difference(whole, single()) == 0
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_a_resumed_run_gives_the_same_bits(engine: str, parity_config: Path, tmp_path: Path) -> None:
+    """With accumulation and dropout, on the same engine and number of processes."""
+    settings = ["train.steps=8", "checkpoint.every_steps=4", "validation.every=0", "model.dropout=0.1"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    succeed(accelerate(engine, 2, parity_config, f"run.dir={whole}", *settings))
+    (parted / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints" / "step-00000004", parted / "checkpoints" / "step-00000004")
+    succeed(accelerate(engine, 2, parity_config, f"run.dir={parted}", *settings))
+    ours, theirs = records(parted), records(whole)
+    assert [[ours[step][key] for key in CURVE] for step in range(5, 9)] == [
+        [theirs[step][key] for key in CURVE] for step in range(5, 9)
+    ]
+    assert all(torch.equal(tensor, state(whole)[name]) for name, tensor in state(parted).items())
+
+
+def test_freezing_may_change_between_starts(
+    parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [str(parity_config), f"run.dir={tmp_path}", "checkpoint.every_steps=4"]
+    assert train.main([*settings, "train.steps=4"]) == 0
+    before = state(tmp_path)
+    assert train.main([*settings, "train.steps=8", "freeze=[latent_stream]"]) == 0
+    assert "changed since: freeze: [] -> ['latent_stream']" in capsys.readouterr().out
+    after = state(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in after if ".latent." in name)
+    assert not any(".latent." in name for name in state(tmp_path, "optimizer"))
+    succeed(accelerate("zero2", 2, *settings, "train.steps=12"))
+    thawed = state(tmp_path)
+    assert not any(torch.equal(after[name], thawed[name]) for name in after if ".latent.qkv.weight" in name)
+    assert train.main([*settings, "train.steps=16", "freeze=[text_stream]"]) == 0
+    assert train.main([*settings, "train.steps=20"]) == 0
+    assert "parameters train from here on" in capsys.readouterr().out
