@@ -11,7 +11,7 @@ from two_nodes import TwoNodes, one_node, unavailable, wait_until
 
 from mmldlm.telemetry import read_metrics
 
-ENGINES = ["ddp", *(pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "zero2"))]
+ENGINES = ["ddp", "fsdp2", "zero2"]
 TIMEOUT_S = 5
 # Beside the timeout: to notice, to find out who is lost, to write it down, and for the launcher to end.
 GRACE_S = 20
