@@ -33,13 +33,17 @@ def export_settings(config: DistributedConfig) -> None:
 
 
 def unread_names(names: Iterable[str]) -> list[str]:
-    """Those that occur in no library of the installed PyTorch or NCCL: setting them does nothing.
+    """Those that the installed PyTorch and NCCL do not read: setting them does nothing.
 
     Empty where there is no NCCL to ask, since then none of them is in use.
     """
     if not torch.cuda.is_available():
         return []
-    libraries = [*Path(torch.__file__).parent.glob("lib/libtorch*.so"), *_nccl_libraries()]
+    return names_not_in([*Path(torch.__file__).parent.glob("lib/libtorch*.so"), *_nccl_libraries()], names)
+
+
+def names_not_in(libraries: Iterable[Path], names: Iterable[str]) -> list[str]:
+    """The names of environment variables that occur in none of the compiled `libraries`."""
     left = set(names)
     for library in libraries:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_runs import CURVE, ROOT, accelerate, difference, environment, run
 
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.runtime.environment import settings_to_export
+from mmldlm.runtime.environment import names_not_in, settings_to_export
 
 SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 
@@ -121,3 +122,17 @@ def test_138_days_when_they_are_wanted() -> None:
     config = load_config(None, ["distributed.timeout_s=11923200", "distributed.allow_long_timeout=true"])
     assert config.distributed.timeout_s == 11923200
     assert settings_to_export(config.distributed)["NCCL_NSOCKS_PERTHREAD"] == "4"
+
+
+@pytest.mark.quick
+def test_a_variable_that_nobody_reads_is_found() -> None:
+    libraries = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
+    assert libraries
+    assert names_not_in(libraries, ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_NO_SUCH_THING"]) == ["TORCH_NCCL_NO_SUCH_THING"]
+
+
+@pytest.mark.quick
+def test_a_name_that_nccl_builds_from_its_prefix_is_known(tmp_path: Path) -> None:
+    (tmp_path / "libnccl.so").write_bytes(b"..SOCKET_NTHREADS\0..NCCL_DEBUG\0")
+    names = ["NCCL_SOCKET_NTHREADS", "NCCL_DEBUG", "NCCL_SOCKET_NTHREAD"]
+    assert names_not_in([tmp_path / "libnccl.so"], names) == ["NCCL_SOCKET_NTHREAD"]
