@@ -112,5 +112,5 @@ def run_command(command: Callable[[], int | None]) -> int:
         code, cause = outcome(error)
         if code == 1:
             raise
-        print(f"mmldlm: error: {cause}", file=sys.stderr)
+        sys.stderr.write(f"mmldlm: error: {cause}\n")  # in one piece, where several ranks write at once
         return code
