@@ -26,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+from mmldlm.runtime.launch import ENGINES
+
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
 STEPS = 4
@@ -44,7 +45,7 @@ def size_of(entry: dict) -> int:
 
     def total(sizes: list[list[int]], kinds: list[str]) -> int:
         found = 0
-        for size, kind in zip(sizes, kinds, strict=False):
+        for size, kind in zip(sizes, kinds, strict=True):
             count = 1
             for length in size:
                 count *= length
@@ -58,7 +59,8 @@ def size_of(entry: dict) -> int:
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all tensors alive in this process, each memory once."""
+    """Bytes of all tensors alive in this process, each memory once; what only awaits the collector is not alive."""
+    gc.collect()
     found: dict[int, int] = {}
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -118,6 +118,11 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
         raise ConfigError(f"{path}: {error}" if path is not None and not overrides else str(error)) from None
 
 
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Config files and `key.sub=value` overrides of a command line."""
+    return [each for each in arguments if "=" not in each], [each for each in arguments if "=" in each]
+
+
 def require(config: RunConfig, *keys: str) -> None:
     """Refuse a config in which one of these text keys is empty."""
     for key in keys:

@@ -29,13 +29,12 @@ from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import resolved_warmup
-from mmldlm.runtime.launch import asked_world_size
+from mmldlm.runtime.launch import ENGINES, asked_world_size
 from mmldlm.schema import to_yaml
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_FROZEN = 4
 MIB = 2**20
-ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 _ATEN = torch.ops.aten
 _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie

@@ -1,9 +1,13 @@
-"""Durable writes and hashes of files, for the data store and the checkpoints alike."""
+"""Durable writes, hashes and sightings of files, for the data store, the checkpoints and the run folder alike."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CHUNK = 1 << 20
@@ -25,6 +29,34 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync(temporary)
     temporary.replace(path)
     fsync(path.parent)
+
+
+@contextmanager
+def token(folder: Path) -> Iterator[str]:
+    """The name of a small new file that is in `folder` within; OSError where it cannot be written."""
+    name = f".token-{uuid.uuid4().hex}"
+    descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            os.write(descriptor, name.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        yield name
+    finally:
+        (folder / name).unlink(missing_ok=True)
+
+
+def comes_into_sight(path: Path, seconds: float) -> bool:
+    """Whether a file that another machine has made is seen here in time: network file systems show it late."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        with suppress(OSError):
+            list(path.parent.iterdir())  # has a network file system look again
+        time.sleep(0.1)
+    return True
 
 
 def sha256(path: Path) -> str:

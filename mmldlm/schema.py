@@ -294,5 +294,14 @@ def dump(value: Any) -> Any:
     return value
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        flat |= flatten(value, key + ".") if isinstance(value, Mapping) and value else {key: value}
+    return flat
+
+
 def to_yaml(value: Any) -> str:
     return yaml.safe_dump(dump(value), sort_keys=False, allow_unicode=True, default_flow_style=False)

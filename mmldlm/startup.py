@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import ConfigError, StorageError
+from mmldlm.files import comes_into_sight, token
 from mmldlm.fingerprint import disagreements, fingerprint
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import build_optimizer, resolve_fused, resolved_warmup
@@ -28,7 +28,7 @@ from mmldlm.runtime.engine import Runtime
 from mmldlm.runtime.environment import settings_to_export, unread_names
 from mmldlm.validation import validation_ids
 
-SHARED_FOLDER_PATIENCE_S = 5.0  # network file systems show a new file late
+SHARED_FOLDER_PATIENCE_S = 5.0
 
 
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
@@ -108,16 +108,11 @@ def check_shared_folder(runtime: Runtime, run_dir: Path) -> None:
     """Collective: `ConfigError` on all ranks where one does not see what rank 0 wrote into the run folder."""
     if runtime.world_size == 1:
         return
-    token = run_dir / f".shared-{uuid.uuid4().hex}"
-    if runtime.is_main:
-        token.touch()
-    name = runtime.gather(token.name, "name of a file in the run folder")[0]
-    deadline = time.monotonic() + SHARED_FOLDER_PATIENCE_S
-    while not (seen := (run_dir / name).exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    sees = runtime.gather((seen, socket.gethostname()), "sight of a file in the run folder")
-    if runtime.is_main:
-        token.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        name = stack.enter_context(token(run_dir)) if runtime.is_main else None
+        name = runtime.gather(name, "name of a file in the run folder")[0]
+        seen = comes_into_sight(run_dir / name, SHARED_FOLDER_PATIENCE_S)
+        sees = runtime.gather((seen, socket.gethostname()), "sight of a file in the run folder")
     blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(sees) if not seen]
     if blind:
         raise ConfigError(

@@ -10,7 +10,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from mmldlm.config import RunConfig, load_config, require
+from mmldlm.config import RunConfig, load_config, require, split_arguments
 from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.optim import lr_at
 from mmldlm.runtime.launch import Launch, read_launch
@@ -47,8 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # the custom of its examples
     options = parser.parse_intermixed_args(argv)
-    options.overrides = [argument for argument in options.arguments if "=" in argument]
-    files = [argument for argument in options.arguments if "=" not in argument]
+    files, options.overrides = split_arguments(options.arguments)
     files += [options.config] if options.config else []
     if len(files) != 1:
         raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")

@@ -22,7 +22,6 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.errors import ExitCode, MmldlmError, NumericalError, PeerLostError, StoppedBySignal, outcome
 from mmldlm.files import write_atomically
-from mmldlm.fingerprint import version_fingerprint
 from mmldlm.resume import check_resume, choose, restore, save
 from mmldlm.runtime.engine import Update
 from mmldlm.runtime.last_words import clear_exit_files, write_exit
@@ -146,6 +145,7 @@ class Training:
         self.skipped_in_a_row = 0
         self.stop = self._stack.enter_context(StopRequest())
         report = startup_report(runtime, config, self.plan, self.parts, fingerprint)
+        self.made_by = {key: report[key] for key in ("engine", "world_size", "versions", "git")}
         # A run that died before its first checkpoint goes on from step 0: its records are dropped likewise.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
         self.tracker = self._stack.enter_context(
@@ -296,9 +296,7 @@ class Training:
         weights, moments = runtime.gather_state()
         with runtime.agreeing("end of saving"):
             if runtime.is_main:
-                versions = version_fingerprint()
-                made_by = {"engine": runtime.engine, "world_size": runtime.world_size, "versions": versions}
-                path = save(self.checkpoints, weights, moments, self.state, self.config, self.store, made_by)
+                path = save(self.checkpoints, weights, moments, self.state, self.config, self.store, self.made_by)
                 seconds = time.perf_counter() - paused
                 self.tracker.event("checkpoint", self.state.step, {"path": str(path), "seconds": seconds})
         self.saved_at = self.state.step

@@ -14,6 +14,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # we say in our own words
 
 import torch
 
+from mmldlm.config import split_arguments
 from mmldlm.doctor.findings import Finding, exit_code, report
 from mmldlm.doctor.machine import check_machine, device_type
 from mmldlm.doctor.master import check_master
@@ -48,8 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def examine(options: argparse.Namespace, place: Place, clock: Callable[[], float] = time.time) -> list[Finding]:
     """All findings of this node; with several nodes, also those between them."""
-    files = [argument for argument in options.arguments if "=" not in argument]
-    overrides = [argument for argument in options.arguments if "=" in argument]
+    files, overrides = split_arguments(options.arguments)
     if len(files) > 1 or (overrides and not files):
         raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
     device = device_type(options.device)

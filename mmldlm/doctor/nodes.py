@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from mmldlm.doctor.findings import Finding, fail, ok, warn
 from mmldlm.doctor.master import check_master
 from mmldlm.doctor.place import Place
-from mmldlm.doctor.run import folder_for_now, token
+from mmldlm.doctor.run import folder_for_now
 from mmldlm.errors import ExitCode, PeerLostError
+from mmldlm.files import comes_into_sight, token
 from mmldlm.fingerprint import disagreements
+from mmldlm.runtime.last_words import machine_id
 from mmldlm.runtime.network import is_loopback, resolve
 from mmldlm.runtime.probe import Meeting, all_reduce_speed, backend_of
 
@@ -71,7 +73,8 @@ def check_nodes(
     try:
         meeting.exchange("here", True)  # they return together: the clocks are read at one moment
         now = clock()
-        mine = Facts(machine_id(), device.type == "cpu" or torch.cuda.is_available(), loopback, now, run_dir, groups)
+        usable = device.type == "cpu" or torch.cuda.is_available()
+        mine = Facts(machine_id("net"), usable, loopback, now, run_dir, groups)
         facts = [Facts(**given) for given in meeting.exchange("facts", asdict(mine))]
         found += [check_machines(place, facts), check_clocks([each.clock for each in facts])]
         found += check_equal([each.groups for each in facts])
@@ -90,12 +93,6 @@ def check_nodes(
     finally:
         meeting.close()
     return found
-
-
-def machine_id() -> str:
-    """One running kernel and one loopback interface in it: containers on one machine have their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
 
 def check_machines(place: Place, facts: Sequence[Facts]) -> Finding:
@@ -162,13 +159,8 @@ def check_one_folder(meeting: Meeting, run_dir: Path) -> Finding:
 
 
 def _problem_beside(run_dir: Path, name: str) -> str | None:
-    deadline = time.monotonic() + TOKEN_S
-    while not (run_dir / name).exists():
-        with suppress(OSError):
-            list(run_dir.iterdir())  # has a network file system look again
-        if time.monotonic() > deadline:
-            return f"{run_dir.resolve()} is not the folder of node 0"
-        time.sleep(0.1)
+    if not comes_into_sight(run_dir / name, TOKEN_S):
+        return f"{run_dir.resolve()} is not the folder of node 0"
     try:
         with token(run_dir):
             return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +16,7 @@ from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.doctor.findings import Finding, fail, ok
 from mmldlm.errors import ConfigError, DataError, ExitCode
+from mmldlm.files import token
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import count_parameters
 
@@ -90,22 +89,6 @@ def folder_for_now(path: Path) -> Iterator[None]:
         with suppress(OSError):
             for folder in made:
                 folder.rmdir()
-
-
-@contextmanager
-def token(folder: Path) -> Iterator[str]:
-    """The name of a small file that is in `folder` within."""
-    name = f".doctor-{uuid.uuid4().hex}"
-    descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        try:
-            os.write(descriptor, name.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        yield name
-    finally:
-        (folder / name).unlink(missing_ok=True)
 
 
 def _nearest(path: Path) -> Path:

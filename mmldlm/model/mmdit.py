@@ -11,7 +11,7 @@ H heads, K width of a head, P positions to predict, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -118,17 +118,8 @@ class MMDiTBlock(nn.Module):
         self.text = BlockStream(config, config.width)
         self.latent = BlockStream(config, config.resolved_latent_width)
 
-    def forward(
-        self,
-        text_ND: Tensor,
-        latent_TE: Tensor,
-        conditioning_BT: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        layout: Layout,
-        backend: Backend,
-    ) -> tuple[Tensor, Tensor]:
-        """Text [N, D] and latents [B*M, E] to the same shapes."""
-        arguments = (text_ND, latent_TE, conditioning_BT, rotary, layout, backend)
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """What `_forward` gives, its activations kept or computed again in backward."""
         if self.recompute == "none" or not (self.training and torch.is_grad_enabled()):
             return self._forward(*arguments)
         # In here and not around the module: what an engine hooks to the module runs once, not again in backward.
@@ -143,6 +134,7 @@ class MMDiTBlock(nn.Module):
         layout: Layout,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
+        """Text [N, D] and latents [B*M, E] to the same shapes."""
         text_attention, text_mlp = self.text.modulation(conditioning_BT, layout.sample_of_token)
         latent_attention, latent_mlp = self.latent.modulation(conditioning_BT, latent_rows(layout))
         latent_out, text_out = joint_attention(
@@ -241,38 +233,26 @@ class MMDiT(nn.Module):
         """
         # In here, so that it is the same under every engine, in training and after.
         with torch.autocast(noised_latents.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            return self._denoise(noised_tokens, noised_latents, t_text, t_latent, layout, positions, targets)
+            latent_time = self.latent_time(t_latent)
+            conditioning = self.text_time(t_text) + latent_time
+            # Both streams run in float32, also where an engine holds the weights in bfloat16.
+            latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
+            length_logits = self.length_head(latent_BME, latent_time)
+            text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
+            rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
+            for block in self.blocks:
+                text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
 
-    def _denoise(
-        self,
-        noised_tokens: Tensor,
-        noised_latents: Tensor,
-        t_text: Tensor,
-        t_latent: Tensor,
-        layout: Layout,
-        positions: Tensor,
-        targets: Tensor | None,
-    ) -> Prediction:
-        latent_time = self.latent_time(t_latent)
-        conditioning = self.text_time(t_text) + latent_time
-        # Both streams run in float32, also where an engine holds the weights in bfloat16.
-        latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
-        length_logits = self.length_head(latent_BME, latent_time)
-        text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
-        rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
-        for block in self.blocks:
-            text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
-
-        (text_final,) = self.text_final(conditioning, layout.sample_of_token.index_select(0, positions))
-        (latent_final,) = self.latent_final(conditioning, latent_rows(layout))
-        hidden = self.text_out(modulate(text.index_select(0, positions), text_final))
-        # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
-        text_pred = self.text_head(hidden * (1 + text_final.gate), self.token_embedding.weight, targets)
-        latent_hidden = modulate(latent, latent_final) * (1 + latent_final.gate)
-        # Epsilon and v hold a part of z in full precision, which no norm may touch (c_skip of EDM, arXiv 2206.00364).
-        skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
-        latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip
-        return Prediction(text_pred, latent_pred, length_logits)
+            (text_final,) = self.text_final(conditioning, layout.sample_of_token.index_select(0, positions))
+            (latent_final,) = self.latent_final(conditioning, latent_rows(layout))
+            hidden = self.text_out(modulate(text.index_select(0, positions), text_final))
+            # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
+            text_pred = self.text_head(hidden * (1 + text_final.gate), self.token_embedding.weight, targets)
+            latent_hidden = modulate(latent, latent_final) * (1 + latent_final.gate)
+            # Epsilon and v hold a part of z in full precision, no norm may touch it (c_skip of EDM, arXiv 2206.00364).
+            skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
+            latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip
+            return Prediction(text_pred, latent_pred, length_logits)
 
 
 def count_parameters(model: MMDiT, trainable_only: bool = False) -> dict[str, int]:

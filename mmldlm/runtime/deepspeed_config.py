@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import ConfigError
+from mmldlm.schema import flatten
 
 AUTO = "auto"
 # Sections that would be a second source of what the run config has.
@@ -93,15 +94,8 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
             place[leaf] = value
         elif found != value or isinstance(found, bool) != isinstance(value, bool):
             problems.append(f"{dotted} is {json.dumps(found)}, but {json.dumps(value)} by the run config ({key})")
-    left = [name for name, value in _leaves(resolved) if value == AUTO]
+    left = [name for name, value in flatten(resolved).items() if value == AUTO]
     problems += [f'{name}: "auto" is not known here, expected a value' for name in left]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
     return resolved
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return found

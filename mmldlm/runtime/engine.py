@@ -164,11 +164,6 @@ class Runtime:
             dist.all_gather_object(found, value)
         return found
 
-    def barrier(self, what: str = "barrier") -> None:
-        if self.world_size > 1:
-            with self.waiting(what):
-                dist.barrier()
-
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
         """Collective: a user error of one rank in the body is an error of all, so that nobody waits in vain."""

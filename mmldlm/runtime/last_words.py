@@ -41,11 +41,11 @@ class Process:
 
     @classmethod
     def own(cls) -> Process:
-        return cls(socket.gethostname(), _machine(), os.getpid(), _stat(os.getpid())[1])
+        return cls(socket.gethostname(), machine_id("pid"), os.getpid(), _stat(os.getpid())[1])
 
     @property
     def is_here(self) -> bool:
-        return self.machine == _machine()
+        return self.machine == machine_id("pid")
 
     def state(self) -> Literal["", "running", "stopped", "gone"]:
         """As the kernel has it; "" for a process of another machine."""
@@ -74,11 +74,11 @@ def put_down(processes: Iterable[Process]) -> None:
 
 
 @cache
-def _machine() -> str:
-    """One running kernel, and one numbering of processes in it: hosts and containers may share a name."""
+def machine_id(namespace: Literal["pid", "net"]) -> str:
+    """One running kernel and one of its process or network namespaces: hosts and containers may share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        return f"{boot} {Path('/proc/self/ns', namespace).readlink()}"
     except OSError:
         return socket.gethostname()
 

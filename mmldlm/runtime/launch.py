@@ -13,13 +13,14 @@ from mmldlm.runtime.deepspeed_config import engine_of, read_deepspeed_config
 from mmldlm.schema import read_yaml
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
+ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
 
 
 @dataclass(frozen=True)
 class Launch:
     """The place of this process in the run, as its launcher describes it."""
 
-    engine: str  # single, ddp, fsdp2, zero1, zero2, zero3, zero2_offload, zero3_offload
+    engine: str  # SINGLE or one of ENGINES
     launcher: str
     rank: int
     local_rank: int

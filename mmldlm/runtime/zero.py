@@ -84,10 +84,6 @@ class ZeroRuntime(Runtime):
         skipped = bool(self.zero_optimizer.overflow)
         return Update(float("inf") if skipped else float(self.deepspeed.get_global_grad_norm()), skipped)
 
-    def _set_lr(self, lr: float) -> None:
-        for group in self.zero_optimizer.param_groups:
-            group["lr"] = lr
-
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         weights = dict(self._frozen)
         moments: dict[str, Tensor] = {}

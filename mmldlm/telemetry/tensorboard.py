@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmldlm.schema import flatten
+
 # Category -> chart -> tags, which are regular expressions. The first category is open on arrival.
 LAYOUT: dict[str, dict[str, list[str]]] = {
     "What matters": {
@@ -99,15 +101,6 @@ def _await_later_name(folder: Path) -> None:
         log.warning("%s has events from %.0f s in the future: curves may overlap until then", folder, delay)
     elif delay > 0:
         time.sleep(delay)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        flat |= flatten(value, key + ".") if isinstance(value, Mapping) and value else {key: value}
-    return flat
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mmldlm.schema import flatten
 from mmldlm.telemetry.metrics import Kind, MetricsFile
 from mmldlm.telemetry.progress import Progress
-from mmldlm.telemetry.tensorboard import TensorBoard, flatten
+from mmldlm.telemetry.tensorboard import TensorBoard
 
 HPARAM_METRICS = ("loss/total", "validation/total")
 
