@@ -1,24 +1,32 @@
-"""Typed, strict settings: dataclasses from YAML and `key.sub=value`, and back.
+"""Typed, strict settings: dataclasses from nested mappings and `key.sub=value`, and back.
 
 A setting is declared once, with `setting(default, doc, ...)`, in the dataclass beside the code that
-reads it. Unknown keys, wrong types and values out of bounds are all collected and refused together.
+reads it. Unknown keys, wrong types and values out of bounds are collected and refused together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
+import functools
+import math
 import types
+import unicodedata
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from mmldlm.brief import cut, named, shown
 from mmldlm.errors import ConfigError
+from mmldlm.strict_yaml import parse_yaml
 
 T = TypeVar("T")
+
+MOST_TOLD = 8  # problems of one config
+LONGEST_MESSAGE = 1600
+LONGEST_TEXT, LONGEST_NAME = 2048, 255  # bytes of a setting, and of its parts between slashes
+MOST_ENTRIES = 1000  # of a list or map
 
 # What users of other trainers type; the answer names our key.
 SYNONYMS = {
@@ -43,6 +51,9 @@ SYNONYMS = {
 }
 
 
+_hints_of = functools.cache(get_type_hints)
+
+
 def setting(
     default: Any = dataclasses.MISSING,
     doc: str = "",
@@ -61,73 +72,18 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# --- YAML -------------------------------------------------------------------------------------------------
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that refuses duplicate keys and reads 1e-4 as a number."""
-
-
-def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, (str, int, float, bool)):
-            raise ConfigError(f"line {key_node.start_mark.line + 1}: a key must be a word, found {key!r}")
-        if key in seen:
-            raise ConfigError(f"line {key_node.start_mark.line + 1}: key {key!r} is there twice")
-        seen.add(key)
-    return {loader.construct_object(k, deep=True): loader.construct_object(v, deep=True) for k, v in node.value}
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """YAML by the strict loader; anything malformed is a `ConfigError` that names `source` and the line."""
-    try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{source}, line {mark.line + 1}" if mark else source
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; missing, unreadable or not a mapping: `ConfigError`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from None
-    content = parse_yaml(text, str(path))
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected settings (key: value), found {type(content).__name__}")
-    return content
-
-
 def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
     """Apply one `key.sub=value`; the value is read as YAML, and a key of digits is a number, as it is there."""
     key, equals, value = assignment.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"expected key=value, found {assignment!r}")
-    *parents, leaf = (int(part) if part.isdecimal() else part for part in key.strip().split("."))
+    if not equals or not key or len(key) > LONGEST_TEXT:
+        raise ConfigError(f"expected key=value, found {shown(assignment)}")
+    *parents, leaf = (int(part) if part.isdecimal() and len(part) < 20 else part for part in key.strip().split("."))
     for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{key}: {parent} is a value, it has no keys of its own")
+        below = tree.get(parent, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{named(key)}: {named(parent)} is a value, it has no keys of its own")
+        tree[parent] = dict(below)  # which another key may share, by an alias
+        tree = tree[parent]
     tree[leaf] = parse_yaml(value, key)
 
 
@@ -137,29 +93,35 @@ def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
 def build(cls: type[T], tree: Mapping[str, Any]) -> T:
     """The dataclass `cls` from nested mappings.
 
-    Raises `ConfigError` with every unknown key (and the nearest valid one), wrong type and value out
-    of bounds in one line.
+    Raises `ConfigError` with the first unknown keys (and the nearest valid ones), wrong types and values out of
+    bounds in one line.
     """
     problems: list[str] = []
     known = {key for key, _ in leaves(cls)}
     value = _build_dataclass(cls, tree, "", known, problems)
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError(cut("; ".join(problems), LONGEST_MESSAGE))
     return value
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every (dotted key, field) of the settings below `cls`, in order of declaration."""
-    hints = get_type_hints(cls)
+    hints = _hints_of(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from leaves(hints[field.name], f"{prefix}{field.name}.")
+            yield from leaves(hints[field.name], f"{prefix}{key_of(field)}.")
         else:
-            yield f"{prefix}{field.name}", field
+            yield f"{prefix}{key_of(field)}", field
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """A field's key; one that is a word of Python, as `async` is, has an underscore behind it in the dataclass."""
+    return field.name.rstrip("_")
 
 
 def nearest_key(key: str, known: set[str]) -> str:
     """The advice behind an unknown key."""
+    key = cut(key)  # a long one is near to none, and takes long to compare
     leaf = key.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     same_leaf = [candidate for candidate in sorted(known) if candidate.rsplit(".", 1)[-1] == leaf]
@@ -172,22 +134,26 @@ def nearest_key(key: str, known: set[str]) -> str:
 
 def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems: list[str]) -> Any:
     if not isinstance(tree, Mapping):
-        problems.append(f"{path or 'config'}: expected keys below it, found {tree!r}")
+        problems.append(f"{path or 'config'}: expected keys below it, found {shown(tree)}")
         return None
-    hints = get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = _hints_of(cls)
+    fields = {key_of(field): field for field in dataclasses.fields(cls)}
     before = len(problems)
     values: dict[str, Any] = {}
     for key, raw in tree.items():
-        dotted = f"{path}.{key}" if path else str(key)
+        if len(problems) == MOST_TOLD:
+            break
+        dotted = f"{path}.{named(key)}" if path else named(key)
         if key not in fields:
-            problems.append(f"unknown key {dotted!r}: {nearest_key(dotted, known)}")
-        elif dataclasses.is_dataclass(hints[key]):
-            values[key] = _build_dataclass(hints[key], raw, dotted, known, problems)
+            problems.append(f"unknown key {shown(dotted)}: {nearest_key(dotted, known)}")
+            continue
+        name = fields[key].name
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = _build_dataclass(hints[name], raw, dotted, known, problems)
         else:
             try:
-                values[key] = _convert(raw, hints[key])
-                _check_bounds(values[key], fields[key].metadata)
+                values[name] = _convert(raw, hints[name])
+                _check_bounds(values[name], fields[key].metadata)
             except ValueError as error:
                 problems.append(_under(dotted, error))
     if len(problems) > before:
@@ -236,12 +202,15 @@ def _under(key: str, error: ValueError) -> str:
 def _convert(raw: Any, hint: Any) -> Any:
     """`raw` as a value of type `hint`, or ValueError with what was expected; in a map it begins `.key: `."""
     origin, args = get_origin(hint), get_args(hint)
-    refusal = ValueError(f"expected {type_name(hint)}, found {raw!r}")
+    refusal = ValueError(f"expected {type_name(hint)}, found {shown(raw)}")
+    if isinstance(raw, (list, tuple, Mapping)) and len(raw) > MOST_ENTRIES:
+        raise ValueError(f"expected at most {MOST_ENTRIES} entries, found {len(raw)}")
     if origin is Literal:
         if raw is False and "off" in args:  # YAML reads a bare `off` as False
             return "off"
         if raw not in args or isinstance(raw, bool):
-            close = difflib.get_close_matches(str(raw), [str(arg) for arg in args], n=1)
+            word = raw if isinstance(raw, str) else ""
+            close = difflib.get_close_matches(word, [str(arg) for arg in args], n=1)
             raise ValueError(f"{refusal}{f' (did you mean {close[0]!r}?)' if close else ''}")
         return raw
     if origin in (Union, types.UnionType):
@@ -258,7 +227,7 @@ def _convert(raw: Any, hint: Any) -> Any:
         return [_convert(item, args[0]) for item in raw]
     if origin is tuple:
         if not isinstance(raw, (list, tuple)) or len(raw) != len(args):
-            raise ValueError(f"expected {len(args)} values, found {raw!r}")
+            raise ValueError(f"expected {len(args)} values, found {shown(raw)}")
         return tuple(_convert(item, arg) for item, arg in zip(raw, args, strict=True))
     if origin is dict:
         if not isinstance(raw, Mapping):
@@ -268,25 +237,35 @@ def _convert(raw: Any, hint: Any) -> Any:
             try:
                 values[_convert(key, args[0])] = _convert(value, args[1])
             except ValueError as error:
-                raise ValueError(f".{_under(str(key), error)}") from None
+                raise ValueError(f".{_under(named(key), error)}") from None
         return values
     if hint is type(None):
         if raw is not None:
             raise refusal
         return None
-    if hint is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return float(raw)
-    if isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool)):
-        if hint is float and raw != raw:
-            raise ValueError("expected number, found nan")
-        return raw
-    raise refusal
+    if not isinstance(raw, (int, float) if hint is float else hint) or (isinstance(raw, bool) and hint is not bool):
+        raise refusal
+    if isinstance(raw, int) and raw.bit_length() > 63:
+        raise ValueError(f"expected {type_name(hint)} of at most 63 bits, found {shown(raw)}")
+    if isinstance(raw, float) and not math.isfinite(raw):
+        raise refusal
+    if isinstance(raw, str):
+        _check_text(raw)
+    return float(raw) if hint is float else raw
+
+
+def _check_text(text: str) -> None:
+    """A text setting is a name, an address or a path: one line that Linux takes as the path of a folder of ours."""
+    if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in text):
+        raise ValueError(f"expected text without control characters, found {shown(text)}")
+    if len(text.encode()) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
+        raise ValueError(f"expected at most {LONGEST_TEXT} bytes, {LONGEST_NAME} between slashes, found {shown(text)}")
 
 
 def dump(value: Any) -> Any:
     """A settings dataclass as nested plain mappings, in order of declaration; `build` reads it back."""
     if dataclasses.is_dataclass(value):
-        return {field.name: dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {key_of(field): dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: dump(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

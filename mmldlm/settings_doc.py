@@ -64,7 +64,7 @@ def _hint(key: str) -> Any:
     """The type of the setting or group `key`, which its field holds only as text; "" is the whole config."""
     hint: Any = RunConfig
     for part in filter(None, key.split(".")):
-        hint = get_type_hints(hint)[part]
+        hint = {name.rstrip("_"): each for name, each in get_type_hints(hint).items()}[part]
     return hint
 
 

@@ -20,7 +20,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-fail() { printf 'launch_node: error: %s\n' "$*" >&2; exit 2; }
+fail() { printf 'launch_node: error: %s\n' "${*//[[:cntrl:]]/?}" >&2; exit 2; }
 number() { # NAME LEAST MOST
   if ! [[ "${!1}" =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((${!1} < $2 || ${!1} > $3)); then
     fail "$1: expected a whole number from $2 to $3, found '${!1}'"
@@ -42,6 +42,9 @@ number NPROC_PER_NODE 1 1000
 number NODE_RANK 0 $((NNODES - 1))
 number MASTER_PORT 1 65535
 number MAX_RESTARTS 0 1000
+if ! [[ "$MASTER_ADDR" =~ ^[A-Za-z0-9:[][]A-Za-z0-9._:%-]{0,254}$ ]]; then
+  fail "MASTER_ADDR: expected a host name or address, found '$MASTER_ADDR'"
+fi
 export NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT
 
 case "$engine" in
@@ -60,7 +63,7 @@ if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then
   installed="$(command -v mmldlm)" || fail "no mmldlm here: run \`bash scripts/setup.sh\`, or set PYTHON"
   python="$(dirname "$installed")/python"
 fi
-command -v "$python" >/dev/null || fail "PYTHON: $python cannot be run"
+command -v -- "$python" >/dev/null || fail "PYTHON: $python cannot be run"
 
 launch=("$python" -m accelerate.commands.launch --config_file "$launcher_config"
   --num_machines "$NNODES" --machine_rank "$NODE_RANK" --num_processes $((NNODES * NPROC_PER_NODE))
@@ -72,17 +75,17 @@ launch+=(-m mmldlm.train "$config" "$@")
 # How long the launcher lets processes save after a signal, and peers notice a loss, before it kills them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 
-mkdir -p "$LOG_DIR" || fail "LOG_DIR: cannot create $LOG_DIR"
+mkdir -p -- "$LOG_DIR" || fail "LOG_DIR: cannot create $LOG_DIR"
 # tee outlives the signals that end the launcher, or it would miss its last words.
-exec > >(trap '' INT TERM HUP && exec tee -a "$LOG_DIR/node$NODE_RANK.log") 2>&1
+exec > >(trap '' INT TERM HUP && exec tee -a -- "$LOG_DIR/node$NODE_RANK.log") 2>&1
 printf '==> %s node %s of %s on %s:' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$NODE_RANK" "$NNODES" "$(uname -n)"
 printf ' %q' "${launch[@]}"
 printf '\n'
 
 if [ "${DOCTOR:-}" != skip ]; then
+  read -ra options <<<"${DOCTOR:-}" # several in one variable
   # In the background, so that a signal need not wait for its end.
-  # shellcheck disable=SC2086  # several options in one variable
-  "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" ${DOCTOR:-} &
+  "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" "${options[@]}" &
   doctor=$!
   trap 'kill "$doctor"; exit 143' TERM
   trap 'kill "$doctor"; exit 130' INT

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmldlm.errors import ConfigError
 from mmldlm.runtime.deepspeed_config import engine_of, read_deepspeed_config
-from mmldlm.schema import read_yaml
+from mmldlm.strict_yaml import read_yaml
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
