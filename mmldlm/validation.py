@@ -24,7 +24,8 @@ SEED = 20_260  # of times, masks and noise: every validation of every run sees t
 
 def validation_ids(split: Split, count: int) -> list[int]:
     """A fixed draw: neighbours in a store come from one source."""
-    return np.random.default_rng(SEED).permutation(len(split))[:count].tolist()
+    drawn = np.random.default_rng(SEED).permutation(len(split))
+    return drawn[~np.isin(drawn, split.skipped)][:count].tolist()
 
 
 def validation_losses(

@@ -6,9 +6,10 @@ Letters: G samples of a global batch, B of a micro-batch, N its tokens, M latent
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
 from mmldlm.data.order import SampleOrder, permute
-from mmldlm.data.shards import Split, Store
+from mmldlm.data.shards import Split, Store, check_sizes
+from mmldlm.data.workers import leave_signals_to_the_parent, read
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.schema import setting
 
@@ -37,14 +39,26 @@ class DataConfig:
     persistent_workers: bool = setting(True, "keep workers alive between calls that read on at another step")
     pin_memory: bool = setting(True, "copy batches to the GPU from page-locked memory")
     window: int = setting(4096, "samples sorted by length together; more: evener work, less random order", at_least=1)
+    verify: Literal["full", "sizes"] = setting(
+        "full", "at start. full: hash every file and look at every sample, shared by the ranks; sizes: file sizes only"
+    )
+    max_bad_samples: int = setting(
+        0, "bad samples (unknown token, latent not finite) to leave out before the run is refused", at_least=0
+    )
+    worker_timeout_s: float = setting(300.0, "seconds to wait for a step from the workers before the run ends", above=0)
+
+    def __post_init__(self) -> None:
+        if self.max_bad_samples and self.verify != "full":
+            raise ValueError(f"max_bad_samples: {self.max_bad_samples} needs data.verify: full, found {self.verify}")
 
 
 class Loader:
     """Micro-batches of one rank.
 
-    The samples of step s are `order.take(s * G, G)`, and a sample's place in there is its slot, whatever
-    the number of ranks and workers. They are dealt in order of length, so that all ranks get nearly
-    equal numbers of tokens at every micro-step and neighbours in a micro-batch have similar lengths.
+    The samples of a step are `order.take(position, G)`, and a sample's place in there is its slot, whatever
+    the number of ranks and workers; the position rises by G each step. The samples are dealt in order of length,
+    so that all ranks get nearly equal numbers of tokens at every micro-step and neighbours in a micro-batch have
+    similar lengths.
     """
 
     def __init__(
@@ -63,40 +77,44 @@ class Loader:
         check_batch(config, global_batch_size, micro_batch_size, world_size)
         assert 0 <= rank < world_size
         samples = store.split(split)
-        self.order = SampleOrder(samples.lengths, seed, config.window)
+        lengths = np.delete(samples.lengths, samples.skipped) if len(samples.skipped) else samples.lengths
+        self.order = SampleOrder(lengths, seed, config.window, skipped=samples.skipped)
         self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
-        steps = _Steps(samples, self.order, global_batch_size, micro_batch_size, rank, world_size)
-        self._range = _StepRange()
+        self._samples = _Steps(samples, self.order, global_batch_size, micro_batch_size, rank, world_size)
+        self._positions = _Positions()
+        self._check_files = partial(check_sizes, store.path, store.manifest)
         self._loader = DataLoader(
-            steps,
-            sampler=self._range,
+            self._samples,
+            sampler=self._positions,
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_as_is,
-            worker_init_fn=_leave_interrupts_to_the_parent,
+            worker_init_fn=leave_signals_to_the_parent,
             pin_memory=config.pin_memory and device_type == "cuda",
             prefetch_factor=config.prefetch_factor if self.num_workers else None,
             persistent_workers=config.persistent_workers and self.num_workers > 0,
+            timeout=config.worker_timeout_s if self.num_workers else 0,
         )
 
-    def steps(self, start_step: int, stop_step: int) -> Iterator[tuple[int, list[Batch]]]:
+    def steps(
+        self, start_step: int, stop_step: int, start_sample: int | None = None
+    ) -> Iterator[tuple[int, list[Batch]]]:
         """Pairs of step and this rank's micro-batches for steps [start_step, stop_step).
 
-        One such iterator at a time. DataError where a sample is malformed or a worker died.
+        The first reads on at position `start_sample` of the order: where a run with the same global batch from step 0
+        would be, unless told. One such iterator at a time. DataError where a sample is malformed or a worker dies,
+        hangs or raises; then the workers are gone.
         """
-        self._range.steps = range(start_step, stop_step)
-        batches = iter(self._loader)
+        size = self._samples.global_batch_size
+        start = start_step * size if start_sample is None else start_sample
+        self._positions.range = range(start, start + (stop_step - start_step) * size, size)
+        found = read(self._loader, self._check_files)
         for step in range(start_step, stop_step):
             try:
-                found = next(batches)
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
-                    raise
-                reason = str(error).splitlines()[0]
-                raise DataError(f"step {step}: a data loader worker died ({reason}); try data.num_workers=0") from error
-            if isinstance(found, DataError):
-                raise found
-            yield step, found
+                batches = next(found)
+            except DataError as error:
+                raise DataError(f"step {step}: {error}") from error
+            yield step, batches
 
 
 def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch_size: int) -> Iterator[Batch]:
@@ -135,7 +153,10 @@ def deal(lengths: np.ndarray, micro_batch_size: int, rank: int, world_size: int)
 
 
 class _Steps(Dataset):
-    """Map from step to micro-batches. A `DataError` is returned, not raised: torch would bury it in a traceback."""
+    """From a position in the order to the micro-batches of the step that begins there.
+
+    A `DataError` is given, not raised: torch would bury it in a traceback.
+    """
 
     def __init__(
         self,
@@ -150,34 +171,32 @@ class _Steps(Dataset):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.rank, self.world_size = rank, world_size
 
-    def __getitem__(self, step: int) -> list[Batch] | DataError:
-        samples = self.order.take(step * self.global_batch_size, self.global_batch_size)
+    def __getitem__(self, position: int) -> list[Batch] | DataError:
+        samples = self.order.take(position, self.global_batch_size)
         slots = deal(self.split.lengths[samples], self.micro_batch_size, self.rank, self.world_size)
         try:
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
             return error
+        except OSError as error:
+            return DataError(f"{self.split.store}: cannot be read: {error}")
 
 
-class _StepRange:
+class _Positions:
     """A sampler whose range may change between iterations, so that persistent workers can be used again."""
 
     def __init__(self) -> None:
-        self.steps = range(0)
+        self.range = range(0)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.steps)
+        return iter(self.range)
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.range)
 
 
 def _as_is(batches: list[Batch] | DataError) -> list[Batch] | DataError:
     return batches
-
-
-def _leave_interrupts_to_the_parent(_worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _auto_workers(device_type: str) -> int:

@@ -6,7 +6,7 @@ Shape letters: V vocabulary, M latent tokens of a sample, C latent channels.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,13 @@ class Manifest:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def all_files(self) -> Iterator[tuple[str, FileInfo]]:
+        """Every file of the store but the manifest, by name."""
+        for split in self.splits.values():
+            for shard in split.shards:
+                yield from ((f"{shard.name}.{suffix}", info) for suffix, info in shard.files.items())
+        yield from self.files.items()
 
     @classmethod
     def read(cls, store: Path) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -65,18 +66,32 @@ class SampleOrder:
     positions. A window is sorted by length and cut into blocks of `block`, which are shuffled.
     """
 
-    def __init__(self, lengths: np.ndarray, seed: int, window: int = 4096, block: int = 64):
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        seed: int,
+        window: int = 4096,
+        block: int = 64,
+        skipped: Sequence[int] | np.ndarray = (),
+    ):
+        """`lengths` [n] are of the samples alone; `skipped`, rising, are the rows among them that are none."""
         assert len(lengths) and window >= 1 and block >= 1
         self.lengths, self.seed, self.window, self.block = lengths, seed, window, block
+        self.skipped = np.asarray(skipped, np.int64)
+        self._good_before = self.skipped - np.arange(len(self.skipped))  # samples before each skipped row
         self._windows = -(-len(lengths) // window)  # of one epoch; the last may be shorter
         # Steps walk through a window one global batch at a time: keep the one at hand, and its neighbour.
         self._window = lru_cache(maxsize=2)(self._sorted_window)
 
-    def __reduce__(self) -> tuple[type, tuple[np.ndarray, int, int, int]]:
-        return SampleOrder, (self.lengths, self.seed, self.window, self.block)
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[type, tuple[np.ndarray, int, int, int, np.ndarray]]:
+        return SampleOrder, (self.lengths, self.seed, self.window, self.block, self.skipped)
 
     def take(self, start: int, count: int) -> np.ndarray:
-        """int64 [count]: the samples at stream positions [start, start + count)."""
+        """int64 [count]: the rows of the samples at stream positions [start, start + count)."""
         assert start >= 0 and count >= 0
         parts = []
         position, stop = start, start + count
@@ -86,7 +101,8 @@ class SampleOrder:
             part = self._window(epoch, number)[offset : offset + stop - position]
             parts.append(part)
             position += len(part)
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        samples = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return samples + np.searchsorted(self._good_before, samples, side="right")
 
     def _sorted_window(self, epoch: int, number: int) -> np.ndarray:
         n = len(self.lengths)

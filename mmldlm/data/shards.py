@@ -7,21 +7,21 @@ A store is written by `mmldlm.data.writer.StoreWriter`, exported here for conven
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.manifest import MANIFEST_NAME, FileInfo, LatentInfo, Manifest, ShardInfo, file_info
+from mmldlm.data.manifest import MANIFEST_NAME, LatentInfo, Manifest, ShardInfo
 from mmldlm.data.writer import StoreWriter
 from mmldlm.errors import DataError
 
 __all__ = ["Manifest", "Split", "Store", "StoreWriter"]
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """The arrays of one shard, mapped read-only."""
 
     name: str
@@ -32,11 +32,14 @@ class _Shard(NamedTuple):
 
 
 class Split:
-    """One split of a store; samples are numbered from 0 across its shards."""
+    """One split of a store; samples are numbered from 0 across its shards.
 
-    def __init__(self, store: Path, name: str, manifest: Manifest, shards: list[_Shard]):
-        self.store, self.name, self.manifest = store, name, manifest
-        self._shards = shards
+    `skipped`, rows in rising order, are not to be read: they keep their numbers, and count for nothing else.
+    """
+
+    def __init__(self, store: Path, name: str, manifest: Manifest, shards: list[Shard], skipped: Sequence[int] = ()):
+        self.store, self.name, self.manifest, self.shards = store, name, manifest, shards
+        self.skipped: np.ndarray = np.asarray(skipped, np.int64)
         self._starts = np.cumsum([0] + [len(shard.offsets) - 1 for shard in shards])
 
     def __len__(self) -> int:
@@ -44,13 +47,19 @@ class Split:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map carries its data; workers that are spawned map the files again instead.
-        return _open_split, (self.store, self.name)
+        return _open_split, (self.store, self.name, self.skipped.tolist())
+
+    def without(self, rows: Sequence[int]) -> Split:
+        """This split with exactly `rows` skipped. DataError where no sample is left."""
+        if 0 < len(self) <= len(rows):
+            raise DataError(f"{self.store}: all {len(self)} samples of split {self.name} are bad, expected good ones")
+        return Split(self.store, self.name, self.manifest, self.shards, rows)
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """int32 [n]: tokens of every sample. DataError where the offsets of a shard do not rise."""
-        lengths = [np.diff(shard.offsets) for shard in self._shards]
-        for shard, found in zip(self._shards, lengths, strict=True):
+        lengths = [np.diff(shard.offsets) for shard in self.shards]
+        for shard, found in zip(self.shards, lengths, strict=True):
             if (found < 1).any():
                 sample = int(np.argmax(found < 1))
                 path = self.store / f"{shard.name}.offsets.npy"
@@ -60,7 +69,7 @@ class Split:
     @cached_property
     def characters(self) -> np.ndarray:
         """int32 [n]: characters of every sample's text."""
-        return np.concatenate([shard.characters for shard in self._shards])
+        return np.concatenate([shard.characters for shard in self.shards])
 
     def tokens(self, index: int) -> np.ndarray:
         """int64 [L]: the tokens of one sample."""
@@ -85,7 +94,7 @@ class Split:
         tokens = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
         latents = np.empty((len(indices), self.manifest.latent.tokens, self.manifest.latent.channels), np.float32)
         for number in np.unique(shard_of):
-            shard = self._shards[number]
+            shard = self.shards[number]
             rows = np.flatnonzero(shard_of == number)
             local = indices[rows] - self._starts[number]
             latents[rows] = shard.latents[local]
@@ -98,18 +107,26 @@ class Split:
     def _check(self, indices: np.ndarray, tokens: np.ndarray, begins: np.ndarray, latents: np.ndarray) -> None:
         if len(tokens) and int(tokens.max()) >= self.manifest.vocab_size:
             at = int(np.argmax(tokens >= self.manifest.vocab_size))
-            place = self._place(indices[np.searchsorted(begins, at, side="right") - 1], "tokens")
-            raise DataError(f"{place}: token {tokens[at]}, expected less than vocab_size {self.manifest.vocab_size}")
+            row = int(indices[np.searchsorted(begins, at, side="right") - 1])
+            raise DataError(self.unknown_token(row, int(tokens[at])))
         if not np.isfinite(latents).all():
-            row = int(np.argmax(~np.isfinite(latents).all(axis=(1, 2))))
-            raise DataError(
-                f"{self._place(indices[row], 'latents')}: the latent is not finite, expected finite numbers"
-            )
+            row = int(indices[np.argmax(~np.isfinite(latents).all(axis=(1, 2)))])
+            raise DataError(self.not_finite(row))
 
-    def _place(self, index: np.ndarray, kind: str) -> str:
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        path = self.store / f"{self._shards[shard].name}.{kind}.npy"
-        return f"{path}: sample {int(index) - int(self._starts[shard])} (row {int(index)} of split {self.name})"
+    def first_row(self, shard: int) -> int:
+        """The row of the first sample of the split's `shard`-th shard."""
+        return int(self._starts[shard])
+
+    def unknown_token(self, row: int, token: int) -> str:
+        return f"{self._place(row, 'tokens')}: token {token}, expected less than vocab_size {self.manifest.vocab_size}"
+
+    def not_finite(self, row: int) -> str:
+        return f"{self._place(row, 'latents')}: the latent is not finite, expected finite numbers"
+
+    def _place(self, row: int, kind: str) -> str:
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        path = self.store / f"{self.shards[shard].name}.{kind}.npy"
+        return f"{path}: sample {row - int(self._starts[shard])} (row {row} of split {self.name})"
 
 
 class Store:
@@ -123,9 +140,11 @@ class Store:
     def open(cls, path: Path | str) -> Store:
         """Open the store at `path`. DataError naming the file that is missing, truncated or of another shape."""
         path = Path(path)
-        manifest = Manifest.read(path)
-        for name, info in _files(manifest):
-            _check_size(path / name, info)
+        try:
+            manifest = Manifest.read(path)
+            check_sizes(path, manifest)
+        except OSError as error:
+            raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
         splits = {
             name: Split(path, name, manifest, [_open_shard(path, shard, manifest) for shard in split.shards])
             for name, split in manifest.splits.items()
@@ -133,7 +152,12 @@ class Store:
         return cls(path, manifest, splits)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store.open, (self.path,)
+        return _open_store, (self.path, {name: split.skipped.tolist() for name, split in self._splits.items()})
+
+    def without(self, rows: Mapping[str, Sequence[int]]) -> Store:
+        """The same store with these rows of its splits skipped. DataError where no sample of a split is left."""
+        splits = {name: split.without(rows.get(name, ())) for name, split in self._splits.items()}
+        return Store(self.path, self.manifest, splits)
 
     def split(self, name: str) -> Split:
         if name not in self._splits:
@@ -150,16 +174,6 @@ class Store:
         """int64 [V]: how often each token occurs in the training split."""
         return np.load(self.path / "token_counts.npy", allow_pickle=False)
 
-    def verify(self) -> None:
-        """Read and hash every file; DataError naming the first that is not what was written."""
-        for name, info in _files(self.manifest):
-            _check_size(self.path / name, info)
-            found = file_info(self.path / name).sha256
-            if found != info.sha256:
-                raise DataError(
-                    f"{self.path / name}: damaged: SHA-256 is {found[:12]}..., expected {info.sha256[:12]}..."
-                )
-
     def standardise(self, latents: np.ndarray) -> np.ndarray:
         """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
         return self.manifest.latent.standardise(latents)
@@ -169,22 +183,17 @@ class Store:
         return self.manifest.latent.restore(latents)
 
 
-def _files(manifest: Manifest) -> Iterator[tuple[str, FileInfo]]:
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            for suffix, info in shard.files.items():
-                yield f"{shard.name}.{suffix}", info
-    yield from manifest.files.items()
+def check_sizes(store: Path, manifest: Manifest) -> None:
+    """DataError naming the first file that is missing or of another size than was written."""
+    for name, info in manifest.all_files():
+        path = store / name
+        if not path.is_file():
+            raise DataError(f"{path}: missing, expected a file of {info.bytes} bytes")
+        if path.stat().st_size != info.bytes:
+            raise DataError(f"{path}: damaged: {path.stat().st_size} bytes, expected {info.bytes}")
 
 
-def _check_size(path: Path, info: FileInfo) -> None:
-    if not path.is_file():
-        raise DataError(f"{path}: missing, expected a file of {info.bytes} bytes")
-    if path.stat().st_size != info.bytes:
-        raise DataError(f"{path}: damaged: {path.stat().st_size} bytes, expected {info.bytes}")
-
-
-def _open_shard(store: Path, shard: ShardInfo, manifest: Manifest) -> _Shard:
+def _open_shard(store: Path, shard: ShardInfo, manifest: Manifest) -> Shard:
     latent: LatentInfo = manifest.latent
     shapes = {
         "tokens": (manifest.token_dtype, (shard.tokens,)),
@@ -207,11 +216,15 @@ def _open_shard(store: Path, shard: ShardInfo, manifest: Manifest) -> _Shard:
     if (first, last) != (0, shard.tokens):
         path = store / f"{shard.name}.offsets.npy"
         raise DataError(f"{path}: offsets run from {first} to {last}, expected 0 to {shard.tokens}")
-    return _Shard(shard.name, **arrays)
+    return Shard(shard.name, **arrays)
 
 
-def _open_split(store: Path, name: str) -> Split:
-    return Store.open(store).split(name)
+def _open_store(path: Path, skipped: dict[str, list[int]]) -> Store:
+    return Store.open(path).without(skipped)
+
+
+def _open_split(store: Path, name: str, skipped: list[int]) -> Split:
+    return Store.open(store).split(name).without(skipped)
 
 
 def _ranges(lengths: np.ndarray) -> np.ndarray:

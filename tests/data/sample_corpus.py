@@ -1,11 +1,18 @@
-"""Small synthetic corpora for the tests of this folder."""
+"""Small synthetic corpora and stores, whole and damaged, for the tests."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
+import numpy as np
+
+from mmldlm.data.encoders import LsaEncoder
+from mmldlm.data.manifest import MANIFEST_NAME, file_info
 from mmldlm.data.prepare import PrepareConfig
+from mmldlm.data.shards import StoreWriter
+from mmldlm.data.tokenizer import Tokenizer
 
 TOPICS = {
     "garden": "rose tulip soil water seed bloom leaf root prune harvest".split(),  # noqa: SIM905
@@ -30,3 +37,41 @@ def write_corpus(path: Path, documents: int = 600, seed: int = 0) -> Path:
 def small_config(out: Path, *inputs: Path, **options: object) -> PrepareConfig:
     values: dict = {"vocab_size": 300, "channels": 8, "validation_fraction": 0.1, "test_fraction": 0.1, **options}
     return PrepareConfig(str(out), tuple(map(str, inputs)), **values)
+
+
+def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> dict[str, list]:
+    """A store of random samples in several shards; returns what was written."""
+    random = np.random.default_rng(0)
+    encoder = LsaEncoder.fit(["one two three", "four five one", "two five six", "six seven"], 4)
+    encoder.latent_tokens = tokens
+    written: dict[str, list] = {"train": [], "validation": [], "test": []}
+    with StoreWriter(path, Tokenizer.characters(), encoder, latent_dtype, shard_samples=7) as writer:
+        for split, count in [("train", 40), ("validation", 7), ("test", 3)]:
+            samples = [random.integers(0, 27, random.integers(1, 30)) for _ in range(count)]
+            latents = (random.normal(size=(count, tokens, 4)) * 3 + 5).astype(np.float32)
+            for start in range(0, count, 9):
+                part = slice(start, start + 9)
+                writer.add(split, samples[part], latents[part], [len(sample) for sample in samples[part]])
+            written[split] = list(zip(samples, latents, strict=True))
+        writer.finish([], {}, {}, {})
+    return written
+
+
+def write_so(store: Path, name: str, place: object, value: float) -> None:
+    """Change `NAME.npy[place]` of a store as if it had been written like that: the manifest has its new hash."""
+    path = store / f"{name}.npy"
+    array = np.load(path)
+    array[place] = value
+    np.save(path, array)
+    manifest = json.loads((store / MANIFEST_NAME).read_text())
+    shard_name, _, kind = name.partition(".")
+    shards = manifest["splits"][shard_name.rpartition("-")[0]]["shards"]
+    (shard,) = (shard for shard in shards if shard["name"] == shard_name)
+    shard["files"][f"{kind}.npy"] = vars(file_info(path))
+    (store / MANIFEST_NAME).write_text(json.dumps(manifest))
+
+
+def flip_bit(path: Path, at: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)

@@ -19,6 +19,7 @@ from mmldlm.data.options import PrepareConfig
 from mmldlm.data.prepare import main, prepare
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.verify import read_part
 from mmldlm.errors import DataError, UsageError, run_command
 
 quick = pytest.mark.quick
@@ -32,7 +33,7 @@ def texts_of(store: Store, split: str) -> list[str]:
 
 @quick
 def test_every_document_is_in_one_split_with_its_own_latent(store: Store, store_path: Path) -> None:
-    store.verify()
+    read_part(store)
     lines = (store_path.parent / "corpus.txt").read_text().splitlines()
     encoder = load_encoder(store_path / "encoder")
     found: dict[str, list[str]] = {split: texts_of(store, split) for split in store.manifest.splits}
@@ -233,7 +234,7 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
         Store.open(tmp_path / "store")
     assert len(list(tmp_path.glob("store.incomplete-*"))) == 1
     assert main(arguments) == 0
-    Store.open(tmp_path / "store").verify()
+    read_part(Store.open(tmp_path / "store"))
 
 
 def test_sentence_transformers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

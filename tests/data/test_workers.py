@@ -1,0 +1,151 @@
+"""Loader workers that die, hang or raise end a run with one line, at the next batch, and leave no process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_runs import ROOT, environment
+
+from mmldlm.batch import Batch
+from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.shards import Split, Store
+from mmldlm.errors import DataError
+
+quick = pytest.mark.quick
+
+
+@pytest.fixture
+def copy(store_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store_path, tmp_path / "copy"))
+
+
+def reading(store: Store, **config: object) -> Iterator[tuple[int, list[Batch]]]:
+    """100,000 steps through one worker, unless told, the first already taken."""
+    settings = DataConfig(**{"num_workers": 1, "prefetch_factor": 1, **config})  # type: ignore[arg-type]
+    steps = Loader(store, "train", settings, 5, 64, 8).steps(0, 100_000)
+    next(steps)
+    return steps
+
+
+def one_line(steps: Iterator[tuple[int, list[Batch]]], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        for _ in steps:
+            pass
+    assert "\n" not in str(error.value)
+    assert multiprocessing.active_children() == []
+
+
+@quick
+def test_a_worker_that_dies_is_reported_where_data_is_waited_for(store: Store) -> None:
+    steps = reading(store)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    time.sleep(0.3)  # in the midst of a step nothing is raised
+    one_line(steps, r"^step \d+: a data loader worker died \(SIGKILL\); try data.num_workers=0$")
+
+
+@quick
+def test_a_worker_that_dies_in_a_wait_ends_it_at_once(store: Store) -> None:
+    steps = reading(store, num_workers=2)
+    first, second = multiprocessing.active_children()
+    os.kill(first.pid or 0, signal.SIGSTOP)
+    os.kill(second.pid or 0, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -KILL {second.pid}"])
+    began = time.monotonic()
+    one_line(steps, r"a data loader worker died \(SIGKILL\)")
+    assert time.monotonic() - began < 4
+
+
+@quick
+def test_workers_leave_the_signals_of_a_scheduler_to_the_run(store: Store) -> None:
+    steps = reading(store)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid or 0, number)
+    assert [next(steps)[0] for _ in range(20)] == list(range(1, 21)) and worker.is_alive()
+
+
+@quick
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
+    """Also where batches of it are ready, which have yet to be fetched from it."""
+    steps = reading(store, worker_timeout_s=0.5)
+    if ready:
+        time.sleep(0.3)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGSTOP)
+    one_line(steps, r"^step \d+: the data loader workers gave nothing for 0.5 s \(data.worker_timeout_s\); .* try ")
+
+
+@quick
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_cannot_be_read_is_an_error_in_one_line(
+    store: Store, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    def gather(*_: object) -> None:
+        raise OSError(5, "Input/output error", "train-00000.tokens.npy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Split, "gather", gather)
+        with pytest.raises(DataError, match=r"^step 0: .*cannot be read: .*Input/output error: 'train-0") as error:
+            reading(store, num_workers=workers)
+    assert "\n" not in str(error.value) and multiprocessing.active_children() == []
+
+
+@quick
+def test_any_other_error_of_a_worker_is_one_line_with_its_cause(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Split, "gather", gather)
+        with pytest.raises(DataError, match=r"^step 0: a data loader worker failed: ZeroDivisionError: planted$"):
+            reading(store)
+        with pytest.raises(ZeroDivisionError):  # in our own process it is a bug like any other
+            reading(store, num_workers=0)
+    assert multiprocessing.active_children() == []
+
+
+@quick
+def test_a_file_cut_short_while_it_is_read_is_named(copy: Path) -> None:
+    steps = reading(Store.open(copy))
+    os.truncate(copy / "train-00000.latents.npy", 0)
+    one_line(steps, r"train-00000.latents.npy: damaged: 0 bytes, expected")
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_command_ends_with_65_and_leaves_nothing_running(
+    fault: signal.Signals, tiny_config: Path, tmp_path: Path
+) -> None:
+    settings = ["data.num_workers=2", "data.worker_timeout_s=1", "data.prefetch_factor=1", "train.steps=100000"]
+    command = [sys.executable, "-m", "mmldlm.train", str(tiny_config), *settings, "checkpoint.every_steps=0"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    workers[0].send_signal(fault)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 65, errors
+    assert "Traceback" not in errors and errors.count("mmldlm: error: step ") == 1
+    assert psutil.wait_procs(workers, timeout=2)[1] == []
+
+
+@quick
+def test_workers_end_with_their_run(store: Store) -> None:
+    steps = Loader(store, "train", DataConfig(num_workers=2), 5, 64, 8).steps(0, 3)
+    assert [step for step, _ in steps] == [0, 1, 2]
+    del steps
+    assert not any(worker.is_alive() for worker in multiprocessing.active_children())
