@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.checkpoint import CheckpointStore, load_model_state, read_tensors
+from mmldlm.checkpoint import CheckpointStore, TensorFiles, load_model_state
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.shards import Store
@@ -63,7 +63,7 @@ def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: st
     if not (folder / "config.yaml").is_file():
         raise DataError(f"{folder}: not a run folder, expected config.yaml and checkpoints/ of `mmldlm train`")
     config = load_config(folder / "config.yaml", [f"data.path={data}"] if data else [])
-    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep_last)
+    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.retention)
     found = checkpoints.open(checkpoint) if checkpoint else checkpoints.newest(repair=False)
     if found is None:
         raise DataError(f"{folder}: no checkpoint in checkpoints/ yet; train first")
@@ -73,12 +73,12 @@ def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: st
     check_fits(found, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(config, store.manifest, device.type)
-    load_model_state(model, read_tensors(found.file("model.safetensors")))
+    load_model_state(model, TensorFiles.open(found, "model"))
     return LoadedRun(
         folder=folder,
         config=config,
         store=store,
-        tokenizer=Tokenizer.load(store.path / "tokenizer"),
+        tokenizer=Tokenizer.load(found.path / "tokenizer"),
         model=model.to(device).eval(),
         objective=build_objective(config, store.manifest),
         device=device,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmldlm.brief import named
+from mmldlm.checkpoint.retention import Retention
 from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.noise import ModeShares, trained_modes
@@ -19,7 +21,8 @@ from mmldlm.model.mmdit import ModelConfig
 from mmldlm.model.recompute import MemoryConfig
 from mmldlm.optim import OptimConfig, ScheduleConfig
 from mmldlm.runtime.config import DistributedConfig, GuardConfig
-from mmldlm.schema import build, read_yaml, set_dotted, setting, to_yaml
+from mmldlm.schema import build, set_dotted, setting, to_yaml
+from mmldlm.strict_yaml import read_yaml
 
 CONFIG_NAME = "config.yaml"
 
@@ -58,7 +61,22 @@ class ValidationConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int = setting(500, "optimizer steps between checkpoints; 0: only the last", at_least=0)
-    keep_last: int = setting(3, "checkpoints to keep", at_least=1)
+    every_minutes: float | None = setting(None, "minutes between checkpoints, beside every_steps; null: none", above=0)
+    keep_last: int = setting(3, "newest checkpoints to keep", at_least=1)
+    keep_steps: list[int] = setting(factory=list, doc="steps that get a checkpoint, kept for good: [250000, 500000]")
+    keep_every: int = setting(0, "every multiple of this step gets a checkpoint, kept for good; 0: none", at_least=0)
+    keep_best: int = setting(
+        0, "checkpoints with the lowest validation loss to keep, saved when it is measured", at_least=0
+    )
+    async_: bool = setting(True, "write files beside the training, which waits only for the copy to the host's memory")
+
+    def __post_init__(self) -> None:
+        if min(self.keep_steps, default=1) < 1:
+            raise ValueError(f"keep_steps: expected steps from 1 on, found {min(self.keep_steps)}")
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(self.keep_last, tuple(self.keep_steps), self.keep_every, self.keep_best)
 
 
 @dataclass(frozen=True)
@@ -115,7 +133,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     try:
         return build(RunConfig, tree)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}" if path is not None and not overrides else str(error)) from None
+        source = f"{named(str(path))}: " if path is not None and not overrides else ""
+        raise ConfigError(f"{source}{error}") from None
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -22,6 +22,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and what is missing above it, durably."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync(folder.parent)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """`path` holds either what it held before or all of `content`, whatever happens in between."""
     temporary = path.with_name(path.name + ".tmp")

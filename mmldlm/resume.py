@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmldlm.brief import shown
 from mmldlm.checkpoint import (
     NO_STATE,
     Checkpoint,
     CheckpointStore,
+    TensorFiles,
     TrainState,
     clean_name,
     load_model_state,
-    read_tensors,
     verify,
-    write_tensors,
 )
 from mmldlm.config import RunConfig, differences, load_config
 from mmldlm.data.manifest import Manifest
@@ -66,7 +67,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
         if isinstance(before, dict) and isinstance(values, dict):
             key = next(name for name in {**before, **values} if _plain(before.get(name)) != _plain(values.get(name)))
             before, values, group = before.get(key), values.get(key), f"{group}.{key}"
-        raise DataError(f"{checkpoint.path}: {group} is {before!r} in the checkpoint, {values!r} now")
+        raise DataError(f"{checkpoint.path}: {group} is {shown(before)} in the checkpoint, {shown(values)} now")
 
 
 def _plain(value: Any) -> Any:
@@ -76,27 +77,14 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def save(
-    checkpoints: CheckpointStore,
-    weights: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-    state: TrainState,
-    config: RunConfig,
-    store: Store,
-    made_by: Mapping[str, Any],
-) -> Path:
-    """Write a checkpoint of this moment and return its folder; `made_by` is recorded in its manifest."""
-    return checkpoints.save(
-        state.step,
-        {
-            "model.safetensors": lambda path: write_tensors(path, weights),
-            "optimizer.safetensors": lambda path: write_tensors(path, moments),
-            "state.json": state.to_json().encode(),
-            "config.yaml": to_yaml(config).encode(),
-        },
-        {"identity": identity(config, store), **made_by},
-        estimated_bytes=sum(tensor.nbytes for tensor in [*weights.values(), *moments.values()]),
-    )
+def small_files(state: TrainState, config: RunConfig, store: Store) -> dict[str, bytes]:
+    """What a checkpoint holds beside its tensors."""
+    tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
+    return {
+        "state.json": state.to_json().encode(),
+        "config.yaml": to_yaml(config).encode(),
+        **{f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer},
+    }
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class Restored:
 
     state: TrainState
     notes: list[str]  # for the user
-    moments: dict[str, Tensor] | None = None  # the optimizer's state; None for a run from step 0
+    moments: Mapping[str, Tensor] | None = None  # the optimizer's state; None for a run from step 0
 
 
 def choose(checkpoints: CheckpointStore, config: RunConfig) -> Path | None:
@@ -130,28 +118,35 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
         return Restored(TrainState(), [])
     found = verify(path, hashes=False)
     check_fits(found, config, store)
-    state = TrainState.from_json(found.file("state.json").read_bytes())
+    state = TrainState.from_json(found.read("state.json"))
     if state.step > config.train.steps:
         raise ConfigError(f"train.steps: {config.train.steps} asked for, but {path} is at step {state.step}")
-    load_model_state(model, read_tensors(found.file("model.safetensors")))
-    moments, anew = _moments_of_trained(model, read_tensors(found.file("optimizer.safetensors")))
-    changed = differences(dump(load_config(found.file("config.yaml"))), dump(config))
+    load_model_state(model, TensorFiles.open(found, "model"))
+    moments, anew = _moments_of_trained(model, TensorFiles.open(found, "optimizer"))
+    changed = differences(dump(_saved_config(found)), dump(config))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if anew:
         notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")
     return Restored(state, notes, moments)
 
 
-def _moments_of_trained(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def _saved_config(checkpoint: Checkpoint) -> RunConfig:
+    try:
+        return load_config(checkpoint.file("config.yaml"))
+    except ConfigError as error:
+        raise DataError(f"checkpoint: {error}") from error
+
+
+def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[Mapping[str, Tensor], int]:
     """The optimizer's state without that of parameters that are frozen now, and how many were frozen then."""
     names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
-    kept = {entry: tensor for entry, tensor in tensors.items() if names.get(entry.rpartition("/")[0], True)}
+    kept = files.where(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
     anew = [name for name, trained in names.items() if trained and name not in known]
-    return {**kept, **{f"{name}/{NO_STATE}": torch.empty(0) for name in anew}}, len(anew)
+    return ChainMap({f"{name}/{NO_STATE}": torch.empty(0) for name in anew}, kept), len(anew)  # type: ignore[arg-type]
 
 
 def check_resume(resume: str) -> None:
     """`ConfigError` where `resume` is neither a word it may be nor a folder."""
     if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {resume!r}")
+        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {shown(resume)}")

@@ -17,9 +17,10 @@ from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import ConfigError, StorageError
-from mmldlm.files import comes_into_sight, token
+from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import build_optimizer, resolve_fused, resolved_warmup
@@ -51,6 +52,7 @@ class Parts:
     loader: Loader
     objective: Objective
     tokenizer: Tokenizer
+    skipped_samples: list[str]  # place and fault of each
     validation_ids: list[int]
     model: MMDiT
     optimizer: torch.optim.Optimizer
@@ -59,8 +61,10 @@ class Parts:
 
 
 def open_parts(config: RunConfig, plan: StepPlan, runtime: Runtime) -> Parts:
-    """Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
-    store = Store.open(config.data.path)
+    """Collective. Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
+    with runtime.agreeing("opening of the data store"):
+        store = Store.open(config.data.path)
+    store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, runtime)
     validation, device_type = store.split("validation"), runtime.device.type
     loader = Loader(
         store,
@@ -79,6 +83,7 @@ def open_parts(config: RunConfig, plan: StepPlan, runtime: Runtime) -> Parts:
         loader=loader,
         objective=build_objective(config, store.manifest),
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
+        skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
         model=model,
         optimizer=build_optimizer(model, config.optim, device_type),
@@ -99,7 +104,7 @@ def compare_ranks(runtime: Runtime, config: RunConfig, store: Store) -> dict[str
 
 def create_run_folder(run_dir: Path) -> None:
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
     except OSError as error:
         raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
 
@@ -168,6 +173,7 @@ def startup_report(
         "git": fingerprint.get("git", ""),
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
         "data_manifest": fingerprint.get("data.manifest", ""),
+        "skipped_samples": parts.skipped_samples,
     }
     return report
 
@@ -202,6 +208,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
         f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
     )
+    lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
     return lines

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require, split_arguments
 from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.optim import lr_at
@@ -21,14 +23,21 @@ def train(config: RunConfig, launch: Launch | None = None) -> None:
     """Run the training that `config` describes, to its end or to a signal; `launch` comes from the environment."""
     with Training(config, launch) as run:
         for step, micro_batches in run.steps():
-            noised, totals = run.corrupt(step, micro_batches)
-            for batch in run.runtime.accumulate(noised):
-                loss, sums = run.parts.objective(run.runtime.forward, batch, totals)
-                run.runtime.backward(loss)
-                run.meter.add(sums, batch.counts)
-            lr = lr_at(step, config.train.steps, config.optim, config.schedule)
-            update = run.runtime.update(lr, config.optim.clip_norm)
-            run.finish_step(lr, update)
+            train_step(run, step, micro_batches)
+
+
+def train_step(run: Training, step: int, micro_batches: list[Batch]) -> None:
+    """One optimizer step, or none where a loss or the gradients are unfit."""
+    noised, totals = run.corrupt(step, micro_batches)
+    with closing(run.runtime.accumulate(noised)) as batches:
+        for batch in batches:
+            loss, sums = run.parts.objective(run.runtime.forward, batch, totals)
+            if not run.accept(loss):
+                break
+            run.runtime.backward(loss)
+            run.meter.add(sums, batch.counts)
+    lr = lr_at(step, run.config.train.steps, run.config.optim, run.config.schedule)
+    run.finish_step(lr, run.update(lr), micro_batches)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

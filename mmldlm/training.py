@@ -1,170 +1,31 @@
-"""`Training`: everything a run holds between its first and its last step; the loop itself is in `train.py`."""
+"""`Training`: the verbs of the loop between the first step and the last; the loop itself is in `train.py`."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.checkpoint import CheckpointStore, RunLock, TrainState
-from mmldlm.config import RunConfig, write_config
-from mmldlm.data.loader import check_batch
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.errors import ExitCode, MmldlmError, NumericalError, PeerLostError, StoppedBySignal, outcome
-from mmldlm.files import write_atomically
-from mmldlm.resume import check_resume, choose, restore, save
+from mmldlm.errors import StoppedBySignal
+from mmldlm.lifecycle import RunLifecycle
+from mmldlm.resume import identity, small_files
 from mmldlm.runtime.engine import Update
-from mmldlm.runtime.last_words import clear_exit_files, write_exit
-from mmldlm.runtime.launch import Launch, read_launch
-from mmldlm.runtime.signals import StopRequest
-from mmldlm.runtime.start import start
-from mmldlm.schema import dump
-from mmldlm.startup import (
-    check_shared_folder,
-    compare_ranks,
-    create_run_folder,
-    open_parts,
-    report_lines,
-    startup_report,
-    step_plan,
-)
-from mmldlm.telemetry import Meter, Tracker, memory_values
+from mmldlm.telemetry import memory_values
 from mmldlm.validation import text_samples, validation_losses
 
 
-class Training:
-    """Context manager around a run: opens and locks its folder, restores it, and leaves it complete."""
-
-    def __init__(self, config: RunConfig, launch: Launch | None = None):
-        self.config = config
-        self.launch = launch or read_launch(os.environ)
-        self.run_dir = Path(config.run.dir)
-        self._stack = ExitStack()
-        self._holds_run = False
-        self.state = TrainState()
-        self.saved_at: int | None = None
-        self._rehearsed = False
-
-    def __enter__(self) -> Training:
-        try:
-            self._open()
-        except BaseException as error:
-            lost = self._close(error)
-            if lost is not None:
-                raise lost from error
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lost = self._close(error)
-        if lost is not None:
-            raise lost from error
-
-    def _close(self, error: BaseException | None) -> PeerLostError | None:
-        """Leave `exit.json`, since launchers collapse exit codes; only whoever holds the run may.
-
-        Returns the loss of a peer where that is what stands behind `error`.
-        """
-        watchdog = self.runtime.watchdog if hasattr(self, "runtime") else None
-        lost = None
-        if watchdog is not None and isinstance(error, Exception):
-            lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
-            self.runtime.peer_lost = isinstance(lost or error, PeerLostError)
-        code, cause = outcome(lost or error)
-        if watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
-            watchdog.fail(code, cause)
-        if self._holds_run:
-            with suppress(OSError):  # the disk may be what ended the run
-                write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
-        self._stack.close()
-        return lost
-
-    def _open(self) -> None:
-        config = self.config
-        # All that can be refused is refused before anything is created.
-        check_resume(config.resume)
-        micro_batch_size = config.train.resolved_micro_batch_size(self.launch.world_size)
-        check_batch(config.data, config.train.global_batch_size, micro_batch_size, self.launch.world_size)
-        self.plan = step_plan(config, self.launch.world_size)
-        self.runtime = runtime = start(config.distributed, self.launch, self.plan)
-        self._stack.callback(runtime.close)
-        with runtime.agreeing("opening of the data"):
-            self.parts = open_parts(config, self.plan, runtime)
-        self.store = self.parts.store
-        fingerprint = compare_ranks(runtime, config, self.store)
-        with runtime.agreeing("opening of the run folder"):
-            if runtime.is_main:
-                create_run_folder(self.run_dir)
-                self._stack.enter_context(RunLock(self.run_dir))
-                clear_exit_files(self.run_dir)
-        check_shared_folder(runtime, self.run_dir)
-        self._holds_run = True
-        if runtime.watchdog is not None:
-            runtime.watchdog.watch(self.run_dir)
-        notes = self._restore()
-        self._begin(notes, fingerprint)
-
-    def _restore(self) -> list[str]:
-        """Weights before the engine wraps the model, the optimizer's state after; rank 0 chooses for all."""
-        config, runtime = self.config, self.runtime
-        self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint.keep_last)
-        chosen = None
-        with runtime.agreeing("choice of the checkpoint"):
-            if runtime.is_main:
-                chosen = choose(self.checkpoints, config)
-        chosen = runtime.gather(chosen and str(chosen), "choice of the checkpoint")[0]
-        with runtime.agreeing("loading of the checkpoint"):
-            restored = restore(chosen and Path(chosen), self.parts.model, config, self.store)
-        runtime.prepare(self.parts.model, self.parts.optimizer)
-        runtime.check_precision()
-        if restored.moments is not None:
-            runtime.load_optimizer_state(restored.moments)
-            if runtime.is_main:
-                self.checkpoints.set_aside_after(restored.state.step)
-        self.state = restored.state
-        if config.resume == "auto" and self.state.step:
-            self.saved_at = self.state.step  # it came from this very folder
-        return restored.notes
-
-    def _begin(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
-        config, runtime = self.config, self.runtime
-        runtime.model.train()
-        self.meter = Meter()
-        self.skipped_in_a_row = 0
-        self.stop = self._stack.enter_context(StopRequest())
-        report = startup_report(runtime, config, self.plan, self.parts, fingerprint)
-        self.made_by = {key: report[key] for key in ("engine", "world_size", "versions", "git")}
-        # A run that died before its first checkpoint goes on from step 0: its records are dropped likewise.
-        resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
-        self.tracker = self._stack.enter_context(
-            Tracker(self.run_dir, config.train.steps, self.state.step, resumed, runtime.is_main, config.log.tensorboard)
-        )
-        if not runtime.is_main:
-            return
-        write_config(config, self.run_dir)
-        write_atomically(self.run_dir / "startup.json", (json.dumps(report, indent=1) + "\n").encode())
-        splits = self.store.manifest.splits
-        self.tracker.start({**report, "samples": {name: split.samples for name, split in splits.items()}}, dump(config))
-        lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
-        print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
-
-    # --- the loop's verbs ---------------------------------------------------------------------------------
+class Training(RunLifecycle):
+    """A run that is open: the verbs of its loop."""
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Steps still to do and this rank's micro-batches; ends the run at a signal, saved."""
-        batches = iter(self.parts.loader.steps(self.state.step, self.config.train.steps))
+        batches = iter(self.parts.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn))
         self.meter.clear()
         while True:
             waited = time.perf_counter()
@@ -179,7 +40,7 @@ class Training:
                 torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
             yield step, micro_batches
             self._raise_if_stopped()
-        self.save()
+        self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
@@ -200,22 +61,38 @@ class Training:
             )
             for batch in micro_batches
         ]
-        # The wish to stop rides along: all ranks leave after the same step.
-        tokens, stop = sum(batch.layout.num_tokens for batch in noised), self.stop.signal_name is not None
-        own = torch.cat([total_counts(noised), torch.tensor([tokens, stop], dtype=torch.float64)])
-        totals = self.runtime.sum(own, "all-reduce of the step's counts")
-        self._step_tokens, self._stop_agreed = int(totals[-2]), bool(totals[-1])
-        on_device, counts = [batch.to(self.runtime.device) for batch in noised], totals[:-2].tolist()
+        # What a rank alone knows rides along, so that all ranks do the same after the same step.
+        tokens = sum(batch.layout.num_tokens for batch in noised)
+        wishes = [self.signals.stop is not None, self.save_schedule.wished(), self.saver.ready, self.saver.failed]
+        own = torch.cat([total_counts(noised), torch.tensor([tokens, *wishes], dtype=torch.float64)])
+        totals = self.runtime.sum(own, "all-reduce of the step's counts").tolist()
+        counts, (self._step_tokens, stop, save, ready, failed) = totals[:-5], map(int, totals[-5:])
+        self._stop_agreed, self._save_agreed = bool(stop), bool(save)
+        self.note_saved(self.saver.advance(ready, failed))
+        on_device = [batch.to(self.runtime.device) for batch in noised]
         if not self._rehearsed:
             self._rehearsed = True
             self.runtime.rehearse(lambda network: self.parts.objective(network, on_device[0], counts)[0])
         return on_device, counts
 
-    def finish_step(self, lr: float, update: Update) -> None:
+    def accept(self, loss: Tensor) -> bool:
+        """Whether all ranks may go on to the backward: the losses of all of them are finite."""
+        self.guard.losses.append(float(loss.detach()))
+        self._accepted = self.runtime.all_finite(self.guard.losses[-1])
+        return self._accepted
+
+    def update(self, lr: float) -> Update:
+        """The optimizer's step, or none where a loss was not accepted."""
+        if not self._accepted:
+            return self.runtime.drop()
+        return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
+
+    def finish_step(self, lr: float, update: Update, micro_batches: Sequence[Batch]) -> None:
         """Count the step; log, validate and save where they are due."""
         config, state = self.config, self.state
         state.step += 1
-        self._guard(update)
+        state.samples_drawn += config.train.global_batch_size
+        self._guard(update, micro_batches)
         if not update.skipped:
             self.meter.take(self._step_tokens)
             state.samples_seen += config.train.global_batch_size
@@ -225,23 +102,17 @@ class Training:
             self._log(lr, update)
         if config.validation.every and (state.step % config.validation.every == 0 or last):
             self._validate()
-        if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0 and not last:
+        if (self.save_schedule.due(state.step) or self._save_agreed) and not last:
             self.save()
 
-    def _guard(self, update: Update) -> None:
+    def _guard(self, update: Update, micro_batches: Sequence[Batch]) -> None:
         if not update.skipped:
-            self.skipped_in_a_row = 0
+            self.guard.take(update.grad_norm)
             return
         self.meter.forget()
-        self.state.skipped_steps += 1
-        self.skipped_in_a_row += 1
-        self.tracker.event("skip", self.state.step, {"optim/grad_norm": update.grad_norm})
-        guard = self.config.guard
-        if guard.nonfinite == "stop" or self.skipped_in_a_row >= guard.max_consecutive:
-            raise NumericalError(
-                f"step {self.state.step}: gradient norm {update.grad_norm}, {self.skipped_in_a_row} steps in a row "
-                f"were not finite (guard.nonfinite: {guard.nonfinite}, guard.max_consecutive: {guard.max_consecutive})"
-            )
+        ranks = self.runtime.gather(self.guard.account(micro_batches), "gather of the skipped step's samples")
+        self.tracker.event("skip", self.state.step, self.guard.skip(update, ranks))
+        self.guard.check(update, self.run_dir)
 
     def _log(self, lr: float, update: Update) -> None:
         meter, runtime = self.meter, self.runtime
@@ -259,9 +130,10 @@ class Training:
             "speed/samples_per_s": meter.steps * self.config.train.global_batch_size / seconds,
             "speed/step_s": seconds / meter.steps,
             "speed/data_wait_s": meter.data_wait_s / meter.steps,
-            "data/epoch": self.state.step * self.config.train.global_batch_size / len(self.store.split("train")),
+            "data/epoch": self.state.samples_drawn / len(self.parts.loader.order),
             "data/tokens": self.state.tokens_seen,
             "health/skipped_steps": self.state.skipped_steps,
+            **({"data/skipped_samples": len(skipped)} if (skipped := self.parts.skipped_samples) else {}),
             **memory_values(),
         }
         self.tracker.train(self.state.step, values)
@@ -281,31 +153,35 @@ class Training:
                 self.tracker.samples(self.state.step, rows, "l2t")
         model.train()
         self.tracker.validation(self.state.step, values)
-        best, loss = self.state.best_validation, values["validation/total"]
+        self.meter.began += time.perf_counter() - paused
+        loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
         if math.isfinite(loss):
-            self.state.best_validation = loss if best is None else min(best, loss)
-        self.meter.began += time.perf_counter() - paused
+            self.state.best_validations = sorted([*self.state.best_validations, loss])[: max(1, keep_best)]
+            if loss in self.state.best_validations[:keep_best]:
+                self.save(validation_loss=loss)
 
-    def save(self) -> None:
-        """A checkpoint of this moment, if there is none yet; every rank calls it, one writes."""
-        if self.saved_at == self.state.step:
-            return
-        paused, runtime = time.perf_counter(), self.runtime
-        # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
-        self.tracker.heartbeat(self.state.step, "saving")
-        weights, moments = runtime.gather_state()
-        with runtime.agreeing("end of saving"):
-            if runtime.is_main:
-                path = save(self.checkpoints, weights, moments, self.state, self.config, self.store, self.made_by)
-                seconds = time.perf_counter() - paused
-                self.tracker.event("checkpoint", self.state.step, {"path": str(path), "seconds": seconds})
-        self.saved_at = self.state.step
-        self.meter.began += time.perf_counter() - paused
+    def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
+        """Begin a checkpoint of this moment, if there is none yet; with `wait`, every checkpoint is there at the end.
+
+        With its `validation_loss`, it may be among the best that are kept.
+        """
+        if self.saved_at != self.state.step:
+            paused = time.perf_counter()
+            # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
+            self.tracker.heartbeat(self.state.step, "saving")
+            info = {"identity": identity(self.config, self.store), **self.made_by, "validation_loss": validation_loss}
+            files = small_files(self.state, self.config, self.store)
+            self.note_saved(self.saver.start(self.state.step, files, info))
+            self.saved_at = self.state.step
+            self.save_schedule.saved()
+            self.meter.began += time.perf_counter() - paused
+        if wait:
+            self.note_saved(self.saver.finish())
 
     def _raise_if_stopped(self) -> None:
         if not self._stop_agreed:
             return
-        self.save()
-        name = self.stop.signal_name or "a signal on another rank"
+        self.save(wait=True)
+        name = self.signals.stop or "a signal on another rank"
         self.tracker.end(self.state.step, {"stopped_by": name})
         raise StoppedBySignal(f"stopped by {name} after step {self.state.step}; saved, the same command goes on")

@@ -90,7 +90,10 @@ def test_nan_latent_in_the_store_is_named(
     latents = np.load(path, mmap_mode="r+")
     latents[5] = np.nan
     latents.flush()
-    assert train.main([str(tiny_config), f"data.path={store}", "train.steps=60"]) == 65
+    assert train.main([str(tiny_config), f"data.path={store}"]) == 65
+    message = complaint(capsys)
+    assert path.name in message and "damaged" in message and not (tmp_path / "run").exists()
+    assert train.main([str(tiny_config), f"data.path={store}", "train.steps=60", "data.verify=sizes"]) == 65
     message = complaint(capsys)
     assert path.name in message and "sample 5" in message
     assert json.loads((tmp_path / "run" / "exit.json").read_text())["code"] == 65

@@ -1,7 +1,8 @@
 """What makes a run outlive its process: an atomic store, state without pickle, a lock on the run folder."""
 
 from mmldlm.checkpoint.lock import RunLock
-from mmldlm.checkpoint.manifest import Checkpoint, verify
+from mmldlm.checkpoint.manifest import Checkpoint, FileRecord, verify
+from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.state import (
     NO_STATE,
     TrainState,
@@ -10,23 +11,27 @@ from mmldlm.checkpoint.state import (
     load_optimizer_state,
     model_state,
     optimizer_state,
-    read_tensors,
-    write_tensors,
 )
-from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.store import CheckpointStore, write_files
+from mmldlm.checkpoint.tensors import TensorFiles, file_name, owners, write_tensors
 
 __all__ = [
     "NO_STATE",
     "Checkpoint",
     "CheckpointStore",
+    "FileRecord",
+    "Retention",
     "RunLock",
+    "TensorFiles",
     "TrainState",
     "clean_name",
+    "file_name",
     "load_model_state",
     "load_optimizer_state",
     "model_state",
     "optimizer_state",
-    "read_tensors",
+    "owners",
     "verify",
+    "write_files",
     "write_tensors",
 ]

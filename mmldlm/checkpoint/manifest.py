@@ -8,19 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mmldlm.brief import cut, shown
 from mmldlm.errors import DataError
 from mmldlm.files import sha256
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MAX_MANIFEST_BYTES = 16 * 2**20
-_CHUNK = 4 * 2**20
+MAX_MANIFEST_BYTES = MAX_SMALL_BYTES = 16 * 2**20
+_MAX_DEPTH = 40  # of the JSON; whoever walks through it may do so by recursion
+_MAX_NAME_BYTES = 200
+_HASH_THREADS = 8
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -35,15 +50,26 @@ class Checkpoint:
     def file(self, name: str) -> Path:
         """The path of the file saved as `name`; DataError if the checkpoint has none."""
         if name not in self.files:
-            raise DataError(f"{self.path} has no file {name!r}; it has {', '.join(sorted(self.files))}")
+            raise DataError(f"{self.path} has no file {name!r}; it has {cut(', '.join(sorted(self.files)), 400)}")
         return self.path / name
 
+    def read(self, name: str) -> bytes:
+        """The content of a small file; DataError if the checkpoint has none of that name, or a large one."""
+        path = self.file(name)
+        if self.files[name] > MAX_SMALL_BYTES:
+            raise DataError(f"{path} has {self.files[name]} bytes, expected at most {MAX_SMALL_BYTES}")
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
 
-def write_manifest(folder: Path, step: int, names: list[str], info: Mapping[str, Any]) -> Path:
-    """Hash the files `names` of `folder` as they are now and write the manifest."""
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+
+def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord], info: Mapping[str, Any]) -> Path:
+    """Write the manifest of `files`, which lie in `folder` already."""
     path = folder / MANIFEST
-    path.write_bytes(_seal({"format": FORMAT, "step": step, "info": dict(info), "files": files}))
+    entries = {name: asdict(record) for name, record in files.items()}
+    path.write_bytes(_seal({"format": FORMAT, "step": step, "info": dict(info), "files": entries}))
+    path.chmod(0o600)
     return path
 
 
@@ -63,26 +89,29 @@ def verify(folder: Path, hashes: bool = True) -> Checkpoint:
         if size != entry["bytes"]:
             raise DataError(f"{folder / name} has {size} bytes, its manifest says {entry['bytes']}")
         files[name] = size
-    for name, entry in body["files"].items() if hashes else ():
-        if (found := _hash(folder / name)) != entry["sha256"]:
-            raise DataError(f"{folder / name} has SHA-256 {found}, its manifest says {entry['sha256']}")
+    if hashes:
+        with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing holds no lock
+            for name, found in zip(files, pool.map(_hash, [folder / name for name in files]), strict=True):
+                if found != (expected := body["files"][name]["sha256"]):
+                    raise DataError(f"{folder / name} has SHA-256 {found}, its manifest says {expected}")
     return Checkpoint(folder, body["step"], body["info"], files)
 
 
-def recorded_bytes(folder: Path) -> int:
-    """Size of a checkpoint by its manifest alone; 0 if that cannot be read."""
+def recorded(folder: Path) -> dict[str, Any]:
+    """What the manifest of `folder` says, its files unseen; empty if it cannot be read."""
     try:
-        return sum(entry["bytes"] for entry in _read(folder / MANIFEST)["files"].values())
+        return _read(folder / MANIFEST)
     except DataError:
-        return 0
+        return {}
 
 
 def check_name(name: str) -> None:
     """A file name must be a plain relative path that stays inside the folder; else DataError."""
     path = PurePosixPath(name)
     plain = name == str(path) and not path.is_absolute() and ".." not in path.parts and path.parts
-    if not plain or "\\" in name or "\0" in name or name == MANIFEST:
-        raise DataError(f"not a file name inside a checkpoint: {name!r}")
+    short = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
+    if not plain or not short or "\\" in name or name == MANIFEST:
+        raise DataError(f"not a file name inside a checkpoint: {shown(name)}")
 
 
 def _hash(path: Path) -> str:
@@ -130,8 +159,10 @@ def _read(path: Path) -> dict[str, Any]:
             raise DataError(f"{path} is damaged: it does not match its own hash")
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: not the JSON of a manifest") from error
+    if b"\n" + b" " * _MAX_DEPTH in raw:  # it is indented by one space a level
+        raise DataError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
     if body.get("format") != FORMAT:
-        raise DataError(f"{path} has format {body.get('format')!r}, this version reads {FORMAT}")
+        raise DataError(f"{path} has format {shown(body.get('format'))}, this version reads {FORMAT}")
     if not _well_typed(body):
         raise DataError(f"{path} lacks step, info or files, or has them of a wrong type")
     return body
@@ -140,12 +171,18 @@ def _read(path: Path) -> dict[str, Any]:
 def _well_typed(body: dict[str, Any]) -> bool:
     step, info, files = body.get("step"), body.get("info"), body.get("files")
     return (
-        type(step) is int
-        and step >= 0
+        _is_count(step)
         and isinstance(info, dict)
         and isinstance(files, dict)
         and all(
-            isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+            isinstance(entry, dict)
+            and _is_count(entry.get("bytes"))
+            and isinstance(entry.get("sha256"), str)
+            and _SHA256.fullmatch(entry["sha256"])
             for entry in files.values()
         )
     )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

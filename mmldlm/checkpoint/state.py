@@ -7,15 +7,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmldlm.errors import DataError, NumericalError, StorageError
+from mmldlm.brief import cut, named, shown
+from mmldlm.errors import DataError
 
 # What wrappers (activation checkpointing, compile) put into parameter names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -23,17 +21,22 @@ _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped
 # Entries of the optimizer's state that are no tensor: "<parameter>/step:int" and the like.
 _NUMBERS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 NO_STATE = ":empty"
+_SCALARS = frozenset({"step", "eta", "mu"})  # entries of PyTorch's optimizers that are one number
+NORM_WINDOW = 100  # norms that a spike is measured against: the median of fewer is restless, that of more comes late
 
 
 @dataclass
 class TrainState:
-    """Where a run is. The loop's position in data and noise follows from `step` alone."""
+    """Where a run is. Its noise follows from `step`, its samples from `samples_drawn`."""
 
     step: int = 0
     samples_seen: int = 0
+    samples_drawn: int = 0  # from the sample order, those of skipped steps included
     tokens_seen: int = 0
     skipped_steps: int = 0
-    best_validation: float | None = None
+    skipped_in_a_row: int = 0
+    best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
+    accepted_norms: list[float] = dataclasses.field(default_factory=list)  # gradient norms, see `mmldlm.guard`
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1) + "\n"
@@ -44,55 +47,26 @@ class TrainState:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"training state is not JSON: {error}") from error
+            raise DataError(f"training state is not JSON: {cut(str(error))}") from error
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
             found = sorted(values) if isinstance(values, dict) else values
-            raise DataError(f"training state has {found}, expected the keys {sorted(names)}")
+            raise DataError(f"training state has {shown(found)}, expected the keys {sorted(names)}")
         for name, value in values.items():
-            if name == "best_validation":
-                good = value is None or (type(value) in (int, float) and math.isfinite(value))
+            if isinstance(getattr(cls(), name), list):
+                good = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
+                if name == "accepted_norms":
+                    good = good and len(value) <= NORM_WINDOW and min(value, default=0.0) >= 0
             else:
-                good = type(value) is int and value >= 0
+                good = type(value) is int and 0 <= value < 2**63
             if not good:
-                raise DataError(f"training state: {name} is {value!r}")
+                raise DataError(f"training state: {name} is {shown(value)}")
         return cls(**values)
 
 
 def clean_name(name: str) -> str:
     """A parameter's name as the unwrapped model has it."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` as safetensors.
-
-    Raises:
-        NumericalError: a tensor is not finite; the file is not begun.
-        StorageError: the file cannot be written.
-    """
-    ready: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise NumericalError(f"{name} has values that are not finite: not saved to {path.name}")
-        host = tensor.detach().cpu().contiguous()
-        # Views of one memory are written as two tensors; the format knows no other way.
-        storage = host.untyped_storage().data_ptr()
-        ready[name] = host.clone() if storage in seen else host
-        seen.add(storage)
-    try:
-        save_file(ready, path)
-    except (SafetensorError, OSError) as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read what `write_tensors` wrote; DataError if the file is missing or not safetensors."""
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -109,10 +83,9 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     targets = dict(_model_tensors(model))
     _check_names("the model", targets.keys(), tensors.keys())
     for name, target in targets.items():
-        if target.shape != tensors[name].shape:
-            raise DataError(
-                f"{name} is {list(tensors[name].shape)} in the checkpoint, {list(target.shape)} in the model"
-            )
+        found, expected = _kind(tensors[name]), _kind(target)
+        if found != expected:
+            raise DataError(f"{name} is {found} in the checkpoint, {expected} in the model")
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(tensors[name])
@@ -167,8 +140,14 @@ def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[s
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition("/")
-        if ":" not in key and tensor.ndim and tensor.shape != shapes[name]:
-            raise DataError(f"{entry} is {list(tensor.shape)} in the checkpoint, {list(shapes[name])} in the optimizer")
+        key, _, kind = key.partition(":")
+        if kind in _NUMBERS:
+            shape, good = torch.Size(), tensor.dtype == _NUMBERS[kind][1]
+        else:
+            shape = torch.Size() if key in _SCALARS else shapes[name]
+            good = tensor.is_floating_point() and not kind
+        if f"{key}:{kind}" != NO_STATE and not (good and tensor.shape == shape):
+            raise DataError(f"{named(entry)} is {_kind(tensor)} in the checkpoint, {list(shape)} in the optimizer")
 
 
 def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -185,6 +164,10 @@ def _optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     return {names[id(parameter)]: parameter for parameter in parameters}
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shown(list(tensor.shape))}"
+
+
 def _check_names(owner: str, expected: Any, found: Any) -> None:
     missing, extra = sorted(expected - found), sorted(found - expected)
     if missing or extra:
@@ -192,5 +175,5 @@ def _check_names(owner: str, expected: Any, found: Any) -> None:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return shown or "none"
+    some = ", ".join(map(named, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return some or "none"

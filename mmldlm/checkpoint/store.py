@@ -1,79 +1,133 @@
 """A folder of checkpoints in which the last good one is never lost.
 
-Order of a save: temporary folder, files, fsync of each, manifest, fsync, rename to `step-00000100`,
-fsync of the parent, and only then the removal of older ones. At every instant, a power failure
-included, each `step-*` folder is whole. "Newest" is derived by looking, never stored.
+Order of a save: a temporary folder; its files, by any number of processes, each synced; then, by one process, the
+manifest, its fsync, the rename to `step-00000100`, the fsync of the parent, and only then the removal of what
+`Retention` lets go. At every instant, a power failure included, each `step-*` folder is whole. "Newest" is derived by
+looking, never stored.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
 import shutil
-import socket
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.checkpoint.manifest import Checkpoint, check_name, recorded_bytes, verify, write_manifest
+from mmldlm.checkpoint.manifest import Checkpoint, FileRecord, check_name, recorded, verify, write_manifest
+from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import DataError, StorageError
-from mmldlm.files import fsync
+from mmldlm.files import comes_into_sight, fsync, make_folder, sha256
 
 Writer = Callable[[Path], None] | bytes
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_FOREIGN_TEMPORARY_S = 24 * 3600  # another host's processes cannot be asked whether they live
+_SIGHT_PATIENCE_S = 10.0  # network file systems show another machine's files late
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run in `folder`, of which `keep_last` are kept.
+    """The checkpoints of one run in `folder`.
 
-    One process writes (the holder of the `RunLock`); others may read at the same time.
+    Whoever holds the run's `RunLock` writes, and is the only one to: temporaries that it finds are of the dead.
+    Others may read at the same time.
     """
 
-    def __init__(self, folder: Path | str, keep_last: int):
-        if keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+    def __init__(self, folder: Path | str, retention: Retention):
         self.folder = Path(folder)
-        self.keep_last = keep_last
+        self.retention = retention
+
+    # --- writing ------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, files: Mapping[str, Writer], info: Mapping[str, Any], estimated_bytes: int | None = None
+        self, step: int, files: Mapping[str, Writer], info: Mapping[str, Any], needed_bytes: int | None = None
     ) -> Path:
-        """Write a checkpoint and return its folder, then remove those beyond `keep_last`.
+        """`begin`, `write_files` and `commit` by one process; the new checkpoint's folder."""
+        in_memory = sum(len(writer) for writer in files.values() if isinstance(writer, bytes))
+        temporary = self.begin(step, max(needed_bytes or 0, in_memory))
+        try:
+            return self.commit(temporary, step, write_files(temporary, files), info)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
-        `files` maps a relative name to its bytes, or to a function that writes the path it is given.
-        The disk must hold `estimated_bytes`, by default the size of the checkpoint before. A step
-        that exists already is written anew, as `step-00000100.1`, and then the old one removed.
+    def begin(self, step: int, needed_bytes: int) -> Path:
+        """A new temporary folder, readable by the owner only, for the files of a checkpoint.
 
         Raises:
-            StorageError: the disk is too full, or writing failed; what was there before still is.
+            StorageError: the disk has no room for `needed_bytes`, or cannot be written.
         """
-        for name in files:
-            check_name(name)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._remove_leftovers()
-            self._check_space(files, estimated_bytes)
-            with self._temporary(step) as temporary:
-                for name, writer in files.items():
-                    _write(temporary / name, writer)
-                fsync(write_manifest(temporary, step, list(files), info))
-                for directory in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-                    fsync(directory)
-                final = self._free_name(step)
-                temporary.rename(final)
+            free = shutil.disk_usage(self.folder).free
+            if needed_bytes > free:
+                raise StorageError(
+                    f"the disk of {self.folder} is too full for a checkpoint: {needed_bytes / 2**20:.1f} MiB needed, "
+                    f"{free / 2**20:.1f} MiB free; nothing was written or removed"
+                )
+            return Path(tempfile.mkdtemp(prefix=f".tmp-step-{step:08}-", dir=self.folder))
+        except OSError as error:
+            raise self._refusal(step, error) from error
+
+    def commit(self, temporary: Path, step: int, files: Mapping[str, FileRecord], info: Mapping[str, Any]) -> Path:
+        """Make the checkpoint of the `files` that `write_files` left in `temporary`, then let old ones go.
+
+        A step that exists already becomes `step-00000100.1`, and only then the old one is removed.
+
+        Raises:
+            StorageError: a file is not there as recorded, or writing failed; what was there before still is.
+        """
+        try:
+            for name, record in files.items():
+                path = temporary / name
+                if not comes_into_sight(path, _SIGHT_PATIENCE_S) or path.stat().st_size != record.bytes:
+                    raise StorageError(f"cannot save step {step}: {path} is not there with its {record.bytes} bytes")
+            fsync(write_manifest(temporary, step, files, info))
+            fsync(temporary)
+            final = self._free_name(step)
+            temporary.rename(final)
             fsync(self.folder)
             self._prune(final)
         except OSError as error:
-            raise StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}") from error
+            raise self._refusal(step, error) from error
         return final
+
+    def _refusal(self, step: int, error: OSError) -> StorageError:
+        return StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}")
+
+    def _free_name(self, step: int) -> Path:
+        used = [_order(path)[1] for path in self.paths() if _order(path)[0] == step]
+        return self.folder / (f"step-{step:08}" + (f".{max(used) + 1}" if used else ""))
+
+    def _prune(self, saved: Path) -> None:
+        """Keep `saved`, just hashed, and of the others the newest of each step that is to be kept."""
+        step = _order(saved)[0]
+        newest = {step: saved}
+        for path in self.paths():
+            newest.setdefault(_order(path)[0], path)
+        losses = {each: self._validation_loss(path) for each, path in newest.items()} if self.retention.best else {}
+        keep = {newest[each] for each in self.retention.kept(step, newest.keys() - {step}, losses)}
+        for path in self.paths():
+            if path not in keep:
+                # Out of sight in one instant: a reader never finds half a checkpoint.
+                gone = path.with_name(f".old-{path.name}")
+                shutil.rmtree(gone, ignore_errors=True)
+                path.rename(gone)
+                shutil.rmtree(gone)
+
+    def _validation_loss(self, path: Path) -> float | None:
+        loss = recorded(path).get("info", {}).get("validation_loss")
+        return loss if isinstance(loss, float) else None
+
+    def _remove_leftovers(self) -> None:
+        for path in self._entries():
+            if path.name.startswith((".old-", ".tmp-")):
+                shutil.rmtree(path, ignore_errors=True)
+
+    # --- reading ------------------------------------------------------------------------------------------
 
     def newest(self, repair: bool = True) -> Checkpoint | None:
         """The newest checkpoint that passes verification; None in a folder that never had one.
@@ -123,52 +177,6 @@ class CheckpointStore:
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
-    def _check_space(self, files: Mapping[str, Writer], estimated_bytes: int | None) -> None:
-        in_memory = sum(len(writer) for writer in files.values() if isinstance(writer, bytes))
-        before = self.paths()
-        guess = estimated_bytes if estimated_bytes is not None else recorded_bytes(before[0]) if before else 0
-        needed, free = max(guess, in_memory), shutil.disk_usage(self.folder).free
-        if needed > free:
-            mib = 2**20
-            raise StorageError(
-                f"the disk of {self.folder} is too full for a checkpoint: {needed / mib:.1f} MiB needed, "
-                f"{free / mib:.1f} MiB free; nothing was written or removed"
-            )
-
-    @contextlib.contextmanager
-    def _temporary(self, step: int) -> Iterator[Path]:
-        """A folder, readable by the owner only, that is gone afterwards unless it was renamed."""
-        prefix = f".tmp-step-{step:08}-{socket.gethostname()}-{os.getpid()}-"
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _free_name(self, step: int) -> Path:
-        used = [_order(path)[1] for path in self.paths() if _order(path)[0] == step]
-        return self.folder / (f"step-{step:08}" + (f".{max(used) + 1}" if used else ""))
-
-    def _prune(self, saved: Path) -> None:
-        """Keep `saved`, just hashed, and the newest `keep_last - 1` of other steps."""
-        older: dict[int, Path] = {}
-        for path in self.paths():
-            if _order(path)[0] != _order(saved)[0]:
-                older.setdefault(_order(path)[0], path)
-        keep = {saved, *list(older.values())[: self.keep_last - 1]}
-        for path in self.paths():
-            if path not in keep:
-                # Out of sight in one instant: a reader never finds half a checkpoint.
-                gone = path.with_name(f".old-{path.name}")
-                shutil.rmtree(gone, ignore_errors=True)
-                path.rename(gone)
-                shutil.rmtree(gone)
-
-    def _remove_leftovers(self) -> None:
-        for path in self._entries():
-            if path.name.startswith(".old-") or (path.name.startswith(".tmp-") and _is_abandoned(path)):
-                shutil.rmtree(path, ignore_errors=True)
-
     def _set_aside(self, path: Path, why: str) -> Path:
         target, count = path.with_name(f"{why}-{path.name}"), 1
         while target.exists():
@@ -177,37 +185,39 @@ class CheckpointStore:
         return target
 
 
+def write_files(folder: Path, files: Mapping[str, Writer]) -> dict[str, FileRecord]:
+    """Write `files` durably into the temporary `folder`, readable by the owner only; what they are, for `commit`.
+
+    A file is given by its relative name, and by its bytes or a function that writes the path it is given.
+
+    Raises:
+        StorageError: writing failed.
+    """
+    for name in files:
+        check_name(name)
+    records = {}
+    try:
+        for name, writer in files.items():
+            path = folder / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if isinstance(writer, bytes):
+                path.write_bytes(writer)
+            else:
+                writer(path)
+            assert path.is_file() and not path.is_symlink(), f"the writer of {name} made no file"
+            path.chmod(0o600)
+            fsync(path)
+            records[name] = FileRecord(path.stat().st_size, sha256(path))
+        parents = {parent for name in files for parent in PurePosixPath(name).parents}
+        for parent in sorted(parents, key=str, reverse=True):  # the names in a folder before the folder's own
+            fsync(folder / parent)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror or error}") from error
+    return records
+
+
 def _order(path: Path) -> tuple[int, int]:
     """(step, revision) of a checkpoint folder's name."""
     match = _NAME.fullmatch(path.name)
     assert match, f"not a checkpoint's name: {path}"
     return int(match[1]), int(match[2] or 0)
-
-
-def _write(path: Path, writer: Writer) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(writer, bytes):
-        path.write_bytes(writer)
-    else:
-        writer(path)
-    assert path.is_file() and not path.is_symlink(), f"the writer of {path.name} made no file"
-    fsync(path)
-
-
-def _is_abandoned(temporary: Path) -> bool:
-    """Whether the writer of a temporary folder is dead. A process saves one checkpoint at a time, so
-    one with our own number is of a process before us.
-    """
-    start, pid, _ = temporary.name.rsplit("-", 2)
-    host = start.split("-", 3)[-1]
-    if host != socket.gethostname() or not pid.isdigit():
-        with contextlib.suppress(OSError):
-            return time.time() - temporary.stat().st_mtime > _FOREIGN_TEMPORARY_S
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False  # alive, and another user's
-    return int(pid) == os.getpid()

@@ -57,7 +57,7 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
     free = shutil.disk_usage(_nearest(folder)).free
     needed, what = min_free_gib * GIB, "--min-free-gib"
     if store is not None:
-        count = config.checkpoint.keep_last + 1  # a new one is complete before an old one goes
+        count = config.checkpoint.retention.most(config.train.steps) + 1  # a new one is complete before an old one goes
         checkpoints = count * parameter_count(config, store) * CHECKPOINT_BYTES_PER_PARAMETER
         with suppress(OSError):  # a run that is going on removes some meanwhile
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))

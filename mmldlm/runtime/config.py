@@ -62,4 +62,9 @@ class DistributedConfig:
 @dataclass(frozen=True)
 class GuardConfig:
     nonfinite: Literal["skip", "stop"] = setting("skip", "a step whose loss or gradient norm is not finite")
+    grad_norm_spike: float | None = setting(
+        None,
+        "skip a step whose gradient norm is above this many times the median of the last 100 taken; null: never",
+        above=1,
+    )
     max_consecutive: int = setting(10, "skipped steps in a row before the run is stopped", at_least=1)

@@ -5,10 +5,12 @@ and DDP); FSDP2 and ZeRO override what differs.
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from mmldlm.runtime.launch import DDP, Launch
 from mmldlm.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
+SkipReason = Literal["loss", "norm", "spike"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,18 @@ class Update:
     """What came of one optimizer step."""
 
     grad_norm: float
-    skipped: bool
+    reason: SkipReason | None = None  # why it was skipped
+
+    @property
+    def skipped(self) -> bool:
+        return self.reason is not None
+
+
+def skip_reason(norm: float, limit: float) -> SkipReason | None:
+    """What forbids an update with gradients of this norm."""
+    if not math.isfinite(norm):
+        return "norm"
+    return "spike" if norm > limit else None
 
 
 class Runtime:
@@ -95,7 +109,7 @@ class Runtime:
             self.backward(loss_of(self.forward))
         self.optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, micro_batches: Sequence[T]) -> Iterator[T]:
+    def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
         """The micro-batches of one step; gradients are exchanged with the last one's backward only."""
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -107,17 +121,30 @@ class Runtime:
         with self.waiting("backward: reduction of the gradients"):
             self.accelerator.backward(loss * self.world_size)
 
-    def update(self, lr: float, clip_norm: float) -> Update:
-        """Clip and step at learning rate `lr`. A norm that is not finite leaves every weight as it was."""
+    def all_finite(self, loss: float) -> bool:
+        """Collective: whether the loss is finite on every rank."""
+        broken = torch.tensor(not math.isfinite(loss))
+        return not self.sum(broken, "agreement on the loss").item()
+
+    def drop(self) -> Update:
+        """Leave the step after a forward pass whose loss is not finite; what was accumulated before is gone."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.engine == DDP:
+            # It waits for the backward of its last forward, and would take the next one for it, under no_sync too.
+            self.model.reducer._reset_state()  # type: ignore[union-attr, operator]
+        return Update(math.nan, "loss")
+
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Update:
+        """Clip and step at learning rate `lr`. A norm that is not finite or above the limit changes nothing."""
         with self.waiting("norm of the gradients"):
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf"))
             grad_norm = float(norm)
-        finite = grad_norm == grad_norm and abs(grad_norm) != float("inf")
-        if finite:
+        reason = skip_reason(grad_norm, norm_limit)
+        if reason is None:
             self._set_lr(lr)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm, skipped=not finite)
+        return Update(grad_norm, reason)
 
     def _set_lr(self, lr: float) -> None:
         for group in self.bare_optimizer.param_groups:
@@ -125,14 +152,31 @@ class Runtime:
 
     # --- state, by parameter name and the same under every engine ------------------------------------------
 
-    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Collective: whole float32 weights and the optimizer's state by clean name, on rank 0; elsewhere empty."""
-        if not self.is_main:
-            return {}, {}
-        return model_state(self.bare_model), optimizer_state(self.bare_optimizer, self.bare_model)
+    def sizes(self) -> dict[str, int]:
+        """Elements of every tensor of the model, whole, by clean name; the same on every rank."""
+        return {name: tensor.numel() for name, tensor in model_state(self.bare_model).items()}
+
+    def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """Collective, to be exhausted: what this rank owns of the state, as (group, entry, whole tensor).
+
+        "model": float32 weights by clean name. "optimizer": state of the weights in `owned`, see `optimizer_state`.
+        """
+        with self.waiting("gather of the state"):
+            for name, tensor in model_state(self.bare_model).items():
+                whole = self._whole(tensor)
+                if name in owned:
+                    yield "model", name, whole
+            for entry, tensor in optimizer_state(self.bare_optimizer, self.bare_model).items():
+                whole = self._whole(tensor)
+                if entry.rpartition("/")[0] in owned:
+                    yield "optimizer", entry, whole
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Collective: a tensor of the state without the engine's sharding."""
+        return tensor
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Collective, after `prepare`: put back what `gather_state` gave as second; DataError where it does not fit."""
+        """Collective, after `prepare`: put back the "optimizer" of `gather_state`, whole; DataError if it is not."""
         load_optimizer_state(self.bare_optimizer, self.bare_model, tensors)
 
     def check_precision(self) -> None:
@@ -156,13 +200,16 @@ class Runtime:
         return total
 
     def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
-        """Collective: the small plain value of each rank, in order of rank."""
+        """Collective: the small value of each rank, in order of rank, as JSON has it: a tuple comes back as a list."""
+        assert _is_json(value), f"{what}: {value!r} is more than JSON can say"
+        text = json.dumps(value).encode()
         if self.world_size == 1:
-            return [value]
-        found: list[Any] = [None] * self.world_size
+            return [json.loads(text)]
+        # PyTorch's own gather of objects unpickles, and so runs, whatever comes over the network.
         with self.waiting(what):
-            dist.all_gather_object(found, value)
-        return found
+            lengths = [int(length) for length in _all_gather(torch.tensor([len(text)]))]
+            padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
+            return [json.loads(part.numpy().tobytes()) for part in _all_gather(padded)]
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
@@ -185,3 +232,18 @@ class Runtime:
             self.watchdog.close()
         if dist.is_available() and dist.is_initialized() and not self.peer_lost:
             dist.destroy_process_group()
+
+
+def _all_gather(tensor: Tensor) -> list[Tensor]:
+    """Collective: this tensor of the host of each rank."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int, float))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mmldlm.checkpoint.state import load_optimizer_state, model_state, optimizer_state
-from mmldlm.runtime.engine import Runtime
+from mmldlm.checkpoint.state import load_optimizer_state, model_state
+from mmldlm.runtime.engine import Runtime, Update
 
 
 def fsdp_plugin(precision: str, wrapped: str) -> FullyShardedDataParallelPlugin:
@@ -38,11 +39,16 @@ def fsdp_plugin(precision: str, wrapped: str) -> FullyShardedDataParallelPlugin:
 class FSDP2Runtime(Runtime):
     shards_parameters = True
 
-    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        with self.waiting("gather of the state"):
-            weights = self._whole(model_state(self.bare_model))
-            moments = self._whole(optimizer_state(self.bare_optimizer, self.bare_model))
-        return (weights, moments) if self.is_main else ({}, {})
+    def drop(self) -> Update:
+        root: Any = self.model
+        root.reset_iter_state()  # back to shards, and nothing left of the forward pass
+        # What no_sync accumulates lies beside the shards, where the optimizer does not see it.
+        for state in root._get_fsdp_state()._state_ctx.all_states:
+            for parameter in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        return super().drop()
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         parameters = model_state(self.bare_model)
@@ -52,14 +58,8 @@ class FSDP2Runtime(Runtime):
             {entry: _as_sharded(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
         )
 
-    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One tensor after the other; only rank 0 keeps them, on the host."""
-        whole: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self.is_main:
-                whole[name] = full.cpu()
-        return whole
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_sharded(tensor: Tensor, like: Tensor | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM ask the loop to end after the step at hand; a second SIGINT ends at once."""
+"""What signals ask of the loop: SIGINT and SIGTERM to end after the step at hand, SIGUSR1 to save and go on.
+
+A second SIGINT ends at once.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class StopRequest:
-    """Context manager; `signal_name` is set once a signal came."""
+class SignalRequests:
+    """Context manager that notes the signals of this process; the ranks agree on them in the loop."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    STOP = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
+        self.stop: str | None = None  # name of the signal
+        self.save = False
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
-        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+    def __enter__(self) -> SignalRequests:
+        self._previous = {number: signal.signal(number, self._handle) for number in (*self.STOP, signal.SIGUSR1)}
         return self
 
     def __exit__(
@@ -27,6 +31,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None and number == signal.SIGINT:
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
+        if self.stop is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        self.stop = signal.Signals(number).name

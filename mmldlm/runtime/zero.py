@@ -6,11 +6,13 @@ through DeepSpeed's per-parameter functions, so that checkpoints are the same as
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils import (
     lazy_init_hp_params_optimizer_state,
     safe_get_full_fp32_param,
@@ -21,12 +23,14 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
-from mmldlm.runtime.engine import Runtime, Update
+from mmldlm.runtime.engine import Runtime, Update, skip_reason
 
 T = TypeVar("T")
 
 
 class ZeroRuntime(Runtime):
+    _dropping, _norm_limit = False, math.inf
+
     @property
     def stage(self) -> int:
         return int(self.engine[len("zero")])
@@ -44,6 +48,29 @@ class ZeroRuntime(Runtime):
         with self.waiting("setting the master weights"):
             for name, parameter in self._trained():
                 safe_set_full_fp32_param(parameter, initial[name].to(self.device))
+        self._judge_steps()
+
+    def _judge_steps(self) -> None:
+        """Have DeepSpeed's step ask us, between its norm and its own way out of an overflow, which drops all gradients.
+
+        By itself it steps on with a norm of any size.
+        """
+        optimizer = self.zero_optimizer
+        optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm says it all
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        norm_of, update_scale = getattr(optimizer, name), optimizer._update_scale
+
+        def norm() -> Any:
+            found = torch.tensor([math.nan]) if self._dropping else norm_of()
+            self._norm = float(combine_grad_norm_groups(found) if self.stage == 3 else found)
+            return found
+
+        def judge(overflow: bool) -> None:
+            optimizer.overflow = overflow or skip_reason(self._norm, self._norm_limit) is not None
+            update_scale(optimizer.overflow)
+
+        setattr(optimizer, name, norm)
+        optimizer._update_scale = judge
 
     @property
     def deepspeed(self) -> Any:
@@ -66,7 +93,7 @@ class ZeroRuntime(Runtime):
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((clean_name(n), p) for n, p in self.bare_model.named_parameters() if p.requires_grad)
 
-    def accumulate(self, micro_batches: Sequence[T]) -> Iterator[T]:
+    def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
         """ZeRO-1 exchanges gradients with the last micro-batch; 2 and 3 with each, since none holds them whole."""
         for index, micro_batch in enumerate(micro_batches):
             self.deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
@@ -76,35 +103,47 @@ class ZeroRuntime(Runtime):
         with self.waiting("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def update(self, lr: float, clip_norm: float) -> Update:
-        """The norm is that before clipping. DeepSpeed skips by itself, on all ranks, where it is not finite."""
+    def drop(self) -> Update:
+        self._dropping = True
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.step()
+        self._dropping = False
+        if self.stage < 3:  # a first step that did not come to its end is left out by DeepSpeed's clean-up
+            self.zero_optimizer.all_grad_tensors.clear()
+        return Update(math.nan, "loss")
+
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Update:
+        """The norm is that before clipping; DeepSpeed says infinite of any that is not finite."""
         self._set_lr(lr)
+        self._norm_limit = norm_limit
         with self.waiting("optimizer step: overflow, norm and new parameters"):
             self.deepspeed.step()
-        skipped = bool(self.zero_optimizer.overflow)
-        return Update(float("inf") if skipped else float(self.deepspeed.get_global_grad_norm()), skipped)
+        return Update(self._norm, skip_reason(self._norm, norm_limit))
 
-    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        weights = dict(self._frozen)
-        moments: dict[str, Tensor] = {}
+    def sizes(self) -> dict[str, int]:
+        parameters = {clean_name(n): self._shape(p).numel() for n, p in self.bare_model.named_parameters()}
+        return {**super().sizes(), **parameters}
+
+    def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+        buffers = {clean_name(name) for name, _ in self.bare_model.named_buffers()}
+        state = model_state(self.bare_model)
+        for name, tensor in {**self._frozen, **{name: state[name] for name in state if name in buffers}}.items():
+            if name in owned:
+                yield "model", name, tensor
         step, keys = self._optimizer_layout()
         if step is not None:
             self._link_optimizer_state()
         with self.waiting("gather of the state"):
             for name, parameter in self._trained():
-                weight = safe_get_full_fp32_param(parameter)
-                if self.is_main:
-                    weights[name] = weight.view(self._shape(parameter)).cpu().clone()
-                if step is None:
-                    moments[f"{name}/{NO_STATE}"] = torch.empty(0)
+                found = [("model", name, safe_get_full_fp32_param(parameter))]
+                found += [("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys]
+                if name not in owned:
                     continue
-                moments[f"{name}/step"] = step
-                for key in keys:
-                    moment = safe_get_full_optimizer_state(parameter, key)
-                    if self.is_main:
-                        moments[f"{name}/{key}"] = moment.view(self._shape(parameter)).cpu().clone()
-        weights.update((name, t) for name, t in model_state(self.bare_model).items() if name in self._buffers())
-        return (weights, moments) if self.is_main else ({}, {})
+                yield from ((group, entry, whole.view(self._shape(parameter))) for group, entry, whole in found)
+                if step is not None:
+                    yield "optimizer", f"{name}/step", step
+                else:
+                    yield "optimizer", f"{name}/{NO_STATE}", torch.empty(0)
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         trained = dict(self._trained())
@@ -153,9 +192,6 @@ class ZeroRuntime(Runtime):
         if self.stage < 3:
             for parameters, partition in zip(optimizer.bit16_groups, self._partitions(), strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, partition, optimizer.optimizer.state)
-
-    def _buffers(self) -> set[str]:
-        return {clean_name(name) for name, _ in self.bare_model.named_buffers()}
 
     @staticmethod
     def _shape(parameter: nn.Parameter) -> torch.Size:

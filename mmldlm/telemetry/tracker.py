@@ -86,7 +86,7 @@ class Tracker:
         if not self.enabled:
             return
         self._write(kind, step, values)
-        shown = "  ".join(f"{key} {value}" for key, value in values.items())
+        shown = "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         self._progress.message(f"{kind} at step {step:,}: {shown}")
         self.flush()
 

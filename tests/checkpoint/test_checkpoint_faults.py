@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mmldlm.checkpoint import CheckpointStore
+from mmldlm.checkpoint import CheckpointStore, Retention
 
 FILES = {f"file-{i}": bytes(1000) for i in range(3)}
 
@@ -17,9 +17,9 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 import torch
-from mmldlm.checkpoint import CheckpointStore, write_tensors
+from mmldlm.checkpoint import CheckpointStore, Retention, write_tensors
 from mmldlm.errors import StorageError
-store = CheckpointStore(Path(sys.argv[1]), 3)
+store = CheckpointStore(Path(sys.argv[1]), Retention(last=3))
 store.save(1, {"a": bytes(1_000_000)}, {})
 for files in ({"a": lambda path: path.write_bytes(bytes(9_000_000))},
               {"a": lambda path: write_tensors(path, {"w": torch.zeros(3_000_000)})},
@@ -54,14 +54,14 @@ def test_full_disk_leaves_the_old_ones_intact(tmp_path):
 
 def test_killed_at_any_moment_a_good_checkpoint_is_left(tmp_path):
     generator, kills_inside, last = random.Random(0), 0, 0
-    store = CheckpointStore(tmp_path, keep_last=1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(0, FILES, {})
     for _ in range(30):
         child = os.fork()
         if not child:
             # A fresh child goes on from what it finds, as a restarted run does.
             try:
-                writer = CheckpointStore(tmp_path, keep_last=1)
+                writer = CheckpointStore(tmp_path, Retention(last=1))
                 step = writer.newest().step
                 while True:
                     step += 1
@@ -81,7 +81,7 @@ def test_killed_at_any_moment_a_good_checkpoint_is_left(tmp_path):
 
 
 def test_a_reader_beside_a_writer_always_finds_a_whole_checkpoint(tmp_path, caplog):
-    store = CheckpointStore(tmp_path, keep_last=1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(0, FILES, {})
     child = os.fork()
     if not child:

@@ -5,19 +5,28 @@ import torch
 from torch import nn
 
 from mmldlm.checkpoint import (
+    Checkpoint,
     CheckpointStore,
+    Retention,
+    TensorFiles,
     TrainState,
     clean_name,
+    file_name,
     load_model_state,
     load_optimizer_state,
     model_state,
     optimizer_state,
-    read_tensors,
+    owners,
     write_tensors,
 )
 from mmldlm.errors import DataError, NumericalError
 
 pytestmark = pytest.mark.quick
+
+
+def read(folder, name):
+    """The tensors of one file."""
+    return TensorFiles.open(Checkpoint(folder, 1, {}, {f"{name}.safetensors": 0}), name)
 
 
 class Tied(nn.Module):
@@ -65,7 +74,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, name):
     model = Tied()
     optimizer = OPTIMIZERS[name](model.parameters())
     steps(model, optimizer, 0, 5)
-    store = CheckpointStore(tmp_path, 1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(
         5,
         {
@@ -82,8 +91,8 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, name):
     other = Tied()
     resumed = OPTIMIZERS[name](other.parameters())
     checkpoint = store.newest()
-    load_model_state(other, read_tensors(checkpoint.file("model.safetensors")))
-    load_optimizer_state(resumed, other, read_tensors(checkpoint.file("optimizer.safetensors")))
+    load_model_state(other, TensorFiles.open(checkpoint, "model"))
+    load_optimizer_state(resumed, other, TensorFiles.open(checkpoint, "optimizer"))
     assert bits(optimizer_state(resumed, other)) == saved
     assert other.head.weight is other.embedding.weight
     first = TrainState.from_json(checkpoint.file("state.json").read_bytes()).step
@@ -116,8 +125,8 @@ def test_loaded_state_shares_no_memory_with_what_was_read():
 def test_an_optimizer_before_its_first_step(tmp_path):
     model = Tied()
     optimizer = OPTIMIZERS["fused"](model.parameters())
-    write_tensors(tmp_path / "x", optimizer_state(optimizer, model))
-    load_optimizer_state(optimizer, model, read_tensors(tmp_path / "x"))
+    write_tensors(tmp_path / "x.safetensors", optimizer_state(optimizer, model))
+    load_optimizer_state(optimizer, model, read(tmp_path, "x"))
     assert not optimizer.state
 
 
@@ -130,12 +139,12 @@ def test_missing_extra_and_misshapen_are_named_and_change_nothing():
     wrong = {("other" if name == "body.bias" else name): tensor + 1 for name, tensor in weights.items()}
     with pytest.raises(DataError, match=r"missing body\.bias; not wanted other"):
         load_model_state(model, wrong)
-    with pytest.raises(DataError, match=r"body\.weight is \[6, 7\] in the checkpoint, \[6, 6\] in the model"):
+    with pytest.raises(DataError, match=r"body\.weight is float32 \[6, 7\] in the checkpoint, float32 \[6, 6\]"):
         load_model_state(model, {**{n: t + 1 for n, t in weights.items()}, "body.weight": torch.zeros(6, 7)})
     wrong = {name.replace("body.bias/", "other/"): tensor + 1 for name, tensor in moments.items()}
     with pytest.raises(DataError, match=r"missing body\.bias; not wanted other"):
         load_optimizer_state(optimizer, model, wrong)
-    with pytest.raises(DataError, match=r"body\.weight/exp_avg is \[36\]"):
+    with pytest.raises(DataError, match=r"body\.weight/exp_avg is float32 \[36\]"):
         load_optimizer_state(optimizer, model, {**moments, "body.weight/exp_avg": torch.zeros(36)})
     assert (bits(model_state(model)), bits(optimizer_state(optimizer, model))) == before
 
@@ -145,7 +154,7 @@ def test_nonfinite_weights_are_never_saved(tmp_path, value):
     model = Tied()
     with torch.no_grad():
         model.body.bias[3] = value
-    store = CheckpointStore(tmp_path, 1)
+    store = CheckpointStore(tmp_path, Retention(last=1))
     with pytest.raises(NumericalError, match=r"body\.bias"):
         store.save(1, {"model": lambda path: write_tensors(path, model_state(model))}, {})
     assert not list(tmp_path.iterdir())
@@ -161,17 +170,35 @@ def test_tensors_round_trip(tmp_path):
         "integer": torch.tensor(7),
         "empty": torch.empty(0, 3),
     }
-    write_tensors(tmp_path / "t", tensors)
-    read = read_tensors(tmp_path / "t")
-    assert bits(read) == bits(tensors)
-    (tmp_path / "t").write_bytes(b"\xff" * 100)  # a header of 2**64 bytes
-    for path in (tmp_path / "t", tmp_path / "absent"):
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    assert bits(read(tmp_path, "t")) == bits(tensors)
+    (tmp_path / "t.safetensors").write_bytes(b"\xff" * 100)  # a header of 2**64 bytes
+    for name in ("t", "absent"):
         with pytest.raises(DataError, match="cannot read"):
-            read_tensors(path)
+            read(tmp_path, name)
+
+
+def test_tensors_of_several_files_and_their_owners(tmp_path):
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0}
+    found = owners(sizes, 2)
+    assert found == owners(dict(reversed(sizes.items())), 2), "the same on every rank, whatever its order"
+    assert sorted(sum(sizes[n] for n in sizes if found[n] == rank) for rank in (0, 1)) == [110, 110]
+    tensors = {name: torch.full((2,), float(size)) for name, size in sizes.items()}
+    for rank in (0, 1):
+        own = {name: tensor for name, tensor in tensors.items() if found[name] == rank}
+        write_tensors(tmp_path / file_name("model", rank, 2), own)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    files = TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys([*names, "models.safetensors"], 0)), "model")
+    assert bits(files) == bits(tensors) and set(files.where(lambda name: name < "c")) == {"a", "b"}
+    write_tensors(tmp_path / names[0], tensors)
+    with pytest.raises(DataError, match="is there twice"):
+        TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys(names, 0)), "model")
+    with pytest.raises(DataError, match=r"no optimizer\.safetensors"):
+        TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys(names, 0)), "optimizer")
 
 
 def test_train_state_is_strict():
-    state = TrainState(step=3, samples_seen=24, tokens_seen=900, skipped_steps=1, best_validation=1.5)
+    state = TrainState(step=3, samples_seen=24, tokens_seen=900, skipped_steps=1, best_validations=[1.5])
     assert TrainState.from_json(state.to_json()) == state
     assert TrainState.from_json(TrainState().to_json()) == TrainState()
     good = json.loads(state.to_json())
@@ -180,7 +207,8 @@ def test_train_state_is_strict():
         {**good, "step": True},
         {**good, "step": -1},
         {**good, "step": 3.0},
-        {**good, "best_validation": float("nan")},
+        {**good, "best_validations": [float("nan")]},
+        {**good, "best_validations": 1.5},
         {**good, "extra": 1},
         {key: value for key, value in good.items() if key != "tokens_seen"},
         [],
@@ -192,4 +220,4 @@ def test_train_state_is_strict():
         with pytest.raises(DataError):
             TrainState.from_json(text)
     with pytest.raises(ValueError):
-        TrainState(best_validation=float("nan")).to_json()
+        TrainState(best_validations=[float("nan")]).to_json()

@@ -101,7 +101,7 @@ def test_a_worker_that_leaves_the_block_does_not_free_the_lock(tmp_path):
 
 
 def test_of_many_racing_for_a_folder_one_wins(tmp_path):
-    for _ in range(20):
+    for _ in range(50):
         ready, go = os.pipe()
         children = []
         for _ in range(4):

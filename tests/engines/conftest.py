@@ -1,10 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engine_runs import PARITY
+from engine_runs import PARITY, ROOT, environment
 
 from mmldlm import train
 
@@ -30,3 +34,23 @@ def single(tmp_path_factory: pytest.TempPathFactory, parity_config: Path) -> Cal
         return made[settings]
 
     return reference
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a command in the background, its output in `tmp_path/log`; killed with all its children at the end."""
+    processes = []
+
+    def start(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        log = (tmp_path / "log").open("w")
+        env = environment(PYTHONPATH=str(ROOT), **variables)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=log, stderr=log, text=True, start_new_session=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -37,7 +38,9 @@ CURVE = ("loss/total", "optim/grad_norm", "optim/lr")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **changes}
+    # Without what a run in this very process has exported before.
+    inherited = {name: value for name, value in os.environ.items() if "NCCL" not in name and "TORCH_FR" not in name}
+    return {**inherited, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **changes}
 
 
 def free_port() -> int:
@@ -63,6 +66,12 @@ def torchrun(processes: int, *arguments: object) -> list[str]:
 def deepspeed(processes: int, *arguments: object) -> list[str]:
     options = ["--num_gpus", str(processes), "--master_port", str(free_port())]
     return [str(BIN / "deepspeed"), *options, "mmldlm/train.py", *map(str, arguments)]
+
+
+def with_script(command: list[str], name: str) -> list[str]:
+    """The same launch of a script of this folder instead of `-m mmldlm.train`."""
+    place = command.index("-m")
+    return [*command[:place], str(ROOT / "tests/engines" / name), *command[place + 2 :]]
 
 
 def run(
@@ -105,3 +114,12 @@ def difference(folder: Path, reference: Path, keys: Sequence[str] = CURVE, kind:
 
 def exit_record(folder: Path, name: str = "exit.json") -> dict[str, object]:
     return json.loads((folder / name).read_text())
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and max(records(folder), default=0) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-3000:])

@@ -63,10 +63,10 @@ def backward(self: Runtime, loss: torch.Tensor) -> None:
     facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
 
-def update(self: Runtime, lr: float, clip_norm: float) -> Any:
+def update(self: Runtime, *arguments: float) -> Any:
     trained = sum(parameter.numel() for parameter in self.bare_model.parameters() if parameter.requires_grad)
     facts["held"] = tensor_bytes(self.bare_model) / trained
-    return _update(self, lr, clip_norm)
+    return _update(self, *arguments)
 
 
 _corrupt = Training.corrupt

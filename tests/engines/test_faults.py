@@ -7,13 +7,25 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from engine_runs import CURVE, ENGINES, ROOT, accelerate, environment, exit_record, records, run, succeed
+from engine_runs import (
+    CURVE,
+    ENGINES,
+    ROOT,
+    accelerate,
+    environment,
+    exit_record,
+    records,
+    run,
+    succeed,
+    wait_for_step,
+    with_script,
+)
 
 TIMEOUT_S = 5
 ENDLESS = [f"distributed.timeout_s={TIMEOUT_S}", "train.steps=100000", "validation.every=0", "checkpoint.every_steps=0"]
@@ -24,6 +36,7 @@ COLLECTIVES = (
     "all-reduce of the losses to log",
     "all-reduce of the counts to log",
     "forward: gather of the parameters",
+    "agreement on the loss",
     "backward: reduction of the gradients",
     "norm of the gradients",
     "optimizer step: overflow, norm and new parameters",
@@ -31,38 +44,8 @@ COLLECTIVES = (
 
 
 def script(command: list[str]) -> list[str]:
-    """The same launch of the script with a faulty rank."""
-    place = command.index("-m")
-    return [*command[:place], str(ROOT / "tests/engines/faulty_rank.py"), *command[place + 2 :]]
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a command in the background, its output in `tmp_path/log`; killed with all its children at the end."""
-    processes = []
-
-    def start(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        log = (tmp_path / "log").open("w")
-        env = environment(PYTHONPATH=str(ROOT), **variables)
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=log, stderr=log, text=True, start_new_session=True
-        )
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and max(records(folder), default=0) >= step:
-            return
-        time.sleep(0.1)
-    raise AssertionError(log.read_text()[-3000:])
+    """The same launch with a faulty rank."""
+    return with_script(command, "faulty_rank.py")
 
 
 def pids(folder: Path) -> list[int]:

@@ -1,0 +1,39 @@
+"""`mmldlm.train`, in which the files of one rank's checkpoints are late or cannot be written.
+
+WRITER=slow: each save takes half a second longer. WRITER=fail: the second save fails on rank 1, as a full disk does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmldlm import saving, train
+from mmldlm.checkpoint import FileRecord
+from mmldlm.errors import StorageError
+
+FAULT, RANK = os.environ["WRITER"], int(os.environ.get("RANK", "0"))
+_write_files = saving.write_files
+calls = 0
+
+
+def write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]:
+    global calls
+    calls += 1
+    if FAULT == "slow":
+        time.sleep(0.5)
+    elif RANK == 1 and calls == 2:
+        raise StorageError(f"cannot write {folder}: {os.strerror(errno.ENOSPC)}")
+    return _write_files(folder, files)
+
+
+saving.write_files = write_files
+status = train.main()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)

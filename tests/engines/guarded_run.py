@@ -1,0 +1,110 @@
+"""`mmldlm.train` with planted faults: FAULTS=[{"step", "kind", "rank", "micro_batch"}, ...], FACTS=folder.
+
+Kinds are nan, inf and -inf in one latent, and a gradient of one parameter that becomes nan (bad_gradient) or huge. With
+REFERENCE=1 the engine hears nothing of those steps: no forward pass, no skip. Each rank writes down the digests of its
+weights and moments after each step, and which sample it planted something in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mmldlm import train
+from mmldlm.runtime.engine import Runtime, Update
+from mmldlm.training import Training
+
+RANK = int(os.environ["RANK"])
+FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
+REFERENCE = "REFERENCE" in os.environ
+FACTORS = {"bad_gradient": math.nan, "huge": 1e6}
+facts: dict[str, Any] = {"digests": [], "planted": {}}
+fault: dict[str, Any] = {}  # of this rank in the step at hand
+_open, _corrupt, _update, _finish_step = Training._open, Training.corrupt, Training.update, Training.finish_step
+
+
+def tensors(runtime: Runtime) -> Iterator[torch.Tensor]:
+    """This rank's weights, masters and moments."""
+    parameters = list(runtime.bare_model.parameters())
+    partitions = runtime._partitions() if hasattr(runtime, "_partitions") else []
+    yield from (getattr(parameter, "ds_tensor", parameter) for parameter in parameters)
+    yield from partitions
+    for owner in partitions or parameters:
+        state = runtime.bare_optimizer.state.get(owner, {})
+        yield from (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
+
+
+def digest(runtime: Runtime) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors(runtime):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        found.update(local.detach().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def opened(self: Training) -> None:
+    _open(self)
+    facts["digests"].append(digest(self.runtime))
+    self.runtime.bare_model.text_out.register_forward_pre_hook(poison)
+    self.runtime.accumulate = left_out(self.runtime.accumulate)  # type: ignore[method-assign]
+
+
+def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
+    fault.clear()
+    if not REFERENCE and FAULTS.get(step, {}).get("rank") == RANK:
+        fault.update(FAULTS[step])
+        fault["calls"] = 0
+    if fault and fault["kind"] not in FACTORS:
+        batch = micro_batches[fault["micro_batch"]]
+        latents = batch.latents.clone()
+        latents[-1, 0, 0] = float(fault["kind"])
+        micro_batches = [*micro_batches]
+        micro_batches[fault["micro_batch"]] = dataclasses.replace(batch, latents=latents)
+        facts["planted"][step + 1] = int(batch.sample_ids[-1])
+    return _corrupt(self, step, micro_batches)
+
+
+def poison(module: torch.nn.Module, inputs: Any) -> None:
+    """In the forward pass the weight is, under every engine, what the gradient will be of."""
+    if not fault or fault["kind"] not in FACTORS or not torch.is_grad_enabled():
+        return
+    if fault["calls"] == fault["micro_batch"]:
+        factor = FACTORS[fault["kind"]]
+        handle = module.weight.register_hook(lambda gradient: (handle.remove(), gradient * factor)[1])
+    fault["calls"] += 1
+
+
+def left_out(accumulate: Any) -> Any:
+    def found(micro_batches: list[Any]) -> Generator[Any]:
+        if not (REFERENCE and len(facts["digests"]) - 1 in FAULTS):
+            yield from accumulate(micro_batches)
+
+    return found
+
+
+def update(self: Training, lr: float) -> Update:
+    return Update(math.nan, "loss") if REFERENCE and self.state.step in FAULTS else _update(self, lr)
+
+
+def finish_step(self: Training, *arguments: Any) -> None:
+    facts["digests"].append(digest(self.runtime))
+    _finish_step(self, *arguments)
+
+
+Training._open, Training.corrupt, Training.update = opened, corrupt, update  # type: ignore[method-assign]
+Training.finish_step = finish_step  # type: ignore[method-assign]
+status = train.main()
+(Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
