@@ -110,13 +110,17 @@ class CheckpointStore:
             newest.setdefault(_order(path)[0], path)
         losses = {each: self._validation_loss(path) for each, path in newest.items()} if self.retention.best else {}
         keep = {newest[each] for each in self.retention.kept(step, newest.keys() - {step}, losses)}
+        going = []
         for path in self.paths():
             if path not in keep:
                 # Out of sight in one instant: a reader never finds half a checkpoint.
-                gone = path.with_name(f".old-{path.name}")
-                shutil.rmtree(gone, ignore_errors=True)
-                path.rename(gone)
-                shutil.rmtree(gone)
+                going.append(path.with_name(f".old-{path.name}"))
+                shutil.rmtree(going[-1], ignore_errors=True)
+                path.rename(going[-1])
+        if going:
+            fsync(self.folder)  # or a power failure might bring a half-removed one back
+        for path in going:
+            shutil.rmtree(path)
 
     def _validation_loss(self, path: Path) -> float | None:
         loss = recorded(path).get("info", {}).get("validation_loss")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmldlm.brief import shown
 from mmldlm.errors import ConfigError
 from mmldlm.schema import flatten
 
@@ -40,7 +41,7 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"DeepSpeed file {path} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"DeepSpeed file {path} is not readable JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -52,10 +53,13 @@ def engine_of(config: Mapping[str, Any], path: str) -> str:
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     if stage not in (1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, found {stage!r}")
-    offloads = any(
-        (zero.get(key) or {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
-    )
+        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, found {shown(stage)}")
+    offloads = False
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{path}: zero_optimization.{key}: expected keys below it, found {shown(section)}")
+        offloads |= section.get("device", "none") != "none"
     return f"zero{stage}_offload" if offloads else f"zero{stage}"
 
 

@@ -25,6 +25,10 @@ from mmldlm.runtime.watchdog import Watchdog
 T = TypeVar("T")
 SkipReason = Literal["loss", "norm", "spike"]
 
+# Groups that were left, never freed: where DDP's reducer holds the last reference, gloo's threads are joined under the
+# lock of Python's interpreter, which now and then they wait for themselves.
+_left: list[Any] = []
+
 
 @dataclass(frozen=True)
 class Update:
@@ -231,6 +235,7 @@ class Runtime:
         if self.watchdog is not None:
             self.watchdog.close()
         if dist.is_available() and dist.is_initialized() and not self.peer_lost:
+            _left.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmldlm.brief import shown
 from mmldlm.errors import ConfigError
 from mmldlm.runtime.deepspeed_config import engine_of, read_deepspeed_config
 from mmldlm.strict_yaml import read_yaml
@@ -135,17 +136,24 @@ def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) ->
     if environment.get("ACCELERATE_MIXED_PRECISION"):
         raise ConfigError(f"--accelerate_config: {path}, but accelerate launch has brought its own --config_file")
     if kind == "DEEPSPEED":
-        section = tree.get("deepspeed_config") or {}
+        section = _section(tree, "deepspeed_config", path)
         environment["ACCELERATE_USE_DEEPSPEED"] = "true"
         if "deepspeed_config_file" in section:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(section["deepspeed_config_file"])
     elif kind == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
-        for key, value in (tree.get("fsdp_config") or {}).items():
+        for key, value in _section(tree, "fsdp_config", path).items():
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            name = key.upper()
+            name = str(key).upper()
             environment["FSDP_TRANSFORMER_CLS_TO_WRAP" if "LAYER_CLS" in name else name] = text
     elif kind not in ("NO", "MULTI_GPU"):
         raise ConfigError(
             f"{path}: distributed_type: expected NO, MULTI_GPU, FSDP or DEEPSPEED, found {tree['distributed_type']}"
         )
+
+
+def _section(tree: Mapping[str, Any], key: str, path: Path) -> Mapping[Any, Any]:
+    section = tree.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{path}: {key}: expected keys below it, found {shown(section)}")
+    return section

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine_runs import PARITY, ROOT, environment
+from forked_runs import ForkedRuns
 
 from mmldlm import train
 
@@ -34,6 +35,12 @@ def single(tmp_path_factory: pytest.TempPathFactory, parity_config: Path) -> Cal
         return made[settings]
 
     return reference
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as runs:
+        yield runs
 
 
 @pytest.fixture

@@ -81,6 +81,28 @@ def test_refused_launches(changes: dict[str, str], complaint: str) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("deepspeed", "accelerate_file", "complaint"),
+    [
+        ("[" * 100_000, None, "is not readable JSON"),
+        ("[]", None, "expected a JSON object, found list"),
+        ('{"zero_optimization": {"stage": {}}}', None, r"stage: expected 1, 2 or 3, found \{\}"),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": [1]}}', None, "offload_optimizer: expected keys"),
+        (None, "{distributed_type: FSDP, fsdp_config: [1]}", "fsdp_config: expected keys below it, found"),
+        (None, "{distributed_type: DEEPSPEED, deepspeed_config: x}", "deepspeed_config: expected keys below it"),
+        (None, "{distributed_type: [FSDP]}", "distributed_type: expected NO, MULTI_GPU, FSDP or DEEPSPEED"),
+    ],
+)
+def test_malformed_launcher_files(
+    deepspeed: str | None, accelerate_file: str | None, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(deepspeed or accelerate_file or "")
+    with pytest.raises(ConfigError, match=complaint):
+        read_launch(dict(LAUNCHED), str(path) if deepspeed else None, str(path) if accelerate_file else None)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("zero")])
 def test_auto_is_filled_from_the_run_config(engine: str) -> None:
     path = ROOT / "ds_configs" / f"{engine}.json"

@@ -1,0 +1,103 @@
+"""How long training stands still for a checkpoint: written beside it, or waited for, against a step and a plain save.
+
+    python -m benchmarks.checkpoint_stall STORE [--saves 5] [key.sub=value ...]
+
+One process trains a model of about 100 million parameters and saves after every third step, in turns: beside the
+training, waiting, and with `torch.save` (which syncs nothing, hashes nothing and is not safe in a crash). For each kind
+the table has the median stall, the median time until the checkpoint is there, and how much longer than usual the
+steps took that ran beside the writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from mmldlm.config import load_config
+from mmldlm.runtime.launch import read_launch
+from mmldlm.saving import Saved
+from mmldlm.train import train_step
+from mmldlm.training import Training
+
+BETWEEN = 3  # steps from one save to the next
+KINDS = ("beside the training", "waited for", "torch.save")
+SETTINGS = (
+    "model={depth: 12, width: 768, num_heads: 12}",
+    "train.global_batch_size=4",
+    "log={every: 100000, tensorboard: false}",
+    "validation.every=0",
+    "checkpoint={every_steps: 0, keep_last: 1}",
+)
+
+
+def plain_save(run: Training, folder: Path) -> float:
+    began = time.perf_counter()
+    model, optimizer = run.runtime.bare_model, run.runtime.bare_optimizer
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("--saves", type=int, default=5, help="of each kind")
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    total = BETWEEN * (len(KINDS) * options.saves + 2)
+    given = [f"run.dir={folder / 'run'}", f"data.path={options.store}", f"train.steps={total}"]
+    config = load_config(None, [*SETTINGS, *given, *options.settings])
+    steps: dict[str, list[float]] = defaultdict(list)
+    stalls: dict[str, list[float]] = defaultdict(list)
+    complete: dict[str, list[float]] = defaultdict(list)
+    kind, saved = "", 0
+    with Training(config, read_launch(os.environ)) as run:
+        noted = run.note_saved
+
+        def note(checkpoints: list[Saved]) -> None:
+            for checkpoint in checkpoints:
+                stalls[kind].append(checkpoint.stall_s)
+                complete[kind].append(checkpoint.seconds)
+            noted(checkpoints)
+
+        run.note_saved = note  # type: ignore[method-assign]
+        for number, micro_batches in run.steps():
+            began = time.perf_counter()
+            train_step(run, number, micro_batches)
+            steps[kind].append(time.perf_counter() - began)
+            if run.state.step % BETWEEN or run.state.step == total:
+                continue
+            run.note_saved(run.saver.finish())  # none is in the making when the next begins
+            kind = KINDS[saved % len(KINDS)]
+            saved += 1
+            if kind == "torch.save":
+                stalls[kind].append(plain_save(run, folder))
+                complete[kind].append(stalls[kind][-1])
+            else:
+                run.saver.asynchronous = kind == KINDS[0]
+                run.save()
+        kind = "end"
+        size = run.parts.trainable
+    usual = median(steps["torch.save"] + steps["waited for"])
+    print(f"{size / 1e6:.0f} million parameters, {torch.get_num_threads()} threads; a step takes {usual:.2f} s.\n")
+    print("| checkpoint | stall (s) | in steps | until it is there (s) | steps beside it |")
+    print("|---|---|---|---|---|")
+    for kind in KINDS:
+        stall, there = median(stalls[kind][1:]), median(complete[kind][1:])  # the first allocates
+        beside = median(steps[kind]) / usual
+        print(f"| {kind} | {stall:.2f} | {stall / usual:.2f} | {there:.2f} | {beside:.2f} x |")
+
+
+if __name__ == "__main__":
+    main()
