@@ -23,7 +23,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-LATE = ("mmldlm.train", "torch._dynamo", "torch.distributed.fsdp", "deepspeed")  # what a run imports at its start
+# What a run imports at its start; the last one has torch import its compiler.
+LATE = (
+    "mmldlm.train",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -54,6 +61,13 @@ class ForkedRuns:
         """`mmldlm train ARGUMENTS` under `engine` ("single" for one process); the processes, in order of rank."""
         given = [str(argument) for argument in arguments]
         return self._ask("start", engine=engine, arguments=given, processes=processes, log=str(log))
+
+    def succeed(self, engine: str, folder: Path, processes: int, *arguments: object) -> None:
+        """Train in `folder`, to the end."""
+        log = folder.with_suffix(".log")
+        pids = self.start(engine, [*arguments, f"run.dir={folder}"], processes, log)
+        codes = self.wait(pids, 120)
+        assert [codes.get(pid) for pid in pids] == [0] * processes, f"{codes}\n{log.read_text()[-3000:]}"
 
     def kill(self, pids: Sequence[int]) -> None:
         """SIGKILL to those that have not ended."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runs import CURVE, ENGINES, accelerate, deepspeed, difference, records, succeed, torchrun
+from forked_runs import ForkedRuns
 from safetensors.torch import load_file
 
 from mmldlm import train
@@ -125,7 +126,9 @@ def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, 
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2", "zero2", "zero3"])
-def test_a_resumed_run_gives_the_same_bits(engine: str, parity_config: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_same_bits(
+    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
     """Resumed twice, in the second epoch and in the third, with accumulation and dropout, on the same processes."""
     settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=16", "model.dropout=0.1"]
     settings += ["checkpoint.every_steps=4", "validation.every=0"]
@@ -134,10 +137,7 @@ def test_a_resumed_run_gives_the_same_bits(engine: str, parity_config: Path, tmp
         if number:
             kept = Path("checkpoints", f"step-{4 * number:08}")
             shutil.copytree(folders[number - 1] / kept, folder / kept)
-        if engine == "single":
-            assert train.main([str(parity_config), f"run.dir={folder}", *settings]) == 0
-        else:
-            succeed(accelerate(engine, 2, parity_config, f"run.dir={folder}", *settings))
+        forked.succeed(engine, folder, 1 if engine == "single" else 2, parity_config, *settings)
     whole, ours = records(folders[0]), records(folders[2])
     assert list(ours) == [9, 10, 11, 12] and 1 < whole[4]["data/epoch"] < 2 < whole[8]["data/epoch"] < 3
     assert all(ours[step][key] == whole[step][key] for step in ours for key in CURVE)
