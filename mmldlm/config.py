@@ -23,6 +23,7 @@ from mmldlm.optim import OptimConfig, ScheduleConfig
 from mmldlm.runtime.config import DistributedConfig, GuardConfig
 from mmldlm.schema import build, set_dotted, setting, to_yaml
 from mmldlm.strict_yaml import read_yaml
+from mmldlm.telemetry.profiler import ProfileConfig
 
 CONFIG_NAME = "config.yaml"
 
@@ -108,6 +109,7 @@ class RunConfig:
     sampling: SamplingConfig = setting(SamplingConfig(), "generation in training, `evaluate` and `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "held-out losses in training")
     log: LogConfig = setting(LogConfig(), "metrics")
+    profile: ProfileConfig = setting(ProfileConfig(), "a trace of some steps, for Perfetto (ui.perfetto.dev)")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "saving")
     guard: GuardConfig = setting(GuardConfig(), "what to do about numbers that are not finite")
     resume: str = setting("auto", "auto: from the newest good checkpoint of run.dir; never; or a checkpoint's folder")

@@ -33,7 +33,7 @@ from mmldlm.startup import (
     startup_report,
     step_plan,
 )
-from mmldlm.telemetry import Meter, Tracker
+from mmldlm.telemetry import Meter, StepProfiler, Tracker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -154,6 +154,8 @@ class RunLifecycle:
             Tracker(self.run_dir, config.train.steps, self.state.step, resumed, runtime.is_main, config.log.tensorboard)
         )
         self.guard = Guard(config.guard, self.state)
+        self.profiler = StepProfiler(config.profile, self.run_dir, runtime.rank, runtime.device.type)
+        self._stack.callback(self.profiler.close)
         if not runtime.is_main:
             return
         self.guard.file = self._stack.enter_context(skips_file(self.run_dir, self.state.step, resumed))

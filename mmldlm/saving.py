@@ -78,7 +78,7 @@ class Saver:
             NumericalError: the one before had numbers that are not finite.
         """
         began, runtime = time.perf_counter(), self.runtime
-        if self._flight is not None and self.asynchronous:
+        if self._flight is not None and self.asynchronous and runtime.is_main:
             log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._flight.step)
         saved = self.finish()
         groups = self._stage()
@@ -115,8 +115,8 @@ class Saver:
         return []
 
     def close(self) -> None:
-        """Not collective: let the thread end, whatever becomes of its files."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Not collective: let the thread end, whatever becomes of its files; with a peer lost there is no time."""
+        self._pool.shutdown(wait=not self.runtime.peer_lost, cancel_futures=True)
 
     def _end_phase(self) -> Saved | None:
         """Wait for every rank's part of this phase and begin the next; the checkpoint where it was the last."""

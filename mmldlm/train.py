@@ -31,10 +31,10 @@ def train_step(run: Training, step: int, micro_batches: list[Batch]) -> None:
     noised, totals = run.corrupt(step, micro_batches)
     with closing(run.runtime.accumulate(noised)) as batches:
         for batch in batches:
-            loss, sums = run.parts.objective(run.runtime.forward, batch, totals)
+            loss, sums = run.forward(batch, totals)
             if not run.accept(loss):
                 break
-            run.runtime.backward(loss)
+            run.backward(loss)
             run.meter.add(sums, batch.counts)
     lr = lr_at(step, run.config.train.steps, run.config.optim, run.config.schedule)
     run.finish_step(lr, run.update(lr), micro_batches)

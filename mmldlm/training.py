@@ -16,7 +16,7 @@ from mmldlm.errors import StoppedBySignal
 from mmldlm.lifecycle import RunLifecycle
 from mmldlm.resume import identity, small_files
 from mmldlm.runtime.engine import Update
-from mmldlm.telemetry import memory_values
+from mmldlm.telemetry import memory_values, phase
 from mmldlm.validation import text_samples, validation_losses
 
 
@@ -38,13 +38,18 @@ class Training(RunLifecycle):
                 self.runtime.watchdog.at(step)
             if self.config.model.dropout:  # the one draw that is not a function of (seed, step, slot)
                 torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
-            yield step, micro_batches
+            with self.profiler.stepping(step + 1):
+                yield step, micro_batches
             self._raise_if_stopped()
         self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         """The step's corrupted micro-batches on the device, and their counts summed over all ranks."""
+        with phase("corrupt"):
+            return self._corrupt(step, micro_batches)
+
+    def _corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         config = self.config
         weights = mode_weights_at(step, config.mode, config.mode_schedule)
         noised = [
@@ -75,6 +80,15 @@ class Training(RunLifecycle):
             self.runtime.rehearse(lambda network: self.parts.objective(network, on_device[0], counts)[0])
         return on_device, counts
 
+    def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the step's loss, and its detached sums for the meter."""
+        with phase("forward"):
+            return self.parts.objective(self.runtime.forward, batch, totals)
+
+    def backward(self, loss: Tensor) -> None:
+        with phase("backward"):
+            self.runtime.backward(loss)
+
     def accept(self, loss: Tensor) -> bool:
         """Whether all ranks may go on to the backward: the losses of all of them are finite."""
         self.guard.losses.append(float(loss.detach()))
@@ -83,9 +97,10 @@ class Training(RunLifecycle):
 
     def update(self, lr: float) -> Update:
         """The optimizer's step, or none where a loss was not accepted."""
-        if not self._accepted:
-            return self.runtime.drop()
-        return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
+        with phase("update"):
+            if not self._accepted:
+                return self.runtime.drop()
+            return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
 
     def finish_step(self, lr: float, update: Update, micro_batches: Sequence[Batch]) -> None:
         """Count the step; log, validate and save where they are due."""

@@ -2,6 +2,7 @@
 
 from mmldlm.telemetry.meter import Meter
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
+from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.resources import cuda_memory_mib, memory_values, resident_mib
 from mmldlm.telemetry.tensorboard import TensorBoard
@@ -10,11 +11,14 @@ from mmldlm.telemetry.tracker import Tracker
 __all__ = [
     "Meter",
     "MetricsFile",
+    "ProfileConfig",
     "Progress",
+    "StepProfiler",
     "TensorBoard",
     "Tracker",
     "cuda_memory_mib",
     "memory_values",
+    "phase",
     "read_metrics",
     "resident_mib",
 ]

@@ -1,0 +1,89 @@
+"""A trace of a few steps: what ran when, on the host and on the GPU, and the dearest operations in a table."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from mmldlm.errors import StorageError
+from mmldlm.schema import setting
+
+FOLDER = "profile"
+_ROWS = 50  # of the table
+_WARM_UP = 1  # steps that are traced and thrown away: the first ones pay for the tracing itself
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    steps: list[int] = setting(
+        factory=list,
+        doc="[first, last] optimizer step to trace into run.dir/profile, counted from 1; empty: none. Traced steps are "
+        "slower; two or three are enough",
+    )
+    ranks: list[int] = setting(factory=lambda: [0], doc="ranks that write a trace")
+
+    def __post_init__(self) -> None:
+        if self.steps and not (len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1]):
+            raise ValueError(f"steps: expected [first, last] with 1 <= first <= last, found {self.steps}")
+
+
+class StepProfiler:
+    """Traces the steps of `config` on its ranks; `stepping` does nothing on others and at other steps."""
+
+    def __init__(self, config: ProfileConfig, run_dir: Path, rank: int, device_type: str):
+        self.folder, self.rank, self.device_type = run_dir / FOLDER, rank, device_type
+        self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARM_UP - 1)
+        self._profile: profile | None = None
+
+    @contextmanager
+    def stepping(self, step: int) -> Iterator[None]:
+        """Around optimizer step `step`, counted from 1."""
+        if self._profile is None and self.first - _WARM_UP <= step <= self.last:
+            self._profile = self._start(max(0, self.first - step), self.last - max(step, self.first) + 1)
+        yield
+        if self._profile is not None:
+            self._profile.step()
+            if step == self.last:
+                self.close()
+
+    def close(self) -> None:
+        """End a trace that is going on; one that was begun is written."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _start(self, warm_up: int, active: int) -> profile:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device_type == "cuda")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # where there is no step for it
+            plan = schedule(wait=0, warmup=warm_up, active=active, repeat=1)
+        found = profile(
+            activities=activities,
+            schedule=plan,
+            on_trace_ready=self._write,
+            record_shapes=True,
+            profile_memory=True,
+        )
+        found.start()
+        return found
+
+    def _write(self, found: profile) -> None:
+        device = "cuda" if self.device_type == "cuda" else "cpu"
+        table = found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=_ROWS)
+        try:
+            self.folder.mkdir(exist_ok=True)
+            found.export_chrome_trace(str(self.folder / f"trace.rank{self.rank}.json.gz"))
+            (self.folder / f"operations.rank{self.rank}.txt").write_text(table, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {self.folder}: {error.strerror or error}") from error
+
+
+def phase(name: str) -> torch.profiler.record_function:
+    """A named stretch of a trace, as a context manager; costs a microsecond where nothing is traced."""
+    return torch.profiler.record_function(f"mmldlm: {name}")
