@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -41,7 +42,8 @@ def read(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> 
     except Exception as error:
         if not loader.num_workers:
             raise
-        death = _death(workers)
+        # A pipe may be found closed before its worker is found dead.
+        death = _death(workers, patience_s=1.0 if isinstance(error, (EOFError, ConnectionError)) else 0.0)
         _kill(workers)
         raise _explained(error, death, loader.timeout, check_files) from error
 
@@ -90,12 +92,16 @@ def _watching(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _death(workers: list[BaseProcess]) -> str | None:
-    """What ended the first worker that did not end in good order."""
-    for worker in workers:
-        if code := worker.exitcode:
-            return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return None
+def _death(workers: list[BaseProcess], patience_s: float = 0.0) -> str | None:
+    """What ended the first worker that did not end in good order, within so many seconds."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        for worker in workers:
+            if code := worker.exitcode:
+                return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
 
 
 def _explained(error: Exception, death: str | None, timeout_s: float, check_files: Callable[[], None]) -> DataError:

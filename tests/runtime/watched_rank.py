@@ -113,7 +113,7 @@ def main() -> None:
     group = dist.PrefixStore("group", store)
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=patience)
     if "FAR" in os.environ:
-        last_words._machine = lambda: f"machine {rank}"
+        last_words.machine_id = lambda namespace: f"{namespace} of machine {rank}"
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
     watchdog.start()
     watchdog.watch(FOLDER)
