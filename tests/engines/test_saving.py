@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_runs import ROOT, accelerate, difference, environment, exit_record, records, run, wait_for_step, with_script
 from safetensors.torch import load_file
 
-from mmldlm import train
-from mmldlm.checkpoint import CheckpointStore, Retention
+from mmldlm import saving, train
+from mmldlm.checkpoint import CheckpointStore, FileRecord, Retention
+from mmldlm.training import Training
 
 Single = Callable[..., Path]
 
@@ -32,10 +34,24 @@ def files_of(folder: Path, step: int) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in checkpoint.glob("*.safetensors")}
 
 
-def test_beside_the_training_or_not_the_same_bytes(parity_config: Path, single: Single, tmp_path: Path) -> None:
-    """What is saved is the state of its moment, although training went on while it was written."""
+def test_beside_the_training_or_not_the_same_bytes(
+    parity_config: Path, single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved is the state of its moment, although training went on before it was written."""
     settings = ("train.steps=12", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "validation.every=0")
-    beside, waiting = single(*settings), single(*settings, "checkpoint.async=false")
+    waiting, beside = single(*settings, "checkpoint.async=false"), tmp_path / "run"
+    steps_done: list[int] = []
+    at_once, forward = saving.write_files, Training.forward
+
+    def later(folder: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]:
+        seen = len(steps_done)
+        while len(steps_done) < seen + 4 and len(steps_done) < 48:  # 4 micro-batches a step
+            time.sleep(0.001)
+        return at_once(folder, files)
+
+    monkeypatch.setattr(saving, "write_files", later)
+    monkeypatch.setattr(Training, "forward", lambda *given: (steps_done.append(1), forward(*given))[1])
+    assert train.main([str(parity_config), f"run.dir={beside}", *settings]) == 0
     assert steps_of(beside) == steps_of(waiting) == [3, 6, 9, 12]
     assert all(files_of(beside, step) == files_of(waiting, step) for step in (3, 6, 9, 12))
     assert difference(beside, waiting) == 0
@@ -61,15 +77,15 @@ def test_a_slow_writer(parity_config: Path, single: Single, tmp_path: Path) -> N
 
 
 def test_a_writer_that_fails_ends_the_run_on_all_ranks(parity_config: Path, tmp_path: Path) -> None:
-    folder, settings = tmp_path / "run", ["train.steps=100000", *SHORT[1:]]
+    folder, settings = tmp_path / "run", ["train.steps=100000", "checkpoint.every_steps=50", "validation.every=0"]
     command = with_script(accelerate("ddp", 2, parity_config, f"run.dir={folder}", *settings), "faulty_writer.py")
     done = run(command, env=environment(PYTHONPATH=str(ROOT), WRITER="fail"))
     assert done.returncode != 0
     record = exit_record(folder)
     assert record["code"] == 74 and "No space left on device" in str(record["cause"]), record
     assert [exit_record(folder, path.name)["code"] for path in folder.glob("exit.rank*.json")] == [74]
-    assert int(str(record["step"])) <= 9, "noticed at the next step, at the latest at the next save"
-    assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob(".tmp-*"))
+    assert 100 <= int(str(record["step"])) < 145, "noticed at the next step, not only at the next save"
+    assert steps_of(folder) == [50] and not list((folder / "checkpoints").glob(".tmp-*"))
 
 
 def test_a_disk_that_fills_up(parity_config: Path, tmp_path: Path) -> None:
