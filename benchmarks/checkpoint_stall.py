@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoint_stall STORE [--saves 5] [key.sub=value ...]
 
-One process trains a model of about 100 million parameters and saves after every third step, in turns: beside the
+One process trains a model of about 100 million parameters and saves after every ninth step, in turns: beside the
 training, waiting, and with `torch.save` (which syncs nothing, hashes nothing and is not safe in a crash). For each kind
 the table has the median stall, the median time until the checkpoint is there, and how much longer than usual the
 steps took that ran beside the writing.
@@ -26,7 +26,7 @@ from mmldlm.saving import Saved
 from mmldlm.train import train_step
 from mmldlm.training import Training
 
-BETWEEN = 3  # steps from one save to the next
+BETWEEN = 9  # steps from one save to the next: it is there by then
 KINDS = ("beside the training", "waited for", "torch.save")
 SETTINGS = (
     "model={depth: 12, width: 768, num_heads: 12}",

@@ -99,11 +99,11 @@ def serve() -> None:
     codes: dict[int, int] = {}
     for line in sys.stdin:
         verb, values = json.loads(line)
-        answer = start(**values) if verb == "start" else {"kill": kill, "wait": wait}[verb](codes, **values)
+        answer = {"start": start, "kill": kill, "wait": wait}[verb](codes, **values)
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def start(engine: str, arguments: list[str], processes: int, log: str) -> list[int]:
+def start(codes: dict[int, int], engine: str, arguments: list[str], processes: int, log: str) -> list[int]:
     master, pids = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(quiet_port())}, []
     if engine not in ("single", "ddp"):
         arguments = [*arguments, "--accelerate_config", f"accelerate_configs/{engine}.yaml"]
@@ -115,6 +115,7 @@ def start(engine: str, arguments: list[str], processes: int, log: str) -> list[i
                 os.environ.update(master, **{name: str(value) for name, value in place.items()})
             run(arguments, log)
         pids.append(pid)
+        codes.pop(pid, None)  # numbers come again
     return pids
 
 
