@@ -1,6 +1,6 @@
 """`mmldlm.train`, in which the files of one rank's checkpoints are late or cannot be written.
 
-WRITER=slow: each save takes half a second longer. WRITER=fail: the second save fails on rank 1, as a full disk does.
+WRITER=slow: each save takes two seconds longer. WRITER=fail: the second save fails on rank 1, as a full disk does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]
     global calls
     calls += 1
     if FAULT == "slow":
-        time.sleep(0.5)
+        time.sleep(2)
     elif RANK == 1 and calls == 2:
         raise StorageError(f"cannot write {folder}: {os.strerror(errno.ENOSPC)}")
     return _write_files(folder, files)
