@@ -61,6 +61,7 @@ def test_a_cut_cable_ends_both_nodes_and_the_next_start_goes_on(
     started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
     metrics = run / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(curve(run)) >= 3, START_S, "three steps")
+    wait_until((run / "checkpoints" / "step-00000002").is_dir, START_S, "the first checkpoint")
     nodes.cut()
     ended = wait_until(
         lambda: all(process.poll() is not None for process in started), TIMEOUT_S + GRACE_S, "the end of both nodes"
