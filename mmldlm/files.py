@@ -8,9 +8,18 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size and SHA-256 of a file, as a manifest holds them."""
+
+    bytes: int
+    sha256: str
 
 
 def fsync(path: Path) -> None:
@@ -74,3 +83,8 @@ def sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def file_info(path: Path) -> FileInfo:
+    """Of the file as it is now; OSError where it cannot be read."""
+    return FileInfo(path.stat().st_size, sha256(path))

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint import CheckpointStore, FileRecord, file_name, owners, write_files, write_tensors
+from mmldlm.checkpoint import CheckpointStore, file_name, owners, write_files, write_tensors
 from mmldlm.errors import MmldlmError
+from mmldlm.files import FileInfo
 from mmldlm.runtime.engine import Runtime
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Saver:
             self._flight, now = None, time.perf_counter()
             return Saved(flight.step, result, flight.stall_s + now - waited, now - flight.began)
         parts = runtime.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
-        records = {name: FileRecord(**record) for part in parts for name, record in part.items()}
+        records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
         flight.committing = True
         if runtime.is_main:
             flight.task = self._pool.submit(

@@ -1,7 +1,7 @@
 """What makes a run outlive its process: an atomic store, state without pickle, a lock on the run folder."""
 
 from mmldlm.checkpoint.lock import RunLock
-from mmldlm.checkpoint.manifest import Checkpoint, FileRecord, verify
+from mmldlm.checkpoint.manifest import Checkpoint, verify
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.state import (
     NO_STATE,
@@ -19,7 +19,6 @@ __all__ = [
     "NO_STATE",
     "Checkpoint",
     "CheckpointStore",
-    "FileRecord",
     "Retention",
     "RunLock",
     "TensorFiles",

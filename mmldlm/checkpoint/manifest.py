@@ -19,7 +19,7 @@ from typing import Any
 
 from mmldlm.brief import cut, shown
 from mmldlm.errors import DataError
-from mmldlm.files import sha256
+from mmldlm.files import FileInfo, sha256
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -28,14 +28,6 @@ _MAX_DEPTH = 40  # of the JSON; whoever walks through it may do so by recursion
 _MAX_NAME_BYTES = 200
 _HASH_THREADS = 8
 _SHA256 = re.compile("[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What the manifest says of a file."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Checkpoint:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord], info: Mapping[str, Any]) -> Path:
+def write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
     """Write the manifest of `files`, which lie in `folder` already."""
     path = folder / MANIFEST
     entries = {name: asdict(record) for name, record in files.items()}

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.checkpoint.manifest import Checkpoint, FileRecord, check_name, recorded, verify, write_manifest
+from mmldlm.checkpoint.manifest import Checkpoint, check_name, recorded, verify, write_manifest
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import DataError, StorageError
-from mmldlm.files import comes_into_sight, fsync, make_folder, sha256
+from mmldlm.files import FileInfo, comes_into_sight, file_info, fsync, make_folder
 
 Writer = Callable[[Path], None] | bytes
 
@@ -72,7 +72,7 @@ class CheckpointStore:
         except OSError as error:
             raise self._refusal(step, error) from error
 
-    def commit(self, temporary: Path, step: int, files: Mapping[str, FileRecord], info: Mapping[str, Any]) -> Path:
+    def commit(self, temporary: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
         """Make the checkpoint of the `files` that `write_files` left in `temporary`, then let old ones go.
 
         A step that exists already becomes `step-00000100.1`, and only then the old one is removed.
@@ -189,7 +189,7 @@ class CheckpointStore:
         return target
 
 
-def write_files(folder: Path, files: Mapping[str, Writer]) -> dict[str, FileRecord]:
+def write_files(folder: Path, files: Mapping[str, Writer]) -> dict[str, FileInfo]:
     """Write `files` durably into the temporary `folder`, readable by the owner only; what they are, for `commit`.
 
     A file is given by its relative name, and by its bytes or a function that writes the path it is given.
@@ -211,7 +211,7 @@ def write_files(folder: Path, files: Mapping[str, Writer]) -> dict[str, FileReco
             assert path.is_file() and not path.is_symlink(), f"the writer of {name} made no file"
             path.chmod(0o600)
             fsync(path)
-            records[name] = FileRecord(path.stat().st_size, sha256(path))
+            records[name] = file_info(path)
         parents = {parent for name in files for parent in PurePosixPath(name).parents}
         for parent in sorted(parents, key=str, reverse=True):  # the names in a folder before the folder's own
             fsync(folder / parent)

@@ -14,18 +14,10 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.files import sha256
+from mmldlm.files import FileInfo
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """Size and SHA-256 of one file of the store."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -144,10 +136,6 @@ def _split(found: Mapping[str, Any]) -> SplitInfo:
         files = {suffix: FileInfo(**_checked(FileInfo, info)) for suffix, info in shard["files"].items()}
         shards.append(ShardInfo(**_checked(ShardInfo, shard) | {"files": files}))
     return SplitInfo(**_checked(SplitInfo, found) | {"shards": tuple(shards)})
-
-
-def file_info(path: Path) -> FileInfo:
-    return FileInfo(path.stat().st_size, sha256(path))
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -18,12 +18,13 @@ from mmldlm.data import python_docs
 from mmldlm.data.corpora import Document, Problem, find_files, read_file
 from mmldlm.data.duplicates import exact_groups, near_duplicate_groups
 from mmldlm.data.encoders import LatentEncoder, LsaEncoder, SentenceTransformerEncoder
-from mmldlm.data.manifest import MANIFEST_NAME, Manifest, file_info
+from mmldlm.data.manifest import MANIFEST_NAME, Manifest
 from mmldlm.data.options import PrepareConfig, add_arguments, from_args
 from mmldlm.data.reporting import Problems, Progress, say
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import SPLITS, StoreWriter
 from mmldlm.errors import DataError, run_command
+from mmldlm.files import file_info
 
 __all__ = ["PrepareConfig", "add_arguments", "from_args", "main", "prepare", "summary"]
 

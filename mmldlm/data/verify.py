@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.manifest import MANIFEST_NAME, FileInfo, Manifest
+from mmldlm.data.manifest import MANIFEST_NAME, Manifest
 from mmldlm.data.shards import Split, Store
 from mmldlm.errors import DataError
+from mmldlm.files import FileInfo
 
 if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime

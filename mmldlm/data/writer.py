@@ -17,17 +17,15 @@ from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.manifest import (
     FORMAT,
     MANIFEST_NAME,
-    FileInfo,
     LatentInfo,
     Manifest,
     ShardInfo,
     SplitInfo,
-    file_info,
     token_dtype,
 )
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.files import fsync, write_atomically
+from mmldlm.files import FileInfo, file_info, fsync, write_atomically
 
 SPLITS = ("train", "validation", "test")
 

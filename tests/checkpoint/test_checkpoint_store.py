@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.checkpoint import CheckpointStore, FileRecord, Retention, write_files
+from mmldlm.checkpoint import CheckpointStore, Retention, write_files
 from mmldlm.checkpoint import manifest as manifest_module
 from mmldlm.errors import DataError, StorageError
+from mmldlm.files import FileInfo
 
 quick = pytest.mark.quick
 FILES = {
@@ -257,7 +258,7 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
     parts = [write_files(temporary, {f"part-{rank}": bytes([rank]) * 50, f"sub/{rank}": b""}) for rank in range(3)]
     assert store.newest() is None, "not before the commit"
     records = {name: record for part in parts for name, record in part.items()}
-    lost = {**records, "part-7": FileRecord(50, "0" * 64)}
+    lost = {**records, "part-7": FileInfo(50, "0" * 64)}
     with pytest.raises(StorageError, match="part-7 is not there with its 50 bytes"):
         store.commit(temporary, 1, lost, {})
     path = store.commit(temporary, 1, records, {})

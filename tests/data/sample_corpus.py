@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.manifest import MANIFEST_NAME, file_info
+from mmldlm.data.manifest import MANIFEST_NAME
 from mmldlm.data.prepare import PrepareConfig
 from mmldlm.data.shards import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.files import file_info
 
 TOPICS = {
     "garden": "rose tulip soil water seed bloom leaf root prune harvest".split(),  # noqa: SIM905

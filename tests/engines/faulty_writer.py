@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm import saving, train
-from mmldlm.checkpoint import FileRecord
 from mmldlm.errors import StorageError
+from mmldlm.files import FileInfo
 
 FAULT, RANK = os.environ["WRITER"], int(os.environ.get("RANK", "0"))
 _write_files = saving.write_files
 calls = 0
 
 
-def write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]:
+def write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, FileInfo]:
     global calls
     calls += 1
     if FAULT == "slow":

@@ -17,7 +17,8 @@ from engine_runs import ROOT, accelerate, difference, environment, exit_record, 
 from safetensors.torch import load_file
 
 from mmldlm import saving, train
-from mmldlm.checkpoint import CheckpointStore, FileRecord, Retention
+from mmldlm.checkpoint import CheckpointStore, Retention
+from mmldlm.files import FileInfo
 from mmldlm.training import Training
 
 Single = Callable[..., Path]
@@ -43,7 +44,7 @@ def test_beside_the_training_or_not_the_same_bytes(
     steps_done: list[int] = []
     at_once, forward = saving.write_files, Training.forward
 
-    def later(folder: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]:
+    def later(folder: Path, files: Mapping[str, Any]) -> dict[str, FileInfo]:
         seen = len(steps_done)
         while len(steps_done) < seen + 4 and len(steps_done) < 48:  # 4 micro-batches a step
             time.sleep(0.001)
