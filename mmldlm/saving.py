@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint import CheckpointStore, file_name, owners, write_files, write_tensors
+from mmldlm.balance import share_out
+from mmldlm.checkpoint import CheckpointStore, file_name, write_files, write_tensors
 from mmldlm.errors import MmldlmError
 from mmldlm.files import FileInfo
 from mmldlm.runtime.engine import Runtime
@@ -150,8 +151,7 @@ class Saver:
     def _stage(self) -> dict[str, dict[str, Tensor]]:
         """Copies on the host of the tensors that this rank writes, by group; page-locked where they come from a GPU."""
         runtime = self.runtime
-        owner = owners(runtime.sizes(), runtime.world_size)
-        owned = {name for name, rank in owner.items() if rank == runtime.rank}
+        owned = set(share_out(runtime.sizes(), runtime.world_size)[runtime.rank])
         groups: dict[str, dict[str, Tensor]] = {}
         on_cuda = runtime.device.type == "cuda"
         for group, name, tensor in runtime.gather_state(owned):

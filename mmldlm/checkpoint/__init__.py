@@ -13,7 +13,7 @@ from mmldlm.checkpoint.state import (
     optimizer_state,
 )
 from mmldlm.checkpoint.store import CheckpointStore, write_files
-from mmldlm.checkpoint.tensors import TensorFiles, file_name, owners, write_tensors
+from mmldlm.checkpoint.tensors import TensorFiles, file_name, write_tensors
 
 __all__ = [
     "NO_STATE",
@@ -29,7 +29,6 @@ __all__ = [
     "load_optimizer_state",
     "model_state",
     "optimizer_state",
-    "owners",
     "verify",
     "write_files",
     "write_tensors",

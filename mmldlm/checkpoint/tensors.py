@@ -25,17 +25,6 @@ def file_name(group: str, rank: int, ranks: int) -> str:
     return f"{group}.safetensors" if ranks == 1 else f"{group}-{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
-def owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The rank that writes each name: the largest first, each to whoever has least. The same on every rank."""
-    load = [0] * ranks
-    found = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = load.index(min(load))
-        load[rank] += sizes[name]
-        found[name] = rank
-    return found
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` as safetensors.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mmldlm.balance import share_out
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest
 from mmldlm.data.shards import Split, Store
 from mmldlm.errors import DataError
@@ -81,13 +82,7 @@ def deal(manifest: Manifest, parts: int) -> list[list[tuple[int, int, str]]]:
     for split, name in enumerate(SPLITS):
         for index, shard in enumerate(manifest.splits[name].shards):
             sizes[split, index, shard.name] = sum(info.bytes for info in shard.files.values())
-    dealt: list[list[tuple[int, int, str]]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for work in sorted(sizes, key=lambda work: -sizes[work]):
-        least = load.index(min(load))
-        dealt[least].append(work)
-        load[least] += sizes[work]
-    return dealt
+    return share_out(sizes, parts)
 
 
 def _read_shard(store: Store, number: int, index: int) -> list[BadSample]:

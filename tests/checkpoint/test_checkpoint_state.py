@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmldlm.balance import share_out
 from mmldlm.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -16,7 +17,6 @@ from mmldlm.checkpoint import (
     load_optimizer_state,
     model_state,
     optimizer_state,
-    owners,
     write_tensors,
 )
 from mmldlm.errors import DataError, NumericalError
@@ -179,14 +179,13 @@ def test_tensors_round_trip(tmp_path):
 
 
 def test_tensors_of_several_files_and_their_owners(tmp_path):
-    sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0}
-    found = owners(sizes, 2)
-    assert found == owners(dict(reversed(sizes.items())), 2), "the same on every rank, whatever its order"
-    assert sorted(sum(sizes[n] for n in sizes if found[n] == rank) for rank in (0, 1)) == [110, 110]
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0, "f": 0}
+    owned = share_out(sizes, 2)
+    assert owned == share_out(dict(reversed(sizes.items())), 2), "the same on every rank, whatever its order"
+    assert [sum(sizes[name] for name in names) for names in owned] == [110, 110]
     tensors = {name: torch.full((2,), float(size)) for name, size in sizes.items()}
     for rank in (0, 1):
-        own = {name: tensor for name, tensor in tensors.items() if found[name] == rank}
-        write_tensors(tmp_path / file_name("model", rank, 2), own)
+        write_tensors(tmp_path / file_name("model", rank, 2), {name: tensors[name] for name in owned[rank]})
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     files = TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys([*names, "models.safetensors"], 0)), "model")
     assert bits(files) == bits(tensors) and set(files.where(lambda name: name < "c")) == {"a", "b"}
