@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,17 @@ class Saver:
         flight.stall_s += time.perf_counter() - waited
         return None
 
+    @cached_property
+    def _owned(self) -> set[str]:
+        """Names of the weights that this rank writes, throughout the run."""
+        return set(share_out(self.runtime.sizes(), self.runtime.world_size)[self.runtime.rank])
+
     def _stage(self) -> dict[str, dict[str, Tensor]]:
         """Copies on the host of the tensors that this rank writes, by group; page-locked where they come from a GPU."""
         runtime = self.runtime
-        owned = set(share_out(runtime.sizes(), runtime.world_size)[runtime.rank])
         groups: dict[str, dict[str, Tensor]] = {}
         on_cuda = runtime.device.type == "cuda"
-        for group, name, tensor in runtime.gather_state(owned):
+        for group, name, tensor in runtime.gather_state(self._owned):
             key, copy = f"{group}/{name}", self._staging.get(f"{group}/{name}")
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = self._staging[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
