@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from mmldlm.config import RunConfig
-from mmldlm.schema import leaves, type_name
+from mmldlm.schema import key_of, leaves, type_name
 
 HEAD = """\
 # Settings
@@ -43,7 +43,7 @@ def settings_markdown() -> str:
 def _about(group: str) -> str:
     """The doc of a group, which may lie in another group."""
     parent, _, name = group.rpartition(".")
-    return {field.name: field for field in dataclasses.fields(_hint(parent))}[name].metadata["doc"]
+    return {key_of(field): field for field in dataclasses.fields(_hint(parent))}[name].metadata["doc"]
 
 
 def _section(title: str, about: str, rows: list[str]) -> str:
@@ -64,7 +64,8 @@ def _hint(key: str) -> Any:
     """The type of the setting or group `key`, which its field holds only as text; "" is the whole config."""
     hint: Any = RunConfig
     for part in filter(None, key.split(".")):
-        hint = {name.rstrip("_"): each for name, each in get_type_hints(hint).items()}[part]
+        field = next(field for field in dataclasses.fields(hint) if key_of(field) == part)
+        hint = get_type_hints(hint)[field.name]
     return hint
 
 
