@@ -16,7 +16,7 @@ from mmldlm.data.loader import check_batch
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
-from mmldlm.resume import check_resume, choose, restore
+from mmldlm.resume import check_resume, choose, identity, restore, small_files
 from mmldlm.runtime.last_words import clear_exit_files, write_exit
 from mmldlm.runtime.launch import Launch, read_launch
 from mmldlm.runtime.signals import SignalRequests
@@ -148,6 +148,8 @@ class RunLifecycle:
         self._stack.callback(self.saver.close)
         report = startup_report(runtime, config, self.plan, self.parts, fingerprint)
         self.made_by = {key: report[key] for key in ("engine", "world_size", "versions", "git", "data_manifest")}
+        self.made_by["identity"] = identity(config, self.store)
+        self.small_files = small_files(config, self.store) if runtime.is_main else {}
         # A run that died before its first checkpoint goes on from step 0: its records are dropped likewise.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
         self.tracker = self._stack.enter_context(

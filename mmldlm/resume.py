@@ -77,11 +77,10 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def small_files(state: TrainState, config: RunConfig, store: Store) -> dict[str, bytes]:
-    """What a checkpoint holds beside its tensors."""
+def small_files(config: RunConfig, store: Store) -> dict[str, bytes]:
+    """What a checkpoint holds beside its tensors and `state.json`: the same throughout a run."""
     tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
     return {
-        "state.json": state.to_json().encode(),
         "config.yaml": to_yaml(config).encode(),
         **{f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer},
     }

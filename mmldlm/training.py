@@ -14,7 +14,6 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.errors import StoppedBySignal
 from mmldlm.lifecycle import RunLifecycle
-from mmldlm.resume import identity, small_files
 from mmldlm.runtime.engine import Update
 from mmldlm.telemetry import memory_values, phase
 from mmldlm.validation import text_samples, validation_losses
@@ -184,8 +183,8 @@ class Training(RunLifecycle):
             paused = time.perf_counter()
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
             self.tracker.heartbeat(self.state.step, "saving")
-            info = {"identity": identity(self.config, self.store), **self.made_by, "validation_loss": validation_loss}
-            files = small_files(self.state, self.config, self.store)
+            info = {**self.made_by, "validation_loss": validation_loss}
+            files = {**self.small_files, "state.json": self.state.to_json().encode()}
             self.note_saved(self.saver.start(self.state.step, files, info))
             self.saved_at = self.state.step
             self.save_schedule.saved()

@@ -53,7 +53,8 @@ def run(tiny_config: Path, tiny_store: Path) -> Run:
         {
             "model.safetensors": lambda path: write_tensors(path, model_state(model)),
             "optimizer.safetensors": lambda path: write_tensors(path, optimizer_state(optimizer, model)),
-            **small_files(TrainState(step=1), config, store),
+            "state.json": TrainState(step=1).to_json().encode(),
+            **small_files(config, store),
         },
         {"identity": identity(config, store)},
     )
