@@ -1,11 +1,11 @@
 import errno
-import json
 import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
+from hostile import body_of, seal
 
 from mmldlm.checkpoint import CheckpointStore, Retention, write_files
 from mmldlm.checkpoint import manifest as manifest_module
@@ -166,10 +166,9 @@ def test_superseded_branch_is_not_picked_up(tmp_path):
 
 
 def reseal(path, change):
-    body = json.loads((path / "manifest.json").read_text())
-    body.pop("sha256")
+    body = body_of(path)
     change(body)
-    (path / "manifest.json").write_bytes(manifest_module._seal(body))
+    seal(path, body)
 
 
 @quick

@@ -68,10 +68,10 @@ def deepspeed(processes: int, *arguments: object) -> list[str]:
     return [str(BIN / "deepspeed"), *options, "mmldlm/train.py", *map(str, arguments)]
 
 
-def with_script(command: list[str], name: str) -> list[str]:
-    """The same launch of a script of this folder instead of `-m mmldlm.train`."""
+def with_script(command: list[str], script: str | Path) -> list[str]:
+    """The same launch of a script, by its path or its name in this folder, instead of `-m mmldlm.train`."""
     place = command.index("-m")
-    return [*command[:place], str(ROOT / "tests/engines" / name), *command[place + 2 :]]
+    return [*command[:place], str(ROOT / "tests/engines" / script), *command[place + 2 :]]
 
 
 def run(

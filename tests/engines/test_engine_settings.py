@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CURVE, ROOT, accelerate, difference, environment, run
+from engine_runs import CURVE, ROOT, accelerate, difference, environment, run, with_script
 
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
@@ -20,10 +20,9 @@ SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 
 def probe(engine: str, config: Path, folder: Path, *settings: str) -> dict[str, Any]:
     command = accelerate(engine, 2, config, f"run.dir={folder / 'run'}", *SHORT, *settings)
-    place = command.index("-m")
-    command[place : place + 2] = [str(ROOT / "tests/engines/probed_run.py")]
     out = folder / "facts.json"
-    done = run(command, env=environment(PYTHONPATH=str(ROOT), PROBE=str(out), PROBE_ENGINE=engine))
+    variables = {"PYTHONPATH": str(ROOT), "PROBE": str(out), "PROBE_ENGINE": engine}
+    done = run(with_script(command, "probed_run.py"), env=environment(**variables))
     assert done.returncode == 0, done.stdout[-3000:]
     return json.loads(out.read_text())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import CURVE, ROOT, accelerate, environment, exit_record, records, run
+from engine_runs import CURVE, ROOT, accelerate, environment, exit_record, records, run, with_script
 
 from mmldlm import train
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
@@ -38,10 +38,8 @@ def guarded(engine: str, config: Path, folder: Path, faults: list[Any], *setting
     """Run `guarded_run.py`; the facts of each rank, or the finished process where it failed."""
     folder.mkdir()
     command = accelerate(engine, 2, config, f"run.dir={folder}", *SETTINGS, *settings)
-    place = command.index("-m")
-    command[place : place + 2] = [str(ROOT / "tests/engines/guarded_run.py")]
     variables |= {"PYTHONPATH": str(ROOT), "FAULTS": json.dumps(faults), "FACTS": str(folder)}
-    done = run(command, env=environment(**variables))
+    done = run(with_script(command, "guarded_run.py"), env=environment(**variables))
     if done.returncode:
         return done
     return [json.loads((folder / f"facts.rank{rank}.json").read_text()) for rank in (0, 1)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from engine_runs import ENGINES, ROOT, accelerate, environment, exit_record, run, succeed, torchrun
+from engine_runs import ENGINES, ROOT, accelerate, environment, exit_record, run, succeed, torchrun, with_script
 
 from mmldlm.errors import ConfigError
 from mmldlm.runtime.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
@@ -186,9 +186,7 @@ def test_ranks_that_were_not_started_alike(change: str, complaint: str, parity_c
     """All ranks name the deviating one and its key, and end within seconds."""
     script = tmp_path / "alike.py"
     script.write_text(LAUNCH_ALIKE_BUT.format(change=change))
-    command = torchrun(2, parity_config, f"run.dir={tmp_path / 'run'}")
-    place = command.index("-m")
-    command[place : place + 2] = [str(script)]
+    command = with_script(torchrun(2, parity_config, f"run.dir={tmp_path / 'run'}"), script)
     began = time.monotonic()
     done = run(command, env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode != 0 and complaint in done.stdout, done.stdout[-3000:]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from engine_runs import ROOT, accelerate, difference, environment, exit_record, records, run, wait_for_step, with_script
 from safetensors.torch import load_file
+from waiting import wait_until
 
 from mmldlm import saving, train
 from mmldlm.checkpoint import CheckpointStore, Retention
@@ -116,9 +117,9 @@ def test_signals_to_one_rank_and_the_request_file(
     wait_for_step(folder, 3, process, tmp_path / "log")
     ranks = [rank["pid"] for rank in json.loads((folder / "startup.json").read_text())["ranks"]]
     os.kill(ranks[1], signal.SIGUSR1)
-    wait_until(lambda: len(steps_of(folder)) == 1)
+    wait_until(lambda: len(steps_of(folder)) == 1, 60, "a checkpoint after the signal")
     (folder / "CHECKPOINT").touch()
-    wait_until(lambda: len(steps_of(folder)) == 2)
+    wait_until(lambda: len(steps_of(folder)) == 2, 60, "a checkpoint after the request file")
     assert not (folder / "CHECKPOINT").exists()
     first, second = steps_of(folder)
     wait_for_step(folder, second + 2, process, tmp_path / "log")
@@ -134,13 +135,6 @@ def test_signals_to_one_rank_and_the_request_file(
     record, last = exit_record(folder), max(records(folder))
     assert record["code"] == 75 and record["step"] == last, record
     assert steps_of(folder) == [first, second, last]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_by_the_clock_by_step_and_by_quality(parity_config: Path, tmp_path: Path) -> None:

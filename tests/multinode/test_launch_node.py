@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from two_nodes import LAUNCH, ROOT, environment, free_port, wait_until
+from two_nodes import LAUNCH, ROOT, environment, free_port
+from waiting import wait_until
 
 from mmldlm.telemetry import read_metrics
 

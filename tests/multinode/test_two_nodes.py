@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from two_nodes import TwoNodes, one_node, unavailable, wait_until
+from two_nodes import TwoNodes, one_node, unavailable
+from waiting import wait_until
 
 from mmldlm.telemetry import read_metrics
 

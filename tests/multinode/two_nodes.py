@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,16 +39,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds until `condition` held; TimeoutError naming `what` after `seconds`."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > seconds:
-            raise TimeoutError(f"{what}: not within {seconds:g} s")
-        time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def unavailable() -> str | None:
