@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmldlm.batch_sizes import TrainConfig
 from mmldlm.brief import named
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.data.loader import DataConfig
@@ -32,18 +33,6 @@ CONFIG_NAME = "config.yaml"
 class RunSettings:
     dir: str = setting("", "folder of this run: config, metrics, TensorBoard, checkpoints")
     seed: int = setting(0, "seed of initialisation, sample order, noise times, masks and noise", at_least=0)
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    steps: int = setting(1000, "optimizer steps", at_least=1)
-    global_batch_size: int = setting(128, "samples of one optimizer step, over all ranks", at_least=1)
-    micro_batch_size: int | None = setting(
-        None, "samples of one forward pass on one rank; null: no accumulation", at_least=1
-    )
-
-    def resolved_micro_batch_size(self, world_size: int) -> int:
-        return self.micro_batch_size or max(1, self.global_batch_size // world_size)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from mmldlm.batch_sizes import BatchSize
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Store
-from mmldlm.diffusion.noise import draw_noise, mode_stages
+from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
@@ -50,10 +52,9 @@ _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tenso
 class Estimate:
     parameters: dict[str, int]  # by part
     trainable: int
-    tokens_per_step: float
+    tokens_per_step: float  # mean over the run
     flops_per_step: float  # of matrix products, forward and backward, over all ranks; mean over the run
-    micro_batch_size: int
-    accumulation: int
+    batches: dict[int, BatchSize]  # by the step that they begin at
     world_size: int
     state_mib: float  # weights, gradients, moments; on one rank
     activations_mib: float  # at their peak in forward and backward, of the largest micro-batch looked at
@@ -64,20 +65,21 @@ class Estimate:
 
 
 def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 4) -> Estimate:
-    """Costs of one optimizer step, from the real micro-batches of the first `looked_at` steps of each mode stage."""
-    global_batch = config.train.global_batch_size
+    """Costs of one optimizer step, from the real micro-batches of the first `looked_at` steps of each stage.
+
+    A stage ends where modes or batch sizes change. ConfigError where a batch cannot be shared evenly.
+    """
+    config.train.check_batches(world_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     resolve_backend(config.attention.backend, device, config.precision == "bf16")
     # Fake tensors lie on the CPU; the groups' attention has the same products and saves the same.
     config = replace(config, attention=AttentionConfig("sdpa"))
-    micro = config.train.resolved_micro_batch_size(world_size)
     loader = Loader(
         store,
         "train",
         DataConfig(path=config.data.path, num_workers=0),
         config.run.seed,
-        global_batch,
-        micro,
+        partial(config.train.batch_at, world_size=world_size),
         0,
         world_size,
     )
@@ -85,28 +87,28 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         model = build_model(config, store.manifest, "cpu")
     objective = build_objective(config, store.manifest)
     steps = config.train.steps
-    stages = {
-        start: weights for start, weights in mode_stages(config.mode, config.mode_schedule).items() if start < steps
-    }
-    flops, peak = 0.0, 0
-    for start, stop in pairwise([*stages, steps]):
+    batches = config.train.batch_stages(world_size)
+    starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
+    flops, samples, peak = 0.0, 0, 0
+    for start, stop in pairwise([*sorted(start for start in starts if start < steps), steps]):
+        size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
         looked = min(looked_at, stop - start)
-        for step, batches in loader.steps(start, start + looked):
+        for step, micro_batches in loader.steps(start, start + looked, samples):
             model.zero_grad()
-            for batch in batches:
-                noise = draw_noise(batch, config.run.seed, step, global_batch, stages[start])
+            for batch in micro_batches:
+                noise = draw_noise(batch, config.run.seed, step, size.global_batch_size, weights)
                 products, activations = micro_batch_cost(model, objective, objective.corrupt(batch, noise))
                 flops += products * world_size * (stop - start) / (steps * looked)
                 peak = max(peak, activations)
+        samples += size.global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
     return Estimate(
         parameters=parameters,
         trainable=trainable,
-        tokens_per_step=float(np.mean(store.split("train").lengths)) * global_batch,
+        tokens_per_step=float(np.mean(store.split("train").lengths)) * samples / steps,
         flops_per_step=flops,
-        micro_batch_size=micro,
-        accumulation=global_batch // (micro * world_size),
+        batches=batches,
         world_size=world_size,
         state_mib=(trainable * BYTES_PER_PARAMETER + frozen * BYTES_PER_FROZEN) / MIB,
         activations_mib=peak / MIB,
@@ -177,10 +179,12 @@ def print_estimate(config: RunConfig) -> None:
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items()))
     print(f"parameters in all    {sum(found.parameters.values()):,}, {found.trainable:,} trained")
-    print(
-        f"effective batch      {config.train.global_batch_size} samples = {found.world_size} processes x "
-        f"{found.micro_batch_size} samples x {found.accumulation} micro-batches"
-    )
+    for step, size in found.batches.items():
+        print(
+            f"{f'  from step {step}' if step else 'effective batch':<20} {size.global_batch_size} samples = "
+            f"{found.world_size} processes x {size.micro_batch_size} samples x "
+            f"{size.accumulation(found.world_size)} micro-batches"
+        )
     print(f"tokens per step      {found.tokens_per_step:,.0f} real tokens on average, none padded")
     print(f"FLOPs per step       {found.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputed, backward)")
     print(f"warmup               {resolved_warmup(config.optim, config.train.steps)} of {config.train.steps} steps")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from mmldlm.checkpoint import CheckpointStore, RunLock, TrainState
 from mmldlm.config import RunConfig, write_config
-from mmldlm.data.loader import check_batch
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
@@ -95,13 +94,12 @@ class RunLifecycle:
         config = self.config
         # All that can be refused is refused before anything is created.
         check_resume(config.resume)
-        micro_batch_size = config.train.resolved_micro_batch_size(self.launch.world_size)
-        check_batch(config.data, config.train.global_batch_size, micro_batch_size, self.launch.world_size)
-        self.plan = step_plan(config, self.launch.world_size)
-        self.runtime = runtime = start(config.distributed, self.launch, self.plan)
+        config.train.check_batches(self.launch.world_size)
+        plan = step_plan(config, self.launch.world_size)
+        self.runtime = runtime = start(config.distributed, self.launch, plan)
         self._stack.callback(runtime.close)
         with runtime.agreeing("opening of the data"):
-            self.parts = open_parts(config, self.plan, runtime)
+            self.parts = open_parts(config, runtime)
         self.store = self.parts.store
         fingerprint = compare_ranks(runtime, config, self.store)
         with runtime.agreeing("opening of the run folder"):
@@ -146,7 +144,7 @@ class RunLifecycle:
         self.save_schedule = SaveSchedule(config.checkpoint, self.run_dir, self.signals, runtime.is_main)
         self.saver = Saver(runtime, self.checkpoints, config.checkpoint.async_)
         self._stack.callback(self.saver.close)
-        report = startup_report(runtime, config, self.plan, self.parts, fingerprint)
+        report = startup_report(runtime, config, self.parts, fingerprint)
         self.made_by = {key: report[key] for key in ("engine", "world_size", "versions", "git", "data_manifest")}
         self.made_by["identity"] = identity(config, self.store)
         self.small_files = small_files(config, self.store) if runtime.is_main else {}

@@ -6,7 +6,8 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,16 @@ SHARED_FOLDER_PATIENCE_S = 5.0
 
 
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
-    """Of a batch that is known to divide by `world_size` and the micro-batch."""
-    micro_batch_size = config.train.resolved_micro_batch_size(world_size)
+    """Of batches that are known to divide by `world_size` and the micro-batch.
+
+    It is that of the stage with the most micro-batches: `ZeroRuntime` says itself which is a step's last, but DeepSpeed
+    may leave out what it needs to add gradients up where it is told that there is nothing to add.
+    """
+    size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
     return StepPlan(
-        micro_batch_size=micro_batch_size,
-        accumulation=config.train.global_batch_size // (micro_batch_size * world_size),
-        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=size.micro_batch_size,
+        accumulation=size.accumulation(world_size),
+        global_batch_size=size.global_batch_size,
         clip_norm=config.optim.clip_norm,
         precision=config.precision,
     )
@@ -60,7 +65,7 @@ class Parts:
     trainable: int
 
 
-def open_parts(config: RunConfig, plan: StepPlan, runtime: Runtime) -> Parts:
+def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
     """Collective. Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
     with runtime.agreeing("opening of the data store"):
         store = Store.open(config.data.path)
@@ -71,8 +76,7 @@ def open_parts(config: RunConfig, plan: StepPlan, runtime: Runtime) -> Parts:
         "train",
         config.data,
         config.run.seed,
-        config.train.global_batch_size,
-        plan.micro_batch_size,
+        partial(config.train.batch_at, world_size=runtime.world_size),
         runtime.rank,
         runtime.world_size,
         device_type,
@@ -129,7 +133,6 @@ def check_shared_folder(runtime: Runtime, run_dir: Path) -> None:
 def startup_report(
     runtime: Runtime,
     config: RunConfig,
-    plan: StepPlan,
     parts: Parts,
     fingerprint: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -142,6 +145,10 @@ def startup_report(
         "threads": torch.get_num_threads(),
     }
     ranks = runtime.gather(me, "start-up report")
+    batches = {
+        step: {**asdict(size), "accumulation": size.accumulation(runtime.world_size)}
+        for step, size in config.train.batch_stages(runtime.world_size).items()
+    }
     on_cuda, distributed = runtime.device.type == "cuda", config.distributed
     exported = settings_to_export(distributed)
     report: dict[str, Any] = {
@@ -158,9 +165,8 @@ def startup_report(
         "parameters_total": sum(parts.parameters.values()),
         "parameters_trainable": parts.trainable,
         "frozen": list(config.freeze),
-        "global_batch_size": plan.global_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "accumulation": plan.accumulation,
+        **batches.pop(0),
+        "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
         "warmup_steps": resolved_warmup(config.optim, config.train.steps),
         "data_order": f"seed {config.run.seed}, windows of {config.data.window} samples sorted by length",
         "timeouts": {
@@ -191,14 +197,19 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     hosts = sorted({rank["host"] for rank in report["ranks"]})
     devices = sorted({rank["name"] for rank in report["ranks"]})
     versions = report["versions"]
+
+    def batch(sizes: Mapping[str, Any]) -> str:
+        parts = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
+        return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, parts))}"
+
     lines = [
         f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
         f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
         f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
         f"{report['precision']}, attention {report['attention']}, "
         f"activation checkpointing {report['activation_checkpointing']}",
-        f"batch        {report['global_batch_size']} samples = {report['world_size']} x {report['micro_batch_size']} x "
-        f"{report['accumulation']} (processes x micro-batch x accumulation)",
+        f"batch        {batch(report)} (processes x micro-batch x accumulation)",
+        *(f"             {batch(sizes)} from step {step} on" for step, sizes in report["batch_schedule"].items()),
         f"optimizer    {report['optimizer']}, {report['warmup_steps']} warmup steps; data: {report['data_order']}",
     ]
     if report["world_size"] > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Training(RunLifecycle):
             except StopIteration:
                 break
             self.meter.data_wait_s += time.perf_counter() - waited
+            self.batch_size = self.parts.loader.batch_at(step)
             if self.runtime.watchdog is not None:
                 self.runtime.watchdog.at(step)
             if self.config.model.dropout:  # the one draw that is not a function of (seed, step, slot)
@@ -58,7 +60,7 @@ class Training(RunLifecycle):
                     batch,
                     config.run.seed,
                     step,
-                    config.train.global_batch_size,
+                    self.batch_size.global_batch_size,
                     weights,
                     config.latent.time_sampling,
                 ),
@@ -105,11 +107,11 @@ class Training(RunLifecycle):
         """Count the step; log, validate and save where they are due."""
         config, state = self.config, self.state
         state.step += 1
-        state.samples_drawn += config.train.global_batch_size
+        state.samples_drawn += self.batch_size.global_batch_size
         self._guard(update, micro_batches)
         if not update.skipped:
-            self.meter.take(self._step_tokens)
-            state.samples_seen += config.train.global_batch_size
+            self.meter.take(self._step_tokens, self.batch_size.global_batch_size)
+            state.samples_seen += self.batch_size.global_batch_size
             state.tokens_seen += self._step_tokens
         last = state.step == config.train.steps
         if state.step % config.log.every == 0 or last:
@@ -141,11 +143,16 @@ class Training(RunLifecycle):
             "optim/lr": lr,
             "optim/grad_norm": update.grad_norm,
             "speed/tokens_per_s": meter.tokens / seconds,
-            "speed/samples_per_s": meter.steps * self.config.train.global_batch_size / seconds,
+            "speed/samples_per_s": meter.samples / seconds,
             "speed/step_s": seconds / meter.steps,
             "speed/data_wait_s": meter.data_wait_s / meter.steps,
             "data/epoch": self.state.samples_drawn / len(self.parts.loader.order),
             "data/tokens": self.state.tokens_seen,
+            **(
+                {f"data/{name}": size for name, size in asdict(self.batch_size).items()}
+                if self.config.train.batch_schedule
+                else {}
+            ),
             "health/skipped_steps": self.state.skipped_steps,
             **({"data/skipped_samples": len(skipped)} if (skipped := self.parts.skipped_samples) else {}),
             **memory_values(),

@@ -176,6 +176,7 @@ CHANGED = [
     "memory.activation_checkpointing=every_k",
     "model.mlp=gelu",
     "train.steps=7",
+    "train.batch_schedule={5: {micro_batch_size: 4}, 9: {global_batch_size: 256}}",
 ]
 
 

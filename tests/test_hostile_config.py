@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from mmldlm.config import RunConfig, load_config, require
-from mmldlm.data.loader import check_batch
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.resume import check_resume
 from mmldlm.schema import build, dump, leaves, to_yaml
@@ -86,7 +85,7 @@ def outcome(path: Path, overrides: list[str]) -> RunConfig | None:
         config = load_config(path, overrides)
         require(config, "data.path", "run.dir")
         check_resume(config.resume)
-        check_batch(config.data, config.train.global_batch_size, config.train.resolved_micro_batch_size(2), 2)
+        config.train.check_batches(2)
         step_plan(config, 2)
     except (ConfigError, UsageError) as error:
         assert len(str(error).splitlines()) == 1 and len(str(error)) <= 2000, str(error)[:3000]
@@ -212,6 +211,7 @@ def overrides_of(rng: random.Random) -> list[str]:
         "a.b.c",
         "mode_schedule.5",
         "mode_schedule.5.l2t",
+        "train.batch_schedule.5.micro_batch_size",
         "run",
         "",
         ".",
@@ -225,6 +225,7 @@ def bases() -> list[dict[Any, Any]]:
     found = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "configs").glob("*.yaml"))]
     small = {"run": {"dir": "r"}, "data": {"path": "d"}}
     more = {"freeze": ["backbone"], "mode_schedule": {0: "l2t", 9: {"l2t": 1, "joint": 3}}, "resume": "never"}
+    more["train"] = {"batch_schedule": {5: {"micro_batch_size": 4}, 9: {"global_batch_size": 256}}}
     full = dump(RunConfig())
     parts = [{**small, name: full[name]} for name in ("model", "optim", "distributed", "sampling", "checkpoint")]
     return [*found, {**small, **more}, *parts]

@@ -6,7 +6,7 @@ Letters: G samples of a global batch, B of a micro-batch, N its tokens, M latent
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,10 +16,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
+from mmldlm.batch_sizes import BatchSize
 from mmldlm.data.order import SampleOrder, permute
 from mmldlm.data.shards import Split, Store, check_sizes
 from mmldlm.data.workers import leave_signals_to_the_parent, read
-from mmldlm.errors import ConfigError, DataError
+from mmldlm.errors import DataError
 from mmldlm.schema import setting
 
 __all__ = ["DataConfig", "Loader", "SampleOrder", "fixed_batches", "permute"]
@@ -56,7 +57,7 @@ class Loader:
     """Micro-batches of one rank.
 
     The samples of a step are `order.take(position, G)`, and a sample's place in there is its slot, whatever
-    the number of ranks and workers; the position rises by G each step. The samples are dealt in order of length,
+    the number of ranks and workers; the position rises by the step's own G. The samples are dealt in order of length,
     so that all ranks get nearly equal numbers of tokens at every micro-step and neighbours in a micro-batch have
     similar lengths.
     """
@@ -67,25 +68,26 @@ class Loader:
         split: str,
         config: DataConfig,
         seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
+        batch_at: Callable[[int], BatchSize],
         rank: int = 0,
         world_size: int = 1,
         device_type: str = "cpu",
     ):
-        """ConfigError where `global_batch_size` is no multiple of `micro_batch_size * world_size` or a value is off."""
-        check_batch(config, global_batch_size, micro_batch_size, world_size)
+        """`batch_at` has the sizes of a step; each global batch must be a multiple of micro-batch x `world_size`.
+
+        It is asked ahead of the step, and what it says may be another thing whenever `steps` is called.
+        """
         assert 0 <= rank < world_size
+        self.batch_at = batch_at
         samples = store.split(split)
         lengths = np.delete(samples.lengths, samples.skipped) if len(samples.skipped) else samples.lengths
         self.order = SampleOrder(lengths, seed, config.window, skipped=samples.skipped)
         self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
-        self._samples = _Steps(samples, self.order, global_batch_size, micro_batch_size, rank, world_size)
-        self._positions = _Positions()
+        self._asked = _Asked()
         self._check_files = partial(check_sizes, store.path, store.manifest)
         self._loader = DataLoader(
-            self._samples,
-            sampler=self._positions,
+            _Steps(samples, self.order, rank, world_size),
+            sampler=self._asked,
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_as_is,
@@ -101,13 +103,13 @@ class Loader:
     ) -> Iterator[tuple[int, list[Batch]]]:
         """Pairs of step and this rank's micro-batches for steps [start_step, stop_step).
 
-        The first reads on at position `start_sample` of the order: where a run with the same global batch from step 0
-        would be, unless told. One such iterator at a time. DataError where a sample is malformed or a worker dies,
-        hangs or raises; then the workers are gone.
+        The first reads on at position `start_sample` of the order: where a run with these sizes from step 0 on would
+        be, unless told. One such iterator at a time: the next ends it, keeps the workers and asks `batch_at` anew.
+        DataError where a sample is malformed or a worker dies, hangs or raises; then the workers are gone.
         """
-        size = self._samples.global_batch_size
-        start = start_step * size if start_sample is None else start_sample
-        self._positions.range = range(start, start + (stop_step - start_step) * size, size)
+        if start_sample is None:
+            start_sample = sum(self.batch_at(step).global_batch_size for step in range(start_step))
+        self._asked.begin(start_step, stop_step, start_sample, self.batch_at)
         found = read(self._loader, self._check_files)
         for step in range(start_step, stop_step):
             try:
@@ -152,28 +154,27 @@ def deal(lengths: np.ndarray, micro_batch_size: int, rank: int, world_size: int)
     return np.ascontiguousarray(rounds[:, rank]).reshape(-1, micro_batch_size)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """All that a worker must know of a step."""
+
+    position: int  # in the order, of its first sample
+    size: BatchSize
+
+
 class _Steps(Dataset):
-    """From a position in the order to the micro-batches of the step that begins there.
+    """From a step to its micro-batches.
 
     A `DataError` is given, not raised: torch would bury it in a traceback.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        order: SampleOrder,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
-    ):
+    def __init__(self, split: Split, order: SampleOrder, rank: int, world_size: int):
         self.split, self.order = split, order
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.rank, self.world_size = rank, world_size
 
-    def __getitem__(self, position: int) -> list[Batch] | DataError:
-        samples = self.order.take(position, self.global_batch_size)
-        slots = deal(self.split.lengths[samples], self.micro_batch_size, self.rank, self.world_size)
+    def __getitem__(self, step: _Step) -> list[Batch] | DataError:
+        samples = self.order.take(step.position, step.size.global_batch_size)
+        slots = deal(self.split.lengths[samples], step.size.micro_batch_size, self.rank, self.world_size)
         try:
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
@@ -182,17 +183,18 @@ class _Steps(Dataset):
             return DataError(f"{self.split.store}: cannot be read: {error}")
 
 
-class _Positions:
-    """A sampler whose range may change between iterations, so that persistent workers can be used again."""
+class _Asked:
+    """A sampler of steps that may change between iterations, so that persistent workers can be used again."""
 
-    def __init__(self) -> None:
-        self.range = range(0)
+    def begin(self, start_step: int, stop_step: int, position: int, batch_at: Callable[[int], BatchSize]) -> None:
+        self.steps, self.position, self.batch_at = range(start_step, stop_step), position, batch_at
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.range)
-
-    def __len__(self) -> int:
-        return len(self.range)
+    def __iter__(self) -> Iterator[_Step]:
+        position = self.position
+        for step in self.steps:
+            size = self.batch_at(step)
+            yield _Step(position, size)
+            position += size.global_batch_size
 
 
 def _as_is(batches: list[Batch] | DataError) -> list[Batch] | DataError:
@@ -205,24 +207,3 @@ def _auto_workers(device_type: str) -> int:
         return 0
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def check_batch(config: DataConfig, global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
-    """ConfigError for a loader setting out of bounds, or a global batch that the ranks cannot share evenly."""
-    for key, value, least in (
-        ("data.num_workers", config.num_workers, 0),
-        ("data.prefetch_factor", config.prefetch_factor, 1),
-        ("data.window", config.window, 1),
-        ("train.micro_batch_size", micro_batch_size, 1),
-        ("train.global_batch_size", global_batch_size, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{key} is {value}, expected at least {least}")
-    unit = micro_batch_size * world_size
-    if global_batch_size % unit:
-        below = global_batch_size // unit * unit
-        fitting = f"{below} or {below + unit}" if below else f"{unit} or {2 * unit}"
-        raise ConfigError(
-            f"train.global_batch_size is {global_batch_size}, expected a multiple of micro_batch_size x processes "
-            f"({micro_batch_size} x {world_size} = {unit}), such as {fitting}"
-        )

@@ -16,7 +16,7 @@ class Meter:
     def clear(self) -> None:
         self.sums: Tensor | float = 0.0
         self.counts: Tensor | float = 0.0
-        self.tokens = self.steps = 0
+        self.tokens = self.samples = self.steps = 0
         self.data_wait_s = 0.0
         self.began = time.perf_counter()
         self.forget()
@@ -29,11 +29,12 @@ class Meter:
         """A skipped step: its losses are no part of any mean."""
         self._step: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, tokens: int) -> None:
-        """The step was taken; `tokens` are its tokens over all ranks."""
+    def take(self, tokens: int, samples: int) -> None:
+        """The step was taken; its tokens and samples are those over all ranks."""
         for sums, counts in self._step:
             self.sums = self.sums + sums.double()
             self.counts = self.counts + counts
         self.tokens += tokens
+        self.samples += samples
         self.steps += 1
         self.forget()

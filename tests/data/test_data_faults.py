@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from constant_sizes import always
 from engine_runs import ROOT, environment, free_port
 from sample_corpus import flip_bit, write_so, write_store
 
@@ -151,7 +152,7 @@ def test_every_good_sample_is_read_once_an_epoch_under_its_own_number(shards: Pa
     for world in (1, 2, 3):
         slots: dict[int, int] = {}
         for rank in range(world):
-            for step, batches in Loader(store, "train", config, 5, 6, 6 // world, rank, world).steps(0, 12):
+            for step, batches in Loader(store, "train", config, 5, always(6, 6 // world), rank, world).steps(0, 12):
                 for batch in batches:
                     places = (6 * step + batch.slots).tolist()
                     slots.update(zip(places, batch.sample_ids.tolist(), strict=True))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from constant_sizes import always
 
 from mmldlm import train
 from mmldlm.data.loader import DataConfig, Loader
@@ -29,13 +30,13 @@ def test_a_changed_batch_size_reads_on_where_the_last_ended(store: Store, worker
     read: list[int] = []
     step = 0
     for size, steps in [(64, n // 64), (16, 3), (48, n // 48), (8, n // 8)]:  # the last starts in the third epoch
-        loader = Loader(store, "train", DataConfig(num_workers=workers), 5, size, 8)
+        loader = Loader(store, "train", DataConfig(num_workers=workers), 5, always(size, 8))
         for found, batches in loader.steps(step, step + steps, len(read)):
             assert found == step
             read += in_order(batches)
             step += 1
     assert len(read) > 2.5 * n and read == expected[: len(read)]
-    (first, batches), *_ = Loader(store, "train", DataConfig(), 5, 16, 8).steps(3, 4)  # without a word, 3 * 16
+    (first, batches), *_ = Loader(store, "train", DataConfig(), 5, always(16, 8)).steps(3, 4)  # without a word, 3 * 16
     assert first == 3 and in_order(batches) == expected[48:64]
 
 

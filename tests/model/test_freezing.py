@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from constant_sizes import always
 from noised import noised_batch
 from small_model import small_model
 
@@ -97,7 +98,7 @@ def test_nothing_frozen_moves_in_training_and_all_else_does(part: Freezable, tin
     model, objective = build_model(config, store.manifest, "cpu").train(), build_objective(config, store.manifest)
     optimizer = build_optimizer(model, config.optim, "cpu")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    for step, (batch,) in Loader(store, "train", config.data, 0, 8, 8, 0, 1).steps(0, 3):
+    for step, (batch,) in Loader(store, "train", config.data, 0, always(8, 8)).steps(0, 3):
         noised = objective.corrupt(batch, draw_noise(batch, 0, step, 8, mode_weights("joint")))
         objective(model, noised, total_counts([noised]).tolist())[0].backward()
         optimizer.step()

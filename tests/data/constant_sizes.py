@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mmldlm.batch_sizes import BatchSize
+
+
+def always(global_batch_size: int, micro_batch_size: int) -> Callable[[int], BatchSize]:
+    """The same sizes at every step."""
+    return lambda _step: BatchSize(global_batch_size, micro_batch_size)
