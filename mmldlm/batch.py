@@ -78,6 +78,14 @@ class Layout:
         return self._host[1].to(self.device, non_blocking=True)
 
     @cached_property
+    def sample_of_latent(self) -> Tensor | None:
+        """int64 [B*M]: the sample that each latent token belongs to; None where M = 1 and rows are samples."""
+        if self.latent_tokens == 1:
+            return None
+        rows = torch.arange(self.num_samples).repeat_interleave(self.latent_tokens)
+        return rows.to(self.device, non_blocking=True)
+
+    @cached_property
     def joint_order(self) -> Tensor:
         """int64 [B*M + N]: reads cat(latents, tokens) so that each sample's latents precede its tokens."""
         order: list[Tensor] = []

@@ -48,25 +48,20 @@ def resolve_backend(asked: str, device_type: str, half_precision: bool) -> Backe
     return asked  # type: ignore[return-value]
 
 
-def joint_attention(
-    latent_qkv: tuple[Tensor, Tensor, Tensor],
-    text_qkv: tuple[Tensor, Tensor, Tensor],
-    layout: Layout,
-    backend: Backend,
-) -> tuple[Tensor, Tensor]:
+def joint_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
     """Attention of each sample over its own latents and tokens.
 
-    Takes q, k, v as [B*M, H, K] of the latent stream and [N, H, K] of the text stream; gives the same
-    shapes back, latents first.
+    Takes q, k and v as [B*M, 3, H, K] of the latent stream and [N, 3, H, K] of the text stream; gives
+    [B*M, H, K] and [N, H, K].
     """
     if backend == "sdpa":
         return _by_groups(latent_qkv, text_qkv, layout)
     attend = _varlen if backend == "varlen" else _math
     order, inverse = layout.joint_order, layout.joint_inverse
-    q, k, v = (_Reorder.apply(torch.cat(pair), order, inverse) for pair in zip(latent_qkv, text_qkv, strict=True))
+    q, k, v = _Reorder.apply(torch.cat([latent_qkv, text_qkv]), order, inverse).unbind(1)
     out = _Reorder.apply(attend(q, k, v, layout), inverse, order)
     latents = layout.num_samples * layout.latent_tokens
-    return out[:latents], out[latents:]
+    return out.split([latents, layout.num_tokens])
 
 
 class _Reorder(torch.autograd.Function):
@@ -83,27 +78,20 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def _by_groups(
-    latent_qkv: tuple[Tensor, Tensor, Tensor], text_qkv: tuple[Tensor, Tensor, Tensor], layout: Layout
-) -> tuple[Tensor, Tensor]:
-    m = layout.latent_tokens
-    heads, head_width = text_qkv[0].shape[-2:]
+def _by_groups(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    m, (heads, head_width) = layout.latent_tokens, text_qkv.shape[-2:]
+    counts = [group.last - group.first for group in layout.groups]
+    # Split, not sliced: the gradient of a slice is as large as the whole.
+    latents = latent_qkv.split([count * m for count in counts])
+    texts = text_qkv.split([group.stop - group.start for group in layout.groups])
     latent_out, text_out = [], []
-    for first, last, start, stop, length in layout.groups:
-        count = last - first
-        q, k, v = (
-            torch.cat(
-                [
-                    latent[first * m : last * m].view(count, m, heads, head_width),
-                    text[start:stop].view(count, length, heads, head_width),
-                ],
-                dim=1,
-            ).transpose(1, 2)
-            for latent, text in zip(latent_qkv, text_qkv, strict=True)
-        )
+    for group, count, latent, text in zip(layout.groups, counts, latents, texts, strict=True):
+        rows = [latent.unflatten(0, (count, m)), text.unflatten(0, (count, group.length))]
+        q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        latent_out.append(out[:, :m].reshape(count * m, heads, head_width))
-        text_out.append(out[:, m:].reshape(count * length, heads, head_width))
+        latent_part, text_part = out.split([m, group.length], dim=1)
+        latent_out.append(latent_part.reshape(-1, heads, head_width))
+        text_out.append(text_part.reshape(-1, heads, head_width))
     return torch.cat(latent_out), torch.cat(text_out)
 
 

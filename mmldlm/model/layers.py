@@ -13,23 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmldlm.model.fused import normalise_heads, swiglu
+
 TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
 
 
-def layer_norm(x_TD: Tensor) -> Tensor:
-    """Layer norm without parameters, in float32: adaLN brings scale and shift."""
-    return F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=1e-6).to(x_TD.dtype)
+class HeadNorm(nn.Module):
+    """RMS norm of each head's queries and keys with a learned scale, in float32, and their rotary turn."""
 
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale, computed in float32."""
-
-    def __init__(self, width: int):
+    def __init__(self, head_width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.q = nn.Parameter(torch.ones(head_width))
+        self.k = nn.Parameter(torch.ones(head_width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), eps=1e-6).to(x.dtype)
+    def forward(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        return normalise_heads(qkv_T3HK, torch.stack([self.q, self.k]).float(), rotary)
 
 
 def rotary_angles(position_N: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -38,13 +36,6 @@ def rotary_angles(position_N: Tensor, head_width: int, base: float) -> tuple[Ten
     frequency = base ** (-torch.arange(half, device=position_N.device, dtype=torch.float32) / half)
     angle = position_N[:, None].float() * frequency
     return angle.cos(), angle.sin()
-
-
-def rotate(x_NHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (k, k + K/2) of a head by the angle of its position."""
-    cos, sin = (part[:, None, :] for part in rotary)
-    first, second = x_NHK.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_NHK.dtype)
 
 
 class TimeEmbedding(nn.Module):
@@ -66,7 +57,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Adaptation(NamedTuple):
-    """What one branch of a block gets from the noise times: each [T, D]."""
+    """What one branch of a block gets from the noise times of each sample: each [B, D]."""
 
     shift: Tensor
     scale: Tensor
@@ -86,20 +77,13 @@ class Modulation(nn.Module):
         self.down = nn.Linear(conditioning, rank, bias=False) if rank else None
         self.up = nn.Linear(rank or conditioning, 3 * branches * width)
 
-    def forward(self, conditioning_BT: Tensor, row_of: Tensor | None) -> list[Adaptation]:
-        """One `Adaptation` a branch, rows [B] or, through `row_of` [T], one row for each token."""
+    def forward(self, conditioning_BT: Tensor) -> list[Adaptation]:
+        """One `Adaptation` a branch."""
         hidden = F.silu(conditioning_BT)
         if self.down is not None:
             hidden = self.down(hidden)
         table = self.up(hidden)
-        if row_of is not None:
-            table = table.index_select(0, row_of)
         return [Adaptation(*part.chunk(3, dim=-1)) for part in table.chunk(self.branches, dim=-1)]
-
-
-def modulate(x_TD: Tensor, adaptation: Adaptation) -> Tensor:
-    """Normalise, then scale and shift."""
-    return layer_norm(x_TD) * (1 + adaptation.scale) + adaptation.shift
 
 
 class FeedForward(nn.Module):
@@ -110,12 +94,11 @@ class FeedForward(nn.Module):
         self.kind = kind
         hidden = int(width * ratio * 2 / 3) if kind == "swiglu" else int(width * ratio)
         hidden = 8 * max(1, round(hidden / 8))
-        self.up = nn.Linear(width, 2 * hidden if kind == "swiglu" else hidden)
-        self.down = nn.Linear(hidden, width)
+        self.up = nn.Linear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         hidden = self.up(x_TD)
         if self.kind == "swiglu":
-            gate, value = hidden.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * value)
+            return self.down(swiglu(hidden))
         return self.down(F.gelu(hidden, approximate="tanh"))

@@ -19,17 +19,9 @@ from torch import Tensor, nn
 from mmldlm.batch import Layout
 from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.freezing import Part, part_of
+from mmldlm.model.fused import add_gated, modulate, of_rows
 from mmldlm.model.heads import LengthHead, TextHead
-from mmldlm.model.layers import (
-    Adaptation,
-    FeedForward,
-    Modulation,
-    RMSNorm,
-    TimeEmbedding,
-    modulate,
-    rotary_angles,
-    rotate,
-)
+from mmldlm.model.layers import Adaptation, FeedForward, HeadNorm, Modulation, TimeEmbedding, rotary_angles
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.schema import setting
 
@@ -89,26 +81,25 @@ class BlockStream(nn.Module):
         self.heads = config.num_heads
         joint = config.width
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
-        self.qkv = nn.Linear(width, 3 * joint)
-        self.q_norm = RMSNorm(joint // config.num_heads)
-        self.k_norm = RMSNorm(joint // config.num_heads)
-        self.out = nn.Linear(joint, width)
+        self.qkv = nn.Linear(width, 3 * joint, bias=False)
+        self.head_norm = HeadNorm(joint // config.num_heads)
+        self.out = nn.Linear(joint, width, bias=False)
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
         self.dropout = nn.Dropout(config.dropout)
 
     def project(
-        self, x_TD: Tensor, attention: Adaptation, rotary: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [T, H, K]; q and k normalised (arXiv 2302.05442) and, with `rotary`, turned by position."""
-        q, k, v = self.qkv(modulate(x_TD, attention)).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        return q, k, v
+        self, x_TD: Tensor, attention: Adaptation, rows: Tensor | None, rotary: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """q, k and v [T, 3, H, K]; q and k normalised and, with `rotary`, turned by position."""
+        qkv = self.qkv(modulate(x_TD, attention.shift, attention.scale, rows))
+        return self.head_norm(qkv.unflatten(-1, (3, self.heads, -1)), rotary)
 
-    def finish(self, x_TD: Tensor, attended_THK: Tensor, attention: Adaptation, mlp: Adaptation) -> Tensor:
-        x_TD = x_TD + attention.gate * self.dropout(self.out(attended_THK.flatten(1)))
-        return x_TD + mlp.gate * self.dropout(self.mlp(modulate(x_TD, mlp)))
+    def finish(
+        self, x_TD: Tensor, attended_THK: Tensor, attention: Adaptation, mlp: Adaptation, rows: Tensor | None
+    ) -> Tensor:
+        x_TD = add_gated(x_TD, attention.gate, self.dropout(self.out(attended_THK.flatten(1))), rows)
+        hidden = self.mlp(modulate(x_TD, mlp.shift, mlp.scale, rows))
+        return add_gated(x_TD, mlp.gate, self.dropout(hidden), rows)
 
 
 class MMDiTBlock(nn.Module):
@@ -135,25 +126,19 @@ class MMDiTBlock(nn.Module):
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         """Text [N, D] and latents [B*M, E] to the same shapes."""
-        text_attention, text_mlp = self.text.modulation(conditioning_BT, layout.sample_of_token)
-        latent_attention, latent_mlp = self.latent.modulation(conditioning_BT, latent_rows(layout))
+        text_attention, text_mlp = self.text.modulation(conditioning_BT)
+        latent_attention, latent_mlp = self.latent.modulation(conditioning_BT)
+        text_rows, latent_rows = layout.sample_of_token, layout.sample_of_latent
         latent_out, text_out = joint_attention(
-            self.latent.project(latent_TE, latent_attention, None),
-            self.text.project(text_ND, text_attention, rotary),
+            self.latent.project(latent_TE, latent_attention, latent_rows, None),
+            self.text.project(text_ND, text_attention, text_rows, rotary),
             layout,
             backend,
         )
         return (
-            self.text.finish(text_ND, text_out, text_attention, text_mlp),
-            self.latent.finish(latent_TE, latent_out, latent_attention, latent_mlp),
+            self.text.finish(text_ND, text_out, text_attention, text_mlp, text_rows),
+            self.latent.finish(latent_TE, latent_out, latent_attention, latent_mlp, latent_rows),
         )
-
-
-def latent_rows(layout: Layout) -> Tensor | None:
-    """int64 [B*M]: the sample of each latent token; None where M = 1 and rows are samples."""
-    if layout.latent_tokens == 1:
-        return None
-    return torch.arange(layout.num_samples, device=layout.device).repeat_interleave(layout.latent_tokens)
 
 
 class MMDiT(nn.Module):
@@ -203,8 +188,9 @@ class MMDiT(nn.Module):
                 nn.init.normal_(module.weight, std=scale * module.in_features**-0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
+            elif isinstance(module, HeadNorm):
+                nn.init.ones_(module.q)
+                nn.init.ones_(module.k)
         for module in self.modules():
             if isinstance(module, Modulation):
                 nn.init.zeros_(module.up.weight)
@@ -243,12 +229,15 @@ class MMDiT(nn.Module):
             for block in self.blocks:
                 text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
 
-            (text_final,) = self.text_final(conditioning, layout.sample_of_token.index_select(0, positions))
-            (latent_final,) = self.latent_final(conditioning, latent_rows(layout))
-            hidden = self.text_out(modulate(text.index_select(0, positions), text_final))
+            (text_final,), (latent_final,) = self.text_final(conditioning), self.latent_final(conditioning)
+            rows = layout.sample_of_token.index_select(0, positions)
+            hidden = self.text_out(modulate(text.index_select(0, positions), text_final.shift, text_final.scale, rows))
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
-            text_pred = self.text_head(hidden * (1 + text_final.gate), self.token_embedding.weight, targets)
-            latent_hidden = modulate(latent, latent_final) * (1 + latent_final.gate)
+            hidden = hidden * of_rows(1 + text_final.gate, rows)
+            text_pred = self.text_head(hidden, self.token_embedding.weight, targets)
+            rows = layout.sample_of_latent
+            latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, rows)
+            latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, rows)
             # Epsilon and v hold a part of z in full precision, no norm may touch it (c_skip of EDM, arXiv 2206.00364).
             skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
             latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip

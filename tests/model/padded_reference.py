@@ -53,7 +53,7 @@ def feed_forward(part: FeedForward, x: Tensor) -> Tensor:
 def project(stream: BlockStream, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = stream.qkv(normalise(x) * (1 + scale) + shift).chunk(3, -1)
     q, k, v = (part.unflatten(-1, (stream.heads, -1)) for part in (q, k, v))
-    return rms(q, stream.q_norm.weight), rms(k, stream.k_norm.weight), v
+    return rms(q, stream.head_norm.q), rms(k, stream.head_norm.k), v
 
 
 def padded_block(

@@ -127,10 +127,10 @@ def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_s
 
 
 def test_the_dry_run_reports_the_step_that_needs_most(tiny_store: Path) -> None:
-    one, two = "train.steps=1", "train.steps=2"
-    with_head, without = dry_run(tiny_store, "mode=l2t", one), dry_run(tiny_store, "mode=t2l", two)
+    one, two = (["model={width: 16, depth: 1, num_heads: 2}", f"train.steps={steps}"] for steps in (1, 2))
+    with_head, without = dry_run(tiny_store, "mode=l2t", *one), dry_run(tiny_store, "mode=t2l", *two)
     assert with_head.activations_mib > without.activations_mib
-    both = dry_run(tiny_store, "mode=l2t", "mode_schedule={1: t2l}", two)
+    both = dry_run(tiny_store, "mode=l2t", "mode_schedule={1: t2l}", *two)
     assert both.activations_mib == with_head.activations_mib
 
 

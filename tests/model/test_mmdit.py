@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mmldlm.diffusion.noise import MODES, Mode
 from mmldlm.errors import ConfigError
-from mmldlm.model.layers import TIME_SCALE, TimeEmbedding, rotary_angles, rotate
+from mmldlm.model.fused import normalise_heads
+from mmldlm.model.layers import TIME_SCALE, TimeEmbedding, rotary_angles
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, count_parameters
 from mmldlm.schema import build
 
@@ -140,13 +141,15 @@ def test_times_are_embedded_in_float32_at_a_thousand_steps() -> None:
 
 
 def test_rotary_products_depend_on_the_distance_only() -> None:
-    q, k = torch.randn(2, 1, 1, 8, generator=torch.Generator().manual_seed(0))
+    qkv = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(0))
+    q, k = F.rms_norm(qkv[0, :2], (8,))
 
     def product(at: int, other: int) -> float:
-        def turned(x: Tensor, position: int) -> Tensor:
-            return rotate(x, rotary_angles(torch.tensor([position]), 8, 10_000.0))
+        def turned(index: int, position: int) -> Tensor:
+            angles = rotary_angles(torch.tensor([position]), 8, 10_000.0)
+            return normalise_heads(qkv, torch.ones(2, 8), angles)[0, index]
 
-        return float((turned(q, at) * turned(k, other)).sum())
+        return float((turned(0, at) * turned(1, other)).sum())
 
     assert product(5, 2) == pytest.approx(product(105, 102), abs=1e-4)
     assert product(0, 0) == pytest.approx(float((q * k).sum()), abs=1e-6)

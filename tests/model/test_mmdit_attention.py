@@ -135,15 +135,14 @@ def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
     rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
     generator = torch.Generator().manual_seed(0)
     leaves = [
-        [torch.randn(count, 2, 32, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for _ in range(3)]
-        for count in rows
+        torch.randn(count, 3, 2, 32, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for count in rows
     ]
     weights = [torch.randn(count, 2, 32, generator=generator).to("cuda") for count in rows]
 
     def attended(backend: Backend) -> list[Tensor]:
-        outputs = joint_attention(tuple(leaves[0]), tuple(leaves[1]), layout, backend)  # type: ignore[arg-type]
+        outputs = joint_attention(leaves[0], leaves[1], layout, backend)
         loss = sum((out.float() * weight).sum() for out, weight in zip(outputs, weights, strict=True))
-        return [*outputs, *torch.autograd.grad(loss, leaves[0] + leaves[1])]  # type: ignore[arg-type]
+        return [*outputs, *torch.autograd.grad(loss, leaves)]  # type: ignore[arg-type]
 
     for one, other in zip(attended("varlen"), attended("sdpa"), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

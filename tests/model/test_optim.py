@@ -68,7 +68,7 @@ def test_only_matrices_of_linear_maps_decay(tied: bool) -> None:
     linear |= set() if tied else {"text_head.weight"}
     assert decayed == linear
     assert plain == set(names.values()) - linear
-    assert {"token_embedding.weight", "latent_position", "blocks.0.text.q_norm.weight", "latent_in.bias"} <= plain
+    assert {"token_embedding.weight", "latent_position", "blocks.0.text.head_norm.q", "latent_in.bias"} <= plain
 
 
 def test_frozen_parameters_are_left_out_and_empty_groups_too() -> None:
@@ -87,7 +87,7 @@ def test_decay_shrinks_matrices_and_leaves_the_rest() -> None:
     optimizer.step()
     after = dict(model.named_parameters())
     torch.testing.assert_close(after["text_out.weight"], before["text_out.weight"] * (1 - 0.1 * 0.5))
-    for name in ("text_out.bias", "token_embedding.weight", "latent_position", "blocks.1.latent.k_norm.weight"):
+    for name in ("text_out.bias", "token_embedding.weight", "latent_position", "blocks.1.latent.head_norm.k"):
         assert torch.equal(after[name], before[name])
 
 

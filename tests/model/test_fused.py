@@ -1,0 +1,128 @@
+"""Operations with gradients of their own: what they compute, their gradients, and how little they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmldlm.model.fused import add_gated, modulate, normalise_heads, swiglu
+from mmldlm.model.layers import rotary_angles
+
+pytestmark = pytest.mark.quick
+
+ROWS = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+SAMPLES, WIDTH, HEADS = 3, 8, 2
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def plain_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+def plain_heads(qkv: Tensor, weight: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    q, k, v = qkv.unbind(1)
+    parts = [F.rms_norm(part, part.shape[-1:], scale, eps=1e-6) for part, scale in zip((q, k), weight, strict=True)]
+    if rotary is not None:
+        turn = torch.complex(*rotary)[:, None]
+        for index, part in enumerate(parts):
+            turned = torch.complex(*(half.contiguous() for half in part.chunk(2, -1))) * turn
+            parts[index] = torch.cat([turned.real, turned.imag], -1)
+    return torch.stack([*parts, v], 1)
+
+
+ROTARY = rotary_angles(torch.arange(len(ROWS)), WIDTH, 100.0)
+Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
+CASES: dict[str, Case] = {
+    "modulate": (
+        lambda x, shift, scale: modulate(x, shift, scale, ROWS),
+        lambda x, shift, scale: plain_modulate(x, shift[ROWS], scale[ROWS]),
+        [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1)],
+    ),
+    "modulate, rows are samples": (
+        lambda x, shift, scale: modulate(x, shift, scale, None),
+        plain_modulate,
+        [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
+    ),
+    "add_gated": (
+        lambda x, gate, branch: add_gated(x, gate, branch, ROWS),
+        lambda x, gate, branch: x + gate[ROWS] * branch,
+        [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(len(ROWS), WIDTH, seed=1)],
+    ),
+    "add_gated, rows are samples": (
+        lambda x, gate, branch: add_gated(x, gate, branch, None),
+        lambda x, gate, branch: x + gate * branch,
+        [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
+    ),
+    "swiglu": (
+        swiglu,
+        lambda hidden: F.silu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1],
+        [draw(len(ROWS), 2 * WIDTH)],
+    ),
+    "heads, turned": (
+        lambda qkv, weight: normalise_heads(qkv, weight, ROTARY),
+        lambda qkv, weight: plain_heads(qkv, weight, ROTARY),
+        [draw(len(ROWS), 3, HEADS, WIDTH), draw(2, WIDTH)],
+    ),
+    "heads": (
+        lambda qkv, weight: normalise_heads(qkv, weight, None),
+        lambda qkv, weight: plain_heads(qkv, weight, None),
+        [draw(len(ROWS), 3, HEADS, WIDTH), draw(2, WIDTH)],
+    ),
+}
+
+
+def values_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [value.clone().requires_grad_() for value in inputs]
+    out = function(*leaves)
+    weights = draw(*out.shape, seed=9).to(out)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_plain_formula_and_its_gradient(case: str) -> None:
+    fused, plain, inputs = CASES[case]
+    found, expected = values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_inputs_are_computed_in_float32(case: str) -> None:
+    fused, plain, inputs = CASES[case]
+    low = [value.bfloat16() for value in inputs]
+    if case.startswith("heads"):
+        low[1] = inputs[1]  # the scales of the heads are float32 parameters
+    if case.startswith("add_gated"):
+        low[0] = inputs[0]  # and so is the stream
+    found = values_and_gradients(fused, low)
+    expected = values_and_gradients(plain, [value.float() for value in low])
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other).norm() <= 8e-3 * other.norm()
+    for one, given in zip(found[1:], low, strict=True):
+        assert one.dtype == given.dtype
+
+
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [("modulate", 1), ("add_gated", 1), ("swiglu", 2), ("heads, turned", 3 * HEADS)],
+)
+def test_keeps_its_inputs_alone(case: str, kept: int) -> None:
+    """In units of [T, width]; what has a row for each sample, position or head is small beside them."""
+    fused, _, inputs = CASES[case]
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fused(*[value.clone().requires_grad_() for value in inputs])
+    large = [size for size in sizes if size >= len(ROWS) * WIDTH]
+    assert sum(large) == kept * len(ROWS) * WIDTH
