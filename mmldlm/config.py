@@ -17,7 +17,7 @@ from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.model.freezing import Freezable, Loss, check_trainable
+from mmldlm.model.freezing import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.model.mmdit import ModelConfig
 from mmldlm.model.recompute import MemoryConfig
 from mmldlm.optim import OptimConfig, ScheduleConfig
@@ -114,6 +114,10 @@ class RunConfig:
         if self.loss.length_weight:
             losses["length"] = f"loss.length_weight {self.loss.length_weight:g}"
         check_trainable(self.freeze, losses)
+        if self.optim.name == "muon" and frozen_parts(self.freeze) >= {"text_stream", "latent_stream"}:
+            raise ValueError(
+                "optim.name: muon trains the matrices of the blocks, found backbone frozen; expected adamw"
+            )
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -30,12 +30,13 @@ from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optim import resolved_warmup
+from mmldlm.optim import OptimConfig, resolved_warmup
+from mmldlm.optimizers import build_optimizer, engines_of, implementation, muon_matrices
 from mmldlm.runtime.launch import ENGINES, asked_world_size
 from mmldlm.schema import to_yaml
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
-BYTES_PER_FROZEN = 4
+BYTES_PER_MOMENT = BYTES_PER_FROZEN = 4
 MIB = 2**20
 
 _ATEN = torch.ops.aten
@@ -58,6 +59,8 @@ class Estimate:
     world_size: int
     state_mib: float  # weights, gradients, moments; on one rank
     activations_mib: float  # at their peak in forward and backward, of the largest micro-batch looked at
+    optimizer: str = ""  # the implementation
+    one_moment: int = 0  # trained parameters of which the optimizer keeps one moment, not two: Muon's
 
     @property
     def total_mib(self) -> float:
@@ -103,6 +106,8 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         samples += size.global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
+    optimizer, one_moment = _optimizer(model, config.optim, device)
+    state = trainable * BYTES_PER_PARAMETER - one_moment * BYTES_PER_MOMENT + frozen * BYTES_PER_FROZEN
     return Estimate(
         parameters=parameters,
         trainable=trainable,
@@ -110,9 +115,19 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         flops_per_step=flops,
         batches=batches,
         world_size=world_size,
-        state_mib=(trainable * BYTES_PER_PARAMETER + frozen * BYTES_PER_FROZEN) / MIB,
+        state_mib=state / MIB,
         activations_mib=peak / MIB,
+        optimizer=optimizer,
+        one_moment=one_moment,
     )
+
+
+def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[str, int]:
+    """(implementation, parameters with one moment)."""
+    if config.name == "deepspeed_adam":  # to make one is to compile its kernel
+        return "deepspeed.DeepSpeedCPUAdam where the engine offloads it, else deepspeed.FusedAdam", 0
+    one_moment = muon_matrices(model) if config.name == "muon" else []
+    return implementation(build_optimizer(model, config, device_type)), sum(matrix.numel() for matrix in one_moment)
 
 
 class _Costs(TorchDispatchMode):
@@ -187,6 +202,7 @@ def print_estimate(config: RunConfig) -> None:
         )
     print(f"tokens per step      {found.tokens_per_step:,.0f} real tokens on average, none padded")
     print(f"FLOPs per step       {found.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputed, backward)")
+    print(f"optimizer            {found.optimizer}")
     print(f"warmup               {resolved_warmup(config.optim, config.train.steps)} of {config.train.steps} steps")
     print(
         f"memory per process   {found.total_mib:,.0f} MiB = {found.state_mib:,.0f} weights, gradients, moments "
@@ -194,7 +210,7 @@ def print_estimate(config: RunConfig) -> None:
     )
     if found.world_size > 1:
         print(f"  weights, gradients and moments by engine, MiB on each of {found.world_size} devices, and on the host")
-        for engine in ENGINES:
+        for engine in filter(engines_of(config.optim.name).__contains__, ENGINES):
             device, host = state_mib(engine, found, config.precision)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
 
@@ -219,9 +235,10 @@ def state_mib(engine: str, of: Estimate, precision: str) -> tuple[float, float]:
     whole = engine not in ("fsdp2", "zero3", "zero3_offload")
     width = low if engine.startswith("zero") else BYTES_PER_FROZEN
     still = frozen * width * (1 if whole else share)
+    spared = of.one_moment * BYTES_PER_MOMENT * (1 if whole else share)  # of Muon, which runs where no host steps
     on_host = engine == "zero3_offload"
     return (
-        (of.trainable * device + (0 if on_host else still)) / MIB,
+        (of.trainable * device - spared + (0 if on_host else still)) / MIB,
         (of.trainable * host + (still if on_host else 0)) / MIB,
     )
 

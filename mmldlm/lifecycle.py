@@ -10,11 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
+
 from mmldlm.checkpoint import CheckpointStore, RunLock, TrainState
 from mmldlm.config import RunConfig, write_config
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
+from mmldlm.optimizers import check_optimizer
 from mmldlm.resume import check_resume, choose, identity, restore, small_files
 from mmldlm.runtime.last_words import clear_exit_files, write_exit
 from mmldlm.runtime.launch import Launch, read_launch
@@ -95,6 +98,8 @@ class RunLifecycle:
         # All that can be refused is refused before anything is created.
         check_resume(config.resume)
         config.train.check_batches(self.launch.world_size)
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        check_optimizer(config.optim, self.launch.engine, self.launch.offloads_optimizer, device_type)
         plan = step_plan(config, self.launch.world_size)
         self.runtime = runtime = start(config.distributed, self.launch, plan)
         self._stack.callback(runtime.close)

@@ -1,4 +1,4 @@
-"""AdamW over decayed and undecayed parameters, and the learning rate as a pure function of the step."""
+"""Settings of the optimizer, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import nn
-
-from mmldlm.errors import ConfigError
 from mmldlm.schema import setting
+
+OptimizerName = Literal["adamw", "muon", "deepspeed_adam"]
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    momentum: float = setting(0.95, "decay of the mean of gradients that is orthogonalised", above=0, below=1)
+    nesterov: bool = setting(True, "orthogonalise the mean as the next step would see it")
+    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", at_least=1, at_most=99)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
+    name: OptimizerName = setting(
+        "adamw",
+        "adamw: PyTorch's; muon: Muon for the matrices of the blocks, AdamW for the rest (single, ddp, fsdp2); "
+        "deepspeed_adam: DeepSpeed's AdamW, on the host where the engine offloads the optimizer, else on CUDA (ZeRO)",
+    )
     lr: float = setting(3e-4, "peak learning rate", above=0)
     betas: tuple[float, float] = setting((0.9, 0.98), "decay of AdamW's first and second moments")
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = setting(0.01, "decay of matrices; norms, biases and embeddings have none", at_least=0)
     fused: Literal["auto"] | bool = setting("auto", "AdamW in one kernel; true is an error where it cannot run")
+    muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     warmup_steps: int | float = setting(
         0.02, "steps of linear warmup; below 1: that fraction of train.steps", at_least=0
@@ -30,6 +41,10 @@ class OptimConfig:
             raise ValueError(f"betas: must lie in [0, 1), found {list(self.betas)}")
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(f"warmup_steps: expected a whole number or a fraction below 1, found {self.warmup_steps}")
+        if self.name == "deepspeed_adam" and self.fused != "auto":
+            raise ValueError(f"fused: expected auto under name: deepspeed_adam, found {str(self.fused).lower()}")
+        if self.name != "muon" and self.muon != MuonConfig():
+            raise ValueError(f"muon: does nothing under name: {self.name}, expected its defaults or name: muon")
 
 
 @dataclass(frozen=True)
@@ -57,37 +72,3 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig, schedule: ScheduleCon
     else:  # half a cosine (SGDR, arXiv 1608.03983, eq. 5, without restarts)
         remaining = 0.5 * (1 + math.cos(math.pi * progress))
     return optim.lr * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * remaining)
-
-
-def resolve_fused(asked: Literal["auto"] | bool, device_type: str) -> bool:
-    """Whether AdamW runs fused; `ConfigError` where it was demanded and the device has none."""
-    available = device_type in ("cuda", "cpu")
-    if asked is True and not available:
-        raise ConfigError(f"optim.fused: true, but {device_type} has no fused AdamW; use auto")
-    return available if asked == "auto" else bool(asked)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in two groups: decayed (matrices of linear maps), not decayed (all else)."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    embeddings |= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("position")}
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (decayed if parameter.dim() >= 2 and id(parameter) not in embeddings else plain).append(parameter)
-    groups: list[dict[str, object]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig, device_type: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=resolve_fused(config.fused, device_type),
-    )

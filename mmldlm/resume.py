@@ -27,6 +27,7 @@ from mmldlm.data.manifest import Manifest
 from mmldlm.data.shards import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.mmdit import DataShape
+from mmldlm.optimizers import check_same_state
 from mmldlm.schema import dump, to_yaml
 
 
@@ -110,8 +111,8 @@ def choose(checkpoints: CheckpointStore, config: RunConfig) -> Path | None:
 def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> Restored:
     """Load the weights of the checkpoint that `choose` verified into the bare model.
 
-    Raises `ConfigError` for one beyond `train.steps`, `DataError` for one that belongs to another network,
-    tokenizer or encoder.
+    Raises `ConfigError` for one beyond `train.steps` or with the state of another optimizer, `DataError` for one that
+    belongs to another network, tokenizer or encoder.
     """
     if path is None:
         return Restored(TrainState(), [])
@@ -120,9 +121,11 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     state = TrainState.from_json(found.read("state.json"))
     if state.step > config.train.steps:
         raise ConfigError(f"train.steps: {config.train.steps} asked for, but {path} is at step {state.step}")
+    saved = _saved_config(found)
+    check_same_state(saved.optim.name, config.optim.name)
     load_model_state(model, TensorFiles.open(found, "model"))
     moments, anew = _moments_of_trained(model, TensorFiles.open(found, "optimizer"))
-    changed = differences(dump(_saved_config(found)), dump(config))
+    changed = differences(dump(saved), dump(config))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if anew:
         notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")

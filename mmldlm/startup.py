@@ -24,7 +24,8 @@ from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optim import build_optimizer, resolve_fused, resolved_warmup
+from mmldlm.optim import resolved_warmup
+from mmldlm.optimizers import build_optimizer, implementation, resolve_fused
 from mmldlm.runtime.deepspeed_config import StepPlan
 from mmldlm.runtime.engine import Runtime
 from mmldlm.runtime.environment import settings_to_export, unread_names
@@ -90,7 +91,7 @@ def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
         model=model,
-        optimizer=build_optimizer(model, config.optim, device_type),
+        optimizer=build_optimizer(model, config.optim, device_type, runtime.launch.offloads_optimizer),
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
     )
@@ -186,10 +187,10 @@ def startup_report(
 
 def _optimizer_name(runtime: Runtime, config: RunConfig) -> str:
     """The implementation that really steps."""
-    optimizer = runtime.bare_optimizer
-    fused = optimizer.param_groups[0].get("fused", False)
-    assert fused == resolve_fused(config.optim.fused, runtime.device.type), "AdamW is not the implementation asked for"
-    return f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}{', fused' if fused else ''}"
+    name = implementation(runtime.bare_optimizer)
+    fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, runtime.device.type)
+    assert (", fused" in name) == fused, f"{name} is not the implementation asked for"
+    return name
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:

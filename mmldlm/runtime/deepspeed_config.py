@@ -63,6 +63,12 @@ def engine_of(config: Mapping[str, Any], path: str) -> str:
     return f"zero{stage}_offload" if offloads else f"zero{stage}"
 
 
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer steps on the host, by a file that `engine_of` has read."""
+    section = config["zero_optimization"].get("offload_optimizer") or {}
+    return bool(section.get("device", "none") != "none")
+
+
 def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPlan) -> dict[str, Any]:
     """`config` with every "auto" filled from the run config.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmldlm.brief import shown
 from mmldlm.errors import ConfigError
-from mmldlm.runtime.deepspeed_config import engine_of, read_deepspeed_config
+from mmldlm.runtime.deepspeed_config import engine_of, offloads_optimizer, read_deepspeed_config
 from mmldlm.strict_yaml import read_yaml
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
@@ -34,6 +34,11 @@ class Launch:
     @property
     def nodes(self) -> int:
         return max(1, self.world_size // max(1, self.local_world_size))
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self.deepspeed is not None and offloads_optimizer(self.deepspeed)
 
 
 def read_launch(

@@ -176,10 +176,11 @@ class ZeroRuntime(Runtime):
         return torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone(), moments
 
     def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
-        """What the inner optimizer would create at its first step."""
+        """What the inner optimizer would create at its first step; DeepSpeed's own count steps in Python."""
+        in_tensors = isinstance(self.bare_optimizer, torch.optim.AdamW)
         for partition in self._partitions():
             state = {key: torch.zeros_like(partition) for key in keys}
-            self.bare_optimizer.state[partition] = {"step": step.clone(), **state}
+            self.bare_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:

@@ -20,6 +20,7 @@ from mmldlm.checkpoint import (
     write_tensors,
 )
 from mmldlm.errors import DataError, NumericalError
+from mmldlm.runtime.muon import MuonAdamW
 
 pytestmark = pytest.mark.quick
 
@@ -43,11 +44,18 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.embedding(tokens))))
 
 
+def muon(parameters):
+    matrices = [parameter for parameter in parameters if parameter.shape == (6, 6)]
+    rest = [parameter for parameter in parameters if parameter.shape != (6, 6)]
+    return MuonAdamW(matrices, {"lr": 1e-2}, [{"params": rest}], {"lr": 1e-2, "fused": True})
+
+
 OPTIMIZERS = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True, amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "plain_sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "muon": lambda parameters: muon(list(parameters)),
     "asgd_groups": lambda parameters: torch.optim.ASGD([{"params": [p]} for p in list(parameters)[::-1]], lr=1e-2),
 }
 

@@ -29,7 +29,7 @@ from mmldlm.checkpoint import (
 from mmldlm.checkpoint.manifest import MAX_SMALL_BYTES
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.shards import Store
-from mmldlm.optim import build_optimizer
+from mmldlm.optimizers import build_optimizer
 from mmldlm.resume import identity, restore, small_files
 
 quick = pytest.mark.quick

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.config import load_config
 from mmldlm.data.shards import Store
-from mmldlm.estimate import Estimate, estimate, micro_batch_cost, state_mib
+from mmldlm.estimate import Estimate, estimate, micro_batch_cost, print_estimate, state_mib
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
+from mmldlm.runtime.launch import ENGINES
 
 KINDS = [MemoryConfig(kind) for kind in ("none", "every_k", "selective", "full")]  # type: ignore[arg-type]
 kinds = pytest.mark.parametrize("memory", KINDS, ids=lambda memory: memory.activation_checkpointing)
@@ -126,6 +127,33 @@ def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_s
     assert part.flops_per_step < whole.flops_per_step
 
 
+def test_the_dry_run_counts_one_moment_of_muons_matrices(tiny_store: Path) -> None:
+    adamw, muon = dry_run(tiny_store), dry_run(tiny_store, "optim.name=muon")
+    part = dry_run(tiny_store, "optim.name=muon", "freeze=[latent_stream]")
+    streams = muon.parameters["text_stream"] + muon.parameters["latent_stream"]
+    assert adamw.one_moment == 0 < part.one_moment < muon.one_moment < streams
+    assert muon.one_moment > 0.9 * streams  # all but norms and biases
+    assert (adamw.state_mib - muon.state_mib) * 2**20 == pytest.approx(4 * muon.one_moment)
+    assert adamw.optimizer == "torch.AdamW, fused"
+    assert muon.optimizer.startswith("torch.Muon for 36 matrices") and "AdamW, fused" in muon.optimizer
+
+
+def test_the_dry_run_prints_the_engines_that_the_optimizer_has(
+    tiny_store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shown = {}
+    for name in ("adamw", "muon", "deepspeed_adam"):
+        settings = ["train.global_batch_size=8", "train.steps=1", f"optim.name={name}"]
+        print_estimate(load_config(None, [f"data.path={tiny_store}", *settings]))
+        lines = capsys.readouterr().out.splitlines()
+        shown[name] = [word for word in (line.partition("  ")[0] for line in map(str.strip, lines)) if word in ENGINES]
+        (named,) = (line for line in lines if line.startswith("optimizer    "))
+        assert {"adamw": "torch.AdamW", "muon": "torch.Muon", "deepspeed_adam": "DeepSpeedCPUAdam"}[name] in named
+    assert shown["adamw"] == list(ENGINES) and shown["muon"] == ["ddp", "fsdp2"]
+    assert shown["deepspeed_adam"] == [engine for engine in ENGINES if engine.startswith("zero")]
+
+
 def test_the_dry_run_reports_the_step_that_needs_most(tiny_store: Path) -> None:
     one, two = (["model={width: 16, depth: 1, num_heads: 2}", f"train.steps={steps}"] for steps in (1, 2))
     with_head, without = dry_run(tiny_store, "mode=l2t", *one), dry_run(tiny_store, "mode=t2l", *two)
@@ -170,3 +198,9 @@ def test_memory_of_the_engines(engine: str, precision: str, device: float, host:
     assert state_mib(engine, million, precision) == (device, host)
     still = Estimate({"backbone": 2**20}, 0, 0, 0, 1, 1, 4, 0, 0)
     assert sum(state_mib(engine, still, precision)) <= 4
+
+
+def test_memory_of_the_engines_under_muon() -> None:
+    """All of a million parameters with one moment: 12 bytes, shared out by FSDP2."""
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, 1, 1, 4, 0, 0, one_moment=2**20)
+    assert (state_mib("ddp", million, "bf16"), state_mib("fsdp2", million, "fp32")) == ((12, 0), (3, 0))

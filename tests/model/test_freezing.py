@@ -21,7 +21,7 @@ from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, total_counts
 from mmldlm.model.freezing import FEEDS, Freezable, Loss, Part, check_trainable, freeze_parts, frozen_parts, part_of
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optim import build_optimizer
+from mmldlm.optimizers import build_optimizer
 
 pytestmark = pytest.mark.quick
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -1,4 +1,4 @@
-"""The learning rate's closed forms and the optimizer's parameter groups."""
+"""The learning rate's closed forms, the optimizers' parameter groups, and Muon against PyTorch's own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import torch
 from small_model import small_model
 from torch import nn
 
+from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.optim import (
-    OptimConfig,
-    ScheduleConfig,
+from mmldlm.optim import MuonConfig, OptimConfig, OptimizerName, ScheduleConfig, lr_at, resolved_warmup
+from mmldlm.optimizers import (
     build_optimizer,
-    lr_at,
+    check_optimizer,
+    check_same_state,
+    engines_of,
+    implementation,
+    muon_matrices,
     parameter_groups,
     resolve_fused,
-    resolved_warmup,
 )
+from mmldlm.runtime.launch import ENGINES
 
 pytestmark = pytest.mark.quick
 
@@ -98,7 +102,137 @@ def test_fused_is_resolved_by_device() -> None:
         resolve_fused(True, "mps")
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"betas": (0.9, 1.0)}, "betas"), ({"warmup_steps": 2.5}, "warmup")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"warmup_steps": 2.5}, "warmup"),
+        ({"name": "deepspeed_adam", "fused": True}, "fused: expected auto under name: deepspeed_adam, found true"),
+        ({"name": "adamw", "muon": MuonConfig(ns_steps=6)}, "muon: does nothing under name: adamw"),
+    ],
+)
 def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimConfig(**settings)  # type: ignore[arg-type]
+
+
+MUON_SETTINGS = [
+    {},
+    {"muon": MuonConfig(momentum=0.8)},
+    {"muon": MuonConfig(nesterov=False)},
+    {"muon": MuonConfig(ns_steps=2), "weight_decay": 0.5},
+    {"fused": False, "betas": (0.5, 0.9), "eps": 1e-3},
+]
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("settings", MUON_SETTINGS, ids=str)
+def test_muon_is_pytorchs_muon_on_the_matrices_and_adamw_on_the_rest(settings: dict[str, object]) -> None:
+    """Bit by bit, with every setting, while the learning rate changes."""
+    config = OptimConfig(**{"name": "muon", "weight_decay": 0.1, **settings})  # type: ignore[arg-type]
+    model, reference = small_model(), small_model()
+    optimizer = build_optimizer(model, config, "cpu")
+    matrices, muon = muon_matrices(reference), config.muon
+    options = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
+    others = parameter_groups(reference, config.weight_decay, without=matrices)
+    apart = [
+        torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=config.fused == "auto"),
+    ]
+    for step in range(4):
+        for each in (optimizer, *apart):
+            for group in each.param_groups:
+                group["lr"] = 0.01 * (step + 1)
+        set_gradients(model, step)
+        set_gradients(reference, step)
+        optimizer.step()
+        for each in apart:
+            each.step()
+    expected = dict(reference.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+    moved = small_model()
+    assert not any(torch.equal(p, expected[name]) for name, p in moved.named_parameters())
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_nothing_else() -> None:
+    model = small_model(latent_tokens=2, tie_embeddings=False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[id(parameter)] for parameter in muon_matrices(model)}
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert found == {name for name in linear if name.startswith("blocks.")}
+    maps = ("qkv", "out", "mlp.up", "mlp.down", "modulation.down", "modulation.up")
+    assert {name for name in found if name.startswith("blocks.0.text")} == {f"blocks.0.text.{m}.weight" for m in maps}
+    optimizer = build_optimizer(model, OptimConfig(name="muon"), "cpu")
+    held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(held) == sorted(names.values())
+    model.blocks.requires_grad_(False)
+    assert muon_matrices(model) == []
+
+
+def test_muons_updates_are_as_large_as_adamws() -> None:
+    """Root mean square near 0.2 of the learning rate, where AdamW's lies (arXiv 2502.16982, section 2.2)."""
+    model, before = small_model(), small_model()
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1, weight_decay=0), "cpu")
+    set_gradients(model, 0)
+    optimizer.step()
+    for new, old in zip(muon_matrices(model), muon_matrices(before), strict=True):
+        # Newton-Schulz leaves the singular values between about 0.7 and 1.2.
+        assert float((new - old).detach().square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=0.35)
+
+
+def test_an_optimizer_says_what_it_is() -> None:
+    model = small_model()
+    count = sum(parameter.numel() for parameter in muon_matrices(model))
+    muon = build_optimizer(model, OptimConfig(name="muon"), "cpu")
+    adamw = build_optimizer(model, OptimConfig(fused=False), "cpu")
+    fused = build_optimizer(model, OptimConfig(), "cpu")
+    assert (
+        implementation(muon) == f"torch.Muon for 24 matrices of {count:,} parameters, torch.AdamW, fused for the rest"
+    )
+    assert (implementation(adamw), implementation(fused)) == ("torch.AdamW", "torch.AdamW, fused")
+    # Whether a step can be left out by a flag on the device, as PyTorch marks it.
+    assert [getattr(o, "_step_supports_amp_scaling", False) for o in (muon, adamw, fused)] == [False, False, True]
+
+
+@pytest.mark.parametrize("engine", ["single", *ENGINES])
+@pytest.mark.parametrize("name", ["adamw", "muon", "deepspeed_adam"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_cannot_run_is_refused(name: OptimizerName, engine: str, device: str) -> None:
+    zero, offloaded = engine.startswith("zero"), engine.endswith("offload")
+    runs = {"adamw": True, "muon": not zero, "deepspeed_adam": offloaded or (zero and device == "cuda")}[name]
+    if runs:
+        check_optimizer(OptimConfig(name=name), engine, offloaded, device)
+        assert engine in engines_of(name)
+        return
+    with pytest.raises(ConfigError, match=rf"^optim\.name: {name} .*{engine}.*expected adamw") as refusal:
+        check_optimizer(OptimConfig(name=name), engine, offloaded, device)
+    assert "\n" not in str(refusal.value)
+
+
+def test_muon_with_frozen_blocks_is_refused() -> None:
+    for freeze in ("[backbone]", "[text_stream, latent_stream]"):
+        with pytest.raises(ConfigError, match=r"optim\.name: muon .* backbone frozen; expected adamw"):
+            load_config(None, ["optim.name=muon", f"freeze={freeze}"])
+    load_config(None, ["optim.name=muon", "freeze=[text_stream]"])
+
+
+@pytest.mark.parametrize("setting", ["momentum=0", "momentum=1", "ns_steps=0", "ns_steps=100", "nesterov=2"])
+def test_muons_settings_have_bounds(setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"optim\.muon\.{setting.partition('=')[0]}"):
+        load_config(None, ["optim.name=muon", f"optim.muon.{setting}"])
+
+
+def test_state_of_another_kind_is_refused() -> None:
+    kinds: list[OptimizerName] = ["adamw", "deepspeed_adam", "muon"]
+    for saved in kinds:
+        for asked in kinds:
+            if "muon" in (saved, asked) and saved != asked:
+                with pytest.raises(ConfigError, match=f"the state of {saved}, from which {asked} cannot go on"):
+                    check_same_state(saved, asked)
+            else:
+                check_same_state(saved, asked)

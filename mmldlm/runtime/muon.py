@@ -1,0 +1,86 @@
+"""Muon and AdamW as one optimizer, whole and under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+
+class ShardedMuon(torch.optim.Muon):
+    """PyTorch's Muon, which for a sharded matrix gathers what it orthogonalises.
+
+    By itself it runs the Newton-Schulz iteration on shards: 11 to 16 collectives a matrix, partial sums rounded to
+    bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here one
+    gather of bfloat16 serves, and the update has the bits that one process would give it.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
+            super().step()
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_sharded(parameter, group)
+
+    def _step_sharded(self, parameter: DTensor, group: Mapping[str, Any]) -> None:
+        """Collective. Line by line what `torch.optim.Muon` does; all but the iteration is elementwise."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert isinstance(gradient, DTensor)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        # The iteration rounds to bfloat16 before all else, so this loses nothing.
+        rounded: Any = update.bfloat16()
+        whole = _zeropower_via_newtonschulz(
+            rounded.full_tensor(), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(mine, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the matrices it is given, AdamW for the rest.
+
+    Groups and state are this object's, where engines, checkpoints and the learning rate's schedule find them; the
+    two optimizers in it borrow them. Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, arXiv
+    2502.16982, section 2.2), so one learning rate and one weight decay serve both.
+    """
+
+    # How PyTorch marks optimizers that leave a step out by themselves on a flag of the device. Muon does not.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        muon: Mapping[str, Any],
+        rest: list[dict[str, Any]],
+        adamw: Mapping[str, Any],
+    ):
+        """`muon` and `adamw` are options of `torch.optim.Muon` and `torch.optim.AdamW`, `rest` AdamW's groups."""
+        self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)
+        self._adamw = torch.optim.AdamW(rest, **adamw)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+
+    @property
+    def parts(self) -> tuple[ShardedMuon, torch.optim.AdamW]:
+        """Both, with the groups and the state as they are now: loading and engines put others in their place."""
+        for part, is_muon in ((self._muon, True), (self._adamw, False)):
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
+        return self._muon, self._adamw
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the gradients are there, nothing is evaluated anew"
+        for part in self.parts:
+            part.step()
