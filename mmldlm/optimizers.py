@@ -33,7 +33,7 @@ def check_optimizer(config: OptimConfig, engine: str, offloaded: bool, device_ty
         resolve_fused(config.fused, device_type)
     elif not offloaded and device_type != "cuda":
         raise ConfigError(
-            f"optim.name: deepspeed_adam under {engine} is DeepSpeed's FusedAdam, which needs CUDA, found "
+            f"optim.name: deepspeed_adam under {engine} is DeepSpeed's FusedAdam, which is for CUDA, found "
             f"{device_type}; expected adamw, or an engine that offloads the optimizer: zero2_offload, zero3_offload"
         )
 

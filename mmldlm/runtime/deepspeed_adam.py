@@ -32,6 +32,23 @@ def build_deepspeed_adam(groups: list[dict[str, Any]], offloaded: bool, **option
         ) from error
 
 
+def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Bring CPUAdam where it is after so many steps.
+
+    It keeps beta^step as a running product, which is not among its state and is, in float32, not the power that it
+    would start from otherwise. 20 microseconds a step.
+    """
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        return
+    dummy, groups = torch.nn.Parameter(torch.zeros(1)), optimizer.param_groups
+    dummy.grad = torch.zeros(1)
+    optimizer.param_groups = [{**groups[0], "params": [dummy]}]
+    for _ in range(steps):
+        optimizer.step()
+    optimizer.param_groups = groups
+    del optimizer.state[dummy]
+
+
 def _missing(offloaded: bool) -> str:
     """Tools that the build needs and that are not on the PATH."""
     tools = [os.environ.get("CXX", "c++"), "ninja", *([] if offloaded else ["nvcc"])]

@@ -23,6 +23,7 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
+from mmldlm.runtime.deepspeed_adam import replay_steps
 from mmldlm.runtime.engine import Runtime, Update, skip_reason
 
 T = TypeVar("T")
@@ -181,6 +182,8 @@ class ZeroRuntime(Runtime):
         for partition in self._partitions():
             state = {key: torch.zeros_like(partition) for key in keys}
             self.bare_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
+        if not in_tensors:
+            replay_steps(self.bare_optimizer, int(step))
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:

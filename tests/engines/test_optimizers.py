@@ -109,7 +109,7 @@ def test_another_kind_of_optimizer_does_not_go_on(
     [
         ("zero2", "muon", "optim.name: muon needs whole matrices, found engine zero2; expected adamw there, or an"),
         ("fsdp2", "deepspeed_adam", "optim.name: deepspeed_adam steps DeepSpeed's partitions, found engine fsdp2"),
-        ("zero3", "deepspeed_adam", "under zero3 is DeepSpeed's FusedAdam, which needs CUDA, found cpu"),
+        ("zero3", "deepspeed_adam", "under zero3 is DeepSpeed's FusedAdam, which is for CUDA, found cpu"),
     ],
 )
 def test_a_run_is_refused_before_anything_is_created(
@@ -183,5 +183,9 @@ def test_deepspeeds_adam_is_adamw(
         ours, theirs = records(folder), records(single())
         assert list(ours) == list(range(11, 21))
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < 1e-5
+        if source is whole and settings:
+            for group in ("model", "optimizer"):
+                expected, found = state(whole, group), state(folder, group)
+                assert all(torch.equal(found[entry], expected[entry]) for entry in expected), "not the same bits"
         steps = {float(tensor) for key, tensor in state(folder, "optimizer").items() if key.endswith("/step")}
         assert steps == {20.0}
