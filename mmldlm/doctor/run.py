@@ -21,7 +21,7 @@ from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import count_parameters
 
 GIB = 2**30
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: the weight and AdamW's two moments
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: the weight and two moments; Muon's matrices have one
 
 
 def check_config(path: str, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding]:

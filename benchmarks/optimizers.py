@@ -1,0 +1,110 @@
+"""What a step of each optimizer costs by itself, and how far it brings a small model on the same samples.
+
+    python -m benchmarks.optimizers STORE [--steps 60] [--updates 10] [--rate 1.5e-3] [key.sub=value ...]
+
+One process. "update" is the median time of the optimizer's step alone, gradients being there, on the model of the
+settings; `--updates-only` leaves the training out, for a larger model. "loss" is that of held-out samples after equal
+steps from the same weights, on the same samples and noise, with the same learning rates. DeepSpeed's CPUAdam steps
+here without an engine; it trains under ZeRO alone, so it has no loss: it is AdamW, and its curve the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn
+
+import torch
+
+from mmldlm.build import build_model
+from mmldlm.config import RunConfig, load_config
+from mmldlm.data.shards import Store
+from mmldlm.errors import ConfigError
+from mmldlm.optimizers import build_optimizer
+from mmldlm.runtime.launch import read_launch
+from mmldlm.telemetry import read_metrics
+from mmldlm.train import train
+
+# The quickstart's model and losses in small.
+SETTINGS = (
+    "model={depth: 3, width: 96, num_heads: 4}",
+    "mode={l2t: 0.4, t2l: 0.3, joint: 0.3}",
+    "latent.prediction=x0",
+    "loss.latent_weight=10",
+    "train.global_batch_size=32",
+    "data.num_workers=0",
+    "log={every: 100000, tensorboard: false}",
+    "validation={samples: 128, text_samples: 0}",
+    "checkpoint.every_steps=0",
+)
+VARIANTS = {
+    "AdamW, fused": ["optim.name=adamw"],
+    "AdamW, not fused": ["optim.name=adamw", "optim.fused=false"],
+    "Muon + AdamW, fused": ["optim.name=muon"],
+    "DeepSpeed's CPUAdam": ["optim.name=deepspeed_adam"],
+}
+
+
+def update_ms(config: RunConfig, updates: int) -> float:
+    """Median time of one optimizer's step, after one that makes its state."""
+    model = build_model(config, Store.open(config.data.path).manifest, "cpu")
+    optimizer = build_optimizer(model, config.optim, "cpu", offloaded=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+    def times() -> Iterator[float]:
+        for _ in range(updates + 1):
+            began = time.perf_counter()
+            optimizer.step()
+            yield 1000 * (time.perf_counter() - began)
+
+    return median(list(times())[1:])
+
+
+def held_out_losses(config: RunConfig) -> tuple[float, float]:
+    """(text, latent) after the last step."""
+    train(config, read_launch({}))
+    *_, last = (r for r in read_metrics(Path(config.run.dir) / "metrics.jsonl") if r["kind"] == "validation")
+    return last["validation/text"], last["validation/latent"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("--steps", type=int, default=60, help="of the training")
+    parser.add_argument("--updates", type=int, default=10, help="to time, of each optimizer")
+    parser.add_argument("--updates-only", action="store_true")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_intermixed_args()
+    length = [f"train.steps={options.steps}", f"validation.every={options.steps}", f"optim.lr={options.rate}"]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, asked) in enumerate(VARIANTS.items()):
+            given = [f"data.path={options.store}", f"run.dir={folder}/{number}", *length]
+            config = load_config(None, [*SETTINGS, *given, *options.settings, *asked])
+            cost = "none here"
+            with suppress(ConfigError):  # no compiler
+                cost = f"{update_ms(config, options.updates):.2f}"
+            losses = ["", ""]
+            if config.optim.name != "deepspeed_adam" and not options.updates_only:
+                losses = [f"{loss:.4f}" for loss in held_out_losses(config)]
+            rows.append([name, cost, *losses])
+    model = build_model(config, Store.open(config.data.path).manifest, "cpu")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"\n{count:,} parameters, {options.steps} steps, torch {torch.__version__}, {torch.get_num_threads()} threads\n"
+    )
+    print("| optimizer | update, ms | held-out text, nats a token | held-out latent |\n|---|---|---|---|")
+    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
