@@ -55,7 +55,7 @@ class _Modulate(Function):
 
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
     """Layer norm without parameters, then scaled by 1 + scale and shifted as the row's sample says; [T, D] float32."""
-    return _Modulate.apply(x_TD, shift_BD, scale_BD, rows_T)  # type: ignore[no-any-return]
+    return _Modulate.apply(x_TD, shift_BD, scale_BD, rows_T)
 
 
 class _AddGated(Function):
@@ -75,7 +75,7 @@ class _AddGated(Function):
 
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
     """x + gate * branch, the gate as the row's sample says; x and result [T, D] float32."""
-    return _AddGated.apply(x_TD, gate_BD, branch_TD, rows_T)  # type: ignore[no-any-return]
+    return _AddGated.apply(x_TD, gate_BD, branch_TD, rows_T)
 
 
 class _SwiGLU(Function):
@@ -103,7 +103,7 @@ class _SwiGLU(Function):
 
 def swiglu(hidden_T2F: Tensor) -> Tensor:
     """SiLU of the first half times the second (arXiv 2002.05202); [T, F]."""
-    return _SwiGLU.apply(hidden_T2F)  # type: ignore[no-any-return]
+    return _SwiGLU.apply(hidden_T2F)
 
 
 class _NormaliseHeads(Function):
@@ -160,4 +160,4 @@ def normalise_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     (k, k + K/2) of a head (RoFormer, arXiv 2104.09864, eq. 34).
     """
     cos, sin = (None, None) if rotary is None else (part[:, None, None] for part in rotary)
-    return _NormaliseHeads.apply(qkv_T3HK, weight_2K, cos, sin)  # type: ignore[no-any-return]
+    return _NormaliseHeads.apply(qkv_T3HK, weight_2K, cos, sin)

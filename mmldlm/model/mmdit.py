@@ -230,14 +230,13 @@ class MMDiT(nn.Module):
                 text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
 
             (text_final,), (latent_final,) = self.text_final(conditioning), self.latent_final(conditioning)
-            rows = layout.sample_of_token.index_select(0, positions)
+            rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
             hidden = self.text_out(modulate(text.index_select(0, positions), text_final.shift, text_final.scale, rows))
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
             hidden = hidden * of_rows(1 + text_final.gate, rows)
             text_pred = self.text_head(hidden, self.token_embedding.weight, targets)
-            rows = layout.sample_of_latent
-            latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, rows)
-            latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, rows)
+            latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
+            latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, latent_rows)
             # Epsilon and v hold a part of z in full precision, no norm may touch it (c_skip of EDM, arXiv 2206.00364).
             skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
             latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip

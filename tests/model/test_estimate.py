@@ -194,13 +194,13 @@ def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> N
 )
 def test_memory_of_the_engines(engine: str, precision: str, device: float, host: float) -> None:
     """Bytes a parameter on four processes, as docs/engines.md has them; a frozen one costs no more than its weight."""
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, 1, 1, 4, 0, 0)
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0)
     assert state_mib(engine, million, precision) == (device, host)
-    still = Estimate({"backbone": 2**20}, 0, 0, 0, 1, 1, 4, 0, 0)
+    still = Estimate({"backbone": 2**20}, 0, 0, 0, {}, 4, 0, 0)
     assert sum(state_mib(engine, still, precision)) <= 4
 
 
 def test_memory_of_the_engines_under_muon() -> None:
     """All of a million parameters with one moment: 12 bytes, shared out by FSDP2."""
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, 1, 1, 4, 0, 0, one_moment=2**20)
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0, one_moment=2**20)
     assert (state_mib("ddp", million, "bf16"), state_mib("fsdp2", million, "fp32")) == ((12, 0), (3, 0))
