@@ -76,25 +76,25 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 def worker(arguments: list[str], out: Path) -> None:
     """One rank: train, and write the traffic of the last step."""
     from mmldlm.config import load_config
-    from mmldlm.optim import lr_at
     from mmldlm.runtime.launch import read_launch
-    from mmldlm.train import parse
+    from mmldlm.train import parse, train_step
     from mmldlm.training import Training
+
+    class Measured(Training):
+        held = 0
+
+        def update(self, lr: float) -> torch.Tensor:
+            self.held = tensor_bytes(self.runtime.bare_model)
+            return super().update(lr)
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
-    with Training(config, read_launch(os.environ, None, options.accelerate_config)) as run:
+    with Measured(config, read_launch(os.environ, None, options.accelerate_config)) as run:
         for step, micro_batches in run.steps():
             before = len(entries())
-            noised, totals = run.corrupt(step, micro_batches)
-            for batch in run.runtime.accumulate(noised):
-                loss, _ = run.parts.objective(run.runtime.forward, batch, totals)
-                run.runtime.backward(loss)
-            held = tensor_bytes(run.runtime.bare_model)
-            update = run.runtime.update(lr_at(step, config.train.steps, config.optim, config.schedule), 1.0)
+            train_step(run, step, micro_batches)
             found = entries()[before:]
-            run.state.step += 1
-            assert not update.skipped
+        assert not run.state.skipped_steps
         if run.runtime.is_main:
             names, counts = Counter(), Counter()
             for entry in found:
@@ -103,8 +103,7 @@ def worker(arguments: list[str], out: Path) -> None:
                     names[name] += size
                     counts[name] += 1
             trained = run.parts.trainable
-            out.write_text(json.dumps({"bytes": names, "calls": counts, "held": held, "parameters": trained}))
-        run.saved_at = run.state.step
+            out.write_text(json.dumps({"bytes": names, "calls": counts, "held": run.held, "parameters": trained}))
 
 
 def wire(name: str, size: float, world: int) -> float:

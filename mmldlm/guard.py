@@ -1,6 +1,8 @@
 """Steps that are not taken, because a loss or a gradient norm is not finite or the norm is a spike.
 
-All ranks decide alike: on settings and state, and on numbers that are the same on all of them.
+All ranks skip or none, without asking each other and without a wait for the device: a loss that is not finite makes
+every gradient of its rank NaN, so the norm, one number that all ranks share, tells all of them. The engine leaves out
+the update where the norm is unfit; here the host judges by the same number, once it has been fetched.
 """
 
 from __future__ import annotations
@@ -9,19 +11,49 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mmldlm.batch import Batch
+from torch import Tensor
+
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.errors import NumericalError
 from mmldlm.runtime.config import GuardConfig
-from mmldlm.runtime.engine import Update
+from mmldlm.telemetry.meter import StepNumbers
 from mmldlm.telemetry.metrics import MetricsFile
+
+Account = list[dict[str, Any]]  # of one rank: samples and loss of each micro-batch
 
 FILE_NAME = "skipped_steps.jsonl"
 WARM_UP = 20  # accepted norms that must be known first: those of a run's first steps fall fast
+
+
+def poisoned(loss: Tensor) -> Tensor:
+    """`loss`, whose gradients are all NaN where it is not finite: 0 * inf and 0 * NaN are NaN, all else gives a 1."""
+    return loss * (1 + 0 * loss.detach())
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A step that was not taken."""
+
+    step: int
+    norm: float
+    reason: Literal["loss", "norm", "spike"]
+
+    @classmethod
+    def because(cls, step: int, norm: float, ranks: Sequence[Account]) -> Skip:
+        """With the reason that a norm which is not fit has, by the `ranks`' accounts of the step."""
+        if not all(math.isfinite(part["loss"]) for rank in ranks for part in rank):
+            return cls(step, norm, "loss")
+        return cls(step, norm, "spike" if math.isfinite(norm) else "norm")
+
+
+def account(numbers: StepNumbers) -> Account:
+    """This rank's part of a skipped step."""
+    pairs = zip(numbers.sample_ids, numbers.losses.tolist(), strict=True)
+    return [{"samples": sample_ids, "loss": loss} for sample_ids, loss in pairs]
 
 
 class Guard:
@@ -30,7 +62,6 @@ class Guard:
     def __init__(self, config: GuardConfig, state: TrainState):
         self.config, self.state = config, state
         self.file: MetricsFile | None = None
-        self.losses: list[float] = []  # of this rank's micro-batches in the step at hand, as far as they were computed
 
     @property
     def norm_limit(self) -> float:
@@ -41,43 +72,39 @@ class Guard:
         return times * statistics.median(norms) or math.inf
 
     def take(self, norm: float) -> None:
-        """The step was taken."""
+        """A step was taken."""
         self.state.skipped_in_a_row = 0
-        self.losses.clear()
         self.state.accepted_norms = [*self.state.accepted_norms, norm][-NORM_WINDOW:]
 
-    def account(self, micro_batches: Sequence[Batch]) -> list[dict[str, Any]]:
-        """This rank's part of a skipped step: samples and loss of each micro-batch."""
-        pairs = zip_longest((batch.sample_ids.tolist() for batch in micro_batches), self.losses)
-        return [{"samples": samples, "loss": loss} for samples, loss in pairs]
-
-    def skip(self, update: Update, ranks: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-        """The step was skipped; `ranks` are their accounts. Returns what to tell about it."""
+    def skip(self, skip: Skip, ranks: Sequence[Account]) -> dict[str, Any]:
+        """A step was skipped; `ranks` are their accounts. Returns what to tell about it."""
         self.state.skipped_in_a_row += 1
-        self.losses.clear()
         self.state.skipped_steps += 1
-        norm = None if update.reason == "loss" else update.grad_norm
+        norm = None if skip.reason == "loss" else skip.norm
         limit = self.norm_limit if math.isfinite(self.norm_limit) else None
         if self.file is not None:
             written = [[{**part, "loss": _as_json(part["loss"])} for part in rank] for rank in ranks]
-            record = {"reason": update.reason, "norm": _as_json(norm), "limit": limit, "ranks": written}
-            self.file.write("skip", self.state.step, record)
+            record = {"reason": skip.reason, "norm": _as_json(norm), "limit": limit, "ranks": written}
+            self.file.write("skip", skip.step, record)
             self.file.sync()
-        loss = sum(part["loss"] for rank in ranks for part in rank if part["loss"] is not None)
-        return {"reason": update.reason, "loss": loss, "optim/grad_norm": norm}
+        return {
+            "reason": skip.reason,
+            "loss": sum(part["loss"] for rank in ranks for part in rank),
+            "optim/grad_norm": norm,
+        }
 
-    def check(self, update: Update, run_dir: Path) -> None:
+    def check(self, skip: Skip, run_dir: Path) -> None:
         """NumericalError where the run should not go on."""
         limit, config, in_a_row = self.norm_limit, self.config, self.state.skipped_in_a_row
-        if in_a_row < config.max_consecutive and (config.nonfinite == "skip" or update.reason == "spike"):
+        if in_a_row < config.max_consecutive and (config.nonfinite == "skip" or skip.reason == "spike"):
             return
         what = {
             "loss": "the loss is not finite",
-            "norm": f"the gradient norm is not finite ({update.grad_norm})",
-            "spike": f"the gradient norm {update.grad_norm:g} is above {limit:g} (guard.grad_norm_spike)",
-        }[update.reason or "norm"]
+            "norm": f"the gradient norm is not finite ({skip.norm})",
+            "spike": f"the gradient norm {skip.norm:g} is above {limit:g} (guard.grad_norm_spike)",
+        }[skip.reason]
         raise NumericalError(
-            f"step {self.state.step}: {what}; skipped in a row: {in_a_row} (guard.nonfinite: {config.nonfinite}, "
+            f"step {skip.step}: {what}; skipped in a row: {in_a_row} (guard.nonfinite: {config.nonfinite}, "
             f"guard.max_consecutive: {config.max_consecutive}); their samples are in {run_dir / FILE_NAME}"
         )
 

@@ -29,7 +29,10 @@ class OptimConfig:
     betas: tuple[float, float] = setting((0.9, 0.98), "decay of AdamW's first and second moments")
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = setting(0.01, "decay of matrices; norms, biases and embeddings have none", at_least=0)
-    fused: Literal["auto"] | bool = setting("auto", "AdamW in one kernel; true is an error where it cannot run")
+    fused: Literal["auto"] | bool = setting(
+        "auto",
+        "AdamW in one kernel; true is an error where it cannot run. With false the host waits for a GPU in each step",
+    )
     muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     warmup_steps: int | float = setting(

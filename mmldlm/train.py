@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import closing
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
@@ -29,13 +28,10 @@ def train(config: RunConfig, launch: Launch | None = None) -> None:
 def train_step(run: Training, step: int, micro_batches: list[Batch]) -> None:
     """One optimizer step, or none where a loss or the gradients are unfit."""
     noised, totals = run.corrupt(step, micro_batches)
-    with closing(run.runtime.accumulate(noised)) as batches:
-        for batch in batches:
-            loss, sums = run.forward(batch, totals)
-            if not run.accept(loss):
-                break
-            run.backward(loss)
-            run.meter.add(sums, batch.counts)
+    for batch in run.runtime.accumulate(noised):
+        loss, sums = run.forward(batch, totals)
+        run.backward(loss)
+        run.meter.add(loss, sums, batch.counts)
     lr = lr_at(step, run.config.train.steps, run.config.optim, run.config.schedule)
     run.finish_step(lr, run.update(lr), micro_batches)
 

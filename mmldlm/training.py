@@ -14,9 +14,10 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.errors import StoppedBySignal
+from mmldlm.guard import Skip, account, poisoned
 from mmldlm.lifecycle import RunLifecycle
-from mmldlm.runtime.engine import Update
-from mmldlm.telemetry import memory_values, phase
+from mmldlm.runtime.engine import fits
+from mmldlm.telemetry import StepNumbers, memory_values, phase
 from mmldlm.validation import text_samples, validation_losses
 
 
@@ -45,12 +46,9 @@ class Training(RunLifecycle):
         self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
+    @phase("corrupt")
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         """The step's corrupted micro-batches on the device, and their counts summed over all ranks."""
-        with phase("corrupt"):
-            return self._corrupt(step, micro_batches)
-
-    def _corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         config = self.config
         weights = mode_weights_at(step, config.mode, config.mode_schedule)
         noised = [
@@ -81,67 +79,80 @@ class Training(RunLifecycle):
             self.runtime.rehearse(lambda network: self.parts.objective(network, on_device[0], counts)[0])
         return on_device, counts
 
+    @phase("forward")
     def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the step's loss, and its detached sums for the meter."""
-        with phase("forward"):
-            return self.parts.objective(self.runtime.forward, batch, totals)
+        return self.parts.objective(self.runtime.forward, batch, totals)
 
+    @phase("backward")
     def backward(self, loss: Tensor) -> None:
-        with phase("backward"):
-            self.runtime.backward(loss)
+        """A loss that is not finite makes all gradients NaN, on which no rank takes the step."""
+        self.runtime.backward(poisoned(loss))
 
-    def accept(self, loss: Tensor) -> bool:
-        """Whether all ranks may go on to the backward: the losses of all of them are finite."""
-        self.guard.losses.append(float(loss.detach()))
-        self._accepted = self.runtime.all_finite(self.guard.losses[-1])
-        return self._accepted
+    @phase("update")
+    def update(self, lr: float) -> Tensor:
+        """The optimizer's step, or none where the gradients' norm is not fit; that norm, on the device."""
+        return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
 
-    def update(self, lr: float) -> Update:
-        """The optimizer's step, or none where a loss was not accepted."""
-        with phase("update"):
-            if not self._accepted:
-                return self.runtime.drop()
-            return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
-
-    def finish_step(self, lr: float, update: Update, micro_batches: Sequence[Batch]) -> None:
+    def finish_step(self, lr: float, norm: Tensor, micro_batches: Sequence[Batch]) -> None:
         """Count the step; log, validate and save where they are due."""
         config, state = self.config, self.state
         state.step += 1
-        state.samples_drawn += self.batch_size.global_batch_size
-        self._guard(update, micro_batches)
-        if not update.skipped:
-            self.meter.take(self._step_tokens, self.batch_size.global_batch_size)
-            state.samples_seen += self.batch_size.global_batch_size
-            state.tokens_seen += self._step_tokens
+        samples, sample_ids = self.batch_size.global_batch_size, [batch.sample_ids.tolist() for batch in micro_batches]
+        state.samples_drawn += samples
+        self.meter.end_step(state.step, norm, self._step_tokens, samples, sample_ids)
+        # The limit of a spike follows from the norm of the step before.
+        at_once = not self.settles_late or config.guard.grad_norm_spike is not None
+        if at_once or len(self.meter.waiting) >= config.guard.max_consecutive:
+            self.settle()
         last = state.step == config.train.steps
         if state.step % config.log.every == 0 or last:
-            self._log(lr, update)
+            self._log(lr)
         if config.validation.every and (state.step % config.validation.every == 0 or last):
             self._validate()
         if (self.save_schedule.due(state.step) or self._save_agreed) and not last:
             self.save()
 
-    def _guard(self, update: Update, micro_batches: Sequence[Batch]) -> None:
-        if not update.skipped:
-            self.guard.take(update.grad_norm)
-            return
-        self.meter.forget()
-        ranks = self.runtime.gather(self.guard.account(micro_batches), "gather of the skipped step's samples")
-        self.tracker.event("skip", self.state.step, self.guard.skip(update, ranks))
-        self.guard.check(update, self.run_dir)
+    def settle(self) -> None:
+        """Collective: fetch the numbers of the steps since the last time, and count them as taken or as skipped.
 
-    def _log(self, lr: float, update: Update) -> None:
-        meter, runtime = self.meter, self.runtime
+        What the device is asked here is all that a run waits for it, so it is done late: whoever needs what follows
+        from those numbers (curves, counters, the guard's verdict) settles first.
+        """
+        if not self.meter.waiting:
+            return
+        with self.runtime.waiting("numbers of the last steps"):
+            steps = self.meter.fetch()
+        for numbers in steps:
+            norm = float(numbers.norm)
+            if not fits(numbers.norm, self.guard.norm_limit):
+                self._skip(numbers, norm)
+                continue
+            assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
+            self.guard.take(norm)
+            self.meter.take(numbers)
+            self.state.samples_seen += numbers.samples
+            self.state.tokens_seen += numbers.tokens
+        self._norm = norm
+
+    def _skip(self, numbers: StepNumbers, norm: float) -> None:
+        ranks = self.runtime.gather(account(numbers), "gather of the skipped step's samples")
+        skip = Skip.because(numbers.step, norm, ranks)
+        self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
+        self.guard.check(skip, self.run_dir)
+
+    def _log(self, lr: float) -> None:
+        self.settle()
+        meter = self.meter
         if not meter.steps:  # every step since the last record was skipped: there is no loss to show
             return
         assert isinstance(meter.sums, Tensor) and isinstance(meter.counts, Tensor)
-        sums = runtime.sum(meter.sums, "all-reduce of the losses to log")
-        counts = runtime.sum(meter.counts, "all-reduce of the counts to log")
+        totals = self.runtime.sum(torch.stack([meter.sums, meter.counts]), "all-reduce of the losses to log")
         seconds = time.perf_counter() - meter.began
         values = {
-            **self.parts.objective.summary(sums, counts),
+            **self.parts.objective.summary(*totals),
             "optim/lr": lr,
-            "optim/grad_norm": update.grad_norm,
+            "optim/grad_norm": self._norm,
             "speed/tokens_per_s": meter.tokens / seconds,
             "speed/samples_per_s": meter.samples / seconds,
             "speed/step_s": seconds / meter.steps,
@@ -161,6 +172,7 @@ class Training(RunLifecycle):
         meter.clear()
 
     def _validate(self) -> None:
+        self.settle()
         paused = time.perf_counter()
         self.tracker.heartbeat(self.state.step, "validation")
         parts, runtime = self.parts, self.runtime
@@ -186,6 +198,7 @@ class Training(RunLifecycle):
 
         With its `validation_loss`, it may be among the best that are kept.
         """
+        self.settle()
         if self.saved_at != self.state.step:
             paused = time.perf_counter()
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.

@@ -22,7 +22,9 @@ class DDPConfig:
     static_graph: bool = setting(True, "the graph is the same in every step, which lets DDP overlap more")
     bucket_cap_mb: int = setting(25, "size of a gradient bucket in MiB", at_least=1)
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = setting(
-        "none", "compression of exchanged gradients; anything but none changes the curve"
+        "none",
+        "compression of exchanged gradients; anything but none changes the curve. "
+        "With powersgd the host waits for a GPU in each step",
     )
     powersgd_rank: int = setting(4, "rank of the approximation under comm_hook: powersgd", at_least=1)
     powersgd_start_step: int = setting(
@@ -61,10 +63,17 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    nonfinite: Literal["skip", "stop"] = setting("skip", "a step whose loss or gradient norm is not finite")
+    nonfinite: Literal["skip", "stop"] = setting(
+        "skip", "a step whose loss or gradient norm is not finite; stop is noticed when the step's numbers are read"
+    )
     grad_norm_spike: float | None = setting(
         None,
-        "skip a step whose gradient norm is above this many times the median of the last 100 taken; null: never",
+        "skip a step whose gradient norm is above this many times the median of the last 100 taken; null: never. "
+        "Has the host wait for a GPU once in each step",
         above=1,
     )
-    max_consecutive: int = setting(10, "skipped steps in a row before the run is stopped", at_least=1)
+    max_consecutive: int = setting(
+        10,
+        "skipped steps in a row before the run is stopped; at least so often a GPU's numbers are read",
+        at_least=1,
+    )

@@ -7,15 +7,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from mmldlm.checkpoint.state import load_optimizer_state, model_state, optimizer_state
 from mmldlm.errors import MmldlmError, error_of
@@ -23,30 +24,18 @@ from mmldlm.runtime.launch import DDP, Launch
 from mmldlm.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-SkipReason = Literal["loss", "norm", "spike"]
 
 # Groups that were left, never freed: where DDP's reducer holds the last reference, gloo's threads are joined under the
 # lock of Python's interpreter, which now and then they wait for themselves.
 _left: list[Any] = []
 
 
-@dataclass(frozen=True)
-class Update:
-    """What came of one optimizer step."""
+def fits(norm: Tensor, limit: float) -> Tensor:
+    """Whether a step may be taken with gradients of this norm: bool, where the norm is, which nobody waits for.
 
-    grad_norm: float
-    reason: SkipReason | None = None  # why it was skipped
-
-    @property
-    def skipped(self) -> bool:
-        return self.reason is not None
-
-
-def skip_reason(norm: float, limit: float) -> SkipReason | None:
-    """What forbids an update with gradients of this norm."""
-    if not math.isfinite(norm):
-        return "norm"
-    return "spike" if norm > limit else None
+    All judge by this one rule, on the device and on the host, in float64: a norm that is not finite is above any limit.
+    """
+    return norm.double() <= min(limit, sys.float_info.max)
 
 
 class Runtime:
@@ -125,30 +114,40 @@ class Runtime:
         with self.waiting("backward: reduction of the gradients"):
             self.accelerator.backward(loss * self.world_size)
 
-    def all_finite(self, loss: float) -> bool:
-        """Collective: whether the loss is finite on every rank."""
-        broken = torch.tensor(not math.isfinite(loss))
-        return not self.sum(broken, "agreement on the loss").item()
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Tensor:
+        """Clip and step at learning rate `lr`. Returns the norm before clipping [], on the device, equal on all ranks.
 
-    def drop(self) -> Update:
-        """Leave the step after a forward pass whose loss is not finite; what was accumulated before is gone."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.engine == DDP:
-            # It waits for the backward of its last forward, and would take the next one for it, under no_sync too.
-            self.model.reducer._reset_state()  # type: ignore[union-attr, operator]
-        return Update(math.nan, "loss")
-
-    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Update:
-        """Clip and step at learning rate `lr`. A norm that is not finite or above the limit changes nothing."""
+        A norm that does not fit changes no weight and no moment. That is decided on the device, for which the host does
+        not wait; it does where the optimizer is not fused, and where DDP's hook keeps something of the gradients.
+        """
         with self.waiting("norm of the gradients"):
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf"))
-            grad_norm = float(norm)
-        reason = skip_reason(grad_norm, norm_limit)
-        if reason is None:
-            self._set_lr(lr)
-            self.optimizer.step()
+            norm = self._whole(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
+        self._set_lr(lr)
+        self._step(norm, norm_limit)
+        self._forget_errors(norm, norm_limit)
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm, reason)
+        return norm
+
+    def _step(self, norm: Tensor, norm_limit: float) -> None:
+        optimizer: Any = self.bare_optimizer
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # What `GradScaler` says to fused optimizers: where it is 1, their kernel leaves all as it is.
+            optimizer.found_inf = 1 - fits(norm, norm_limit).float()
+            self.optimizer.step()
+            optimizer.found_inf = None
+        elif fits(norm, norm_limit):
+            with self.waiting("optimizer step"):  # Muon gathers what FSDP2 shards
+                self.optimizer.step()
+
+    def _forget_errors(self, norm: Tensor, norm_limit: float) -> None:
+        """PowerSGD adds what it left out of one step's gradients to the next, and starts from its last matrices.
+
+        None of a skipped step may come back. Its hook waits for the device in each step, so we may, too.
+        """
+        for _, state in getattr(self.model, "_comm_hooks", ()):
+            if isinstance(state, PowerSGDState) and not fits(norm, norm_limit):
+                for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                    memory.clear()
 
     def _set_lr(self, lr: float) -> None:
         for group in self.bare_optimizer.param_groups:

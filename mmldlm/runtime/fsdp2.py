@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmldlm.checkpoint.state import load_optimizer_state, model_state
-from mmldlm.runtime.engine import Runtime, Update
+from mmldlm.runtime.engine import Runtime
 
 
 def fsdp_plugin(precision: str, wrapped: str) -> FullyShardedDataParallelPlugin:
@@ -38,17 +37,6 @@ def fsdp_plugin(precision: str, wrapped: str) -> FullyShardedDataParallelPlugin:
 
 class FSDP2Runtime(Runtime):
     shards_parameters = True
-
-    def drop(self) -> Update:
-        root: Any = self.model
-        root.reset_iter_state()  # back to shards, and nothing left of the forward pass
-        # What no_sync accumulates lies beside the shards, where the optimizer does not see it.
-        for state in root._get_fsdp_state()._state_ctx.all_states:
-            for parameter in (p for group in state._fsdp_param_groups for p in group.fsdp_params):
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-        return super().drop()
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         parameters = model_state(self.bare_model)

@@ -132,6 +132,7 @@ def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
     options = {
         "matrix_approximation_rank": config.powersgd_rank,
         "start_powerSGD_iter": config.powersgd_start_step,
+        "orthogonalization_epsilon": 1e-8,  # else gradients of zero become NaN with a rank of 1 or 2
     }
     return DistributedDataParallelKwargs(
         bucket_cap_mb=config.bucket_cap_mb,

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.runtime.deepspeed_adam import replay_steps
-from mmldlm.runtime.engine import Runtime, Update, skip_reason
+from mmldlm.runtime.engine import Runtime, fits
 
 T = TypeVar("T")
 
 
 class ZeroRuntime(Runtime):
-    _dropping, _norm_limit = False, math.inf
+    _norm_limit = math.inf
 
     @property
     def stage(self) -> int:
@@ -62,12 +62,13 @@ class ZeroRuntime(Runtime):
         norm_of, update_scale = getattr(optimizer, name), optimizer._update_scale
 
         def norm() -> Any:
-            found = torch.tensor([math.nan]) if self._dropping else norm_of()
-            self._norm = float(combine_grad_norm_groups(found) if self.stage == 3 else found)
+            found = norm_of()
+            norm = float(combine_grad_norm_groups(found) if self.stage == 3 else found)
+            self._norm = torch.tensor(norm, dtype=torch.float64)
             return found
 
         def judge(overflow: bool) -> None:
-            optimizer.overflow = overflow or skip_reason(self._norm, self._norm_limit) is not None
+            optimizer.overflow = overflow or not fits(self._norm, self._norm_limit)
             update_scale(optimizer.overflow)
 
         setattr(optimizer, name, norm)
@@ -104,22 +105,13 @@ class ZeroRuntime(Runtime):
         with self.waiting("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def drop(self) -> Update:
-        self._dropping = True
-        self.deepspeed.set_gradient_accumulation_boundary(True)
-        self.deepspeed.step()
-        self._dropping = False
-        if self.stage < 3:  # a first step that did not come to its end is left out by DeepSpeed's clean-up
-            self.zero_optimizer.all_grad_tensors.clear()
-        return Update(math.nan, "loss")
-
-    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Update:
-        """The norm is that before clipping; DeepSpeed says infinite of any that is not finite."""
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Tensor:
+        """The norm is that before clipping, infinite where DeepSpeed finds one that is not finite; it waits for it."""
         self._set_lr(lr)
         self._norm_limit = norm_limit
         with self.waiting("optimizer step: overflow, norm and new parameters"):
             self.deepspeed.step()
-        return Update(self._norm, skip_reason(self._norm, norm_limit))
+        return self._norm.to(self.device, non_blocking=True)
 
     def sizes(self) -> dict[str, int]:
         parameters = {clean_name(n): self._shape(p).numel() for n, p in self.bare_model.named_parameters()}

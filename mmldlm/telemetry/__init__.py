@@ -1,6 +1,6 @@
 """What a run says about itself: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
 
-from mmldlm.telemetry.meter import Meter
+from mmldlm.telemetry.meter import Meter, StepNumbers
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import Progress
@@ -13,6 +13,7 @@ __all__ = [
     "MetricsFile",
     "ProfileConfig",
     "Progress",
+    "StepNumbers",
     "StepProfiler",
     "TensorBoard",
     "Tracker",

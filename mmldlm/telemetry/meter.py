@@ -1,16 +1,34 @@
-"""What the loop adds up between two log records."""
+"""Numbers of the steps: on the device until they are fetched, then summed up between two log records."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class StepNumbers:
+    """A step that is done. Before it is fetched, `losses`, `sums` and `norm` lie on the device."""
+
+    step: int
+    norm: Tensor  # []: of the gradients, before clipping
+    tokens: int  # over all ranks
+    samples: int  # over all ranks
+    sample_ids: list[list[int]]  # of this rank's micro-batches, as all that follows
+    losses: Tensor  # [micro-batches]
+    sums: Tensor  # [micro-batches, 2 * modes + 1]
+    counts: Tensor  # float64 [micro-batches, 2 * modes + 1] on the host
+
+
 class Meter:
-    """Sums of losses and work since the last log record, and the seconds they took."""
+    """Steps whose numbers are still to be fetched; sums of those that were taken since the last log record."""
 
     def __init__(self) -> None:
+        self.waiting: list[StepNumbers] = []
+        self._step: list[tuple[Tensor, Tensor, Tensor]] = []
         self.clear()
 
     def clear(self) -> None:
@@ -19,22 +37,32 @@ class Meter:
         self.tokens = self.samples = self.steps = 0
         self.data_wait_s = 0.0
         self.began = time.perf_counter()
-        self.forget()
 
-    def add(self, sums: Tensor, counts: Tensor) -> None:
-        """A micro-batch of the step at hand; counts once the step is taken."""
-        self._step.append((sums, counts))
+    def add(self, loss: Tensor, sums: Tensor, counts: Tensor) -> None:
+        """A micro-batch of the step at hand."""
+        self._step.append((loss.detach(), sums, counts))
 
-    def forget(self) -> None:
-        """A skipped step: its losses are no part of any mean."""
-        self._step: list[tuple[Tensor, Tensor]] = []
+    def end_step(self, step: int, norm: Tensor, tokens: int, samples: int, sample_ids: list[list[int]]) -> None:
+        losses, sums, counts = (torch.stack(parts) for parts in zip(*self._step, strict=True))
+        self._step.clear()
+        self.waiting.append(StepNumbers(step, norm, tokens, samples, sample_ids, losses, sums, counts))
 
-    def take(self, tokens: int, samples: int) -> None:
-        """The step was taken; its tokens and samples are those over all ranks."""
-        for sums, counts in self._step:
-            self.sums = self.sums + sums.double()
+    def fetch(self) -> list[StepNumbers]:
+        """The steps that were waiting, in order, on the host in float64: one transfer, for which the host waits."""
+        steps, self.waiting = self.waiting, []
+        parts = [part for step in steps for part in (step.norm, step.losses, step.sums)]
+        sizes = [part.numel() for part in parts]
+        numbers = torch.cat([part.reshape(-1) for part in parts]).to("cpu", torch.float64).split(sizes)
+        found = []
+        for step, (norm, losses, sums) in zip(steps, zip(*[iter(numbers)] * 3, strict=True), strict=True):
+            found.append(replace(step, norm=norm[0], losses=losses, sums=sums.view_as(step.counts)))
+        return found
+
+    def take(self, numbers: StepNumbers) -> None:
+        """A fetched step that was taken: those that were skipped are no part of any mean."""
+        for sums, counts in zip(numbers.sums, numbers.counts, strict=True):
+            self.sums = self.sums + sums
             self.counts = self.counts + counts
-        self.tokens += tokens
-        self.samples += samples
+        self.tokens += numbers.tokens
+        self.samples += numbers.samples
         self.steps += 1
-        self.forget()

@@ -85,5 +85,5 @@ class StepProfiler:
 
 
 def phase(name: str) -> torch.profiler.record_function:
-    """A named stretch of a trace, as a context manager; costs a microsecond where nothing is traced."""
+    """A named stretch of a trace, as a context manager or decorator; costs a microsecond where nothing is traced."""
     return torch.profiler.record_function(f"mmldlm: {name}")

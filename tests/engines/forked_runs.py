@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import runpy
 import select
 import signal
 import socket
@@ -57,15 +58,23 @@ class ForkedRuns:
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.communicate()
 
-    def start(self, engine: str, arguments: Sequence[object], processes: int, log: Path) -> list[int]:
-        """`mmldlm train ARGUMENTS` under `engine` ("single" for one process); the processes, in order of rank."""
-        given = [str(argument) for argument in arguments]
-        return self._ask("start", engine=engine, arguments=given, processes=processes, log=str(log))
+    def start(
+        self, engine: str, arguments: Sequence[object], processes: int, log: Path, script: str = "", **variables: str
+    ) -> list[int]:
+        """`mmldlm train ARGUMENTS` under `engine` ("single" for one process); the processes, in order of rank.
 
-    def succeed(self, engine: str, folder: Path, processes: int, *arguments: object) -> None:
+        With a `script` of this folder they run that instead. `variables` are added to their environment.
+        """
+        given = [str(argument) for argument in arguments]
+        values = {"arguments": given, "processes": processes, "log": str(log), "script": script, "variables": variables}
+        return self._ask("start", engine=engine, **values)
+
+    def succeed(
+        self, engine: str, folder: Path, processes: int, *arguments: object, script: str = "", **variables: str
+    ) -> None:
         """Train in `folder`, to the end."""
         log = folder.with_suffix(".log")
-        pids = self.start(engine, [*arguments, f"run.dir={folder}"], processes, log)
+        pids = self.start(engine, [*arguments, f"run.dir={folder}"], processes, log, script, **variables)
         codes = self.wait(pids, 120)
         assert [codes.get(pid) for pid in pids] == [0] * processes, f"{codes}\n{log.read_text()[-3000:]}"
 
@@ -103,7 +112,15 @@ def serve() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def start(codes: dict[int, int], engine: str, arguments: list[str], processes: int, log: str) -> list[int]:
+def start(
+    codes: dict[int, int],
+    engine: str,
+    arguments: list[str],
+    processes: int,
+    log: str,
+    script: str,
+    variables: dict[str, str],
+) -> list[int]:
     master, pids = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(quiet_port())}, []
     if engine not in ("single", "ddp"):
         arguments = [*arguments, "--accelerate_config", f"accelerate_configs/{engine}.yaml"]
@@ -113,13 +130,14 @@ def start(codes: dict[int, int], engine: str, arguments: list[str], processes: i
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             if engine != "single":
                 os.environ.update(master, **{name: str(value) for name, value in place.items()})
-            run(arguments, log)
+            os.environ.update(variables)
+            run(arguments, log, script)
         pids.append(pid)
         codes.pop(pid, None)  # numbers come again
     return pids
 
 
-def run(arguments: list[str], log: str) -> None:
+def run(arguments: list[str], log: str, script: str) -> None:
     """The life of a rank; never returns."""
     from mmldlm import train
 
@@ -129,6 +147,10 @@ def run(arguments: list[str], log: str) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if script:
+            path = Path(__file__).with_name(script)
+            sys.argv = [str(path), *arguments]
+            runpy.run_path(str(path), run_name="__main__")  # which ends the process
         status = train.main(arguments)
     except BaseException:
         sys.excepthook(*sys.exc_info())

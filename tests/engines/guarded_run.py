@@ -1,8 +1,9 @@
 """`mmldlm.train` with planted faults: FAULTS=[{"step", "kind", "rank", "micro_batch"}, ...], FACTS=folder.
 
-Kinds are nan, inf and -inf in one latent, and a gradient of one parameter that becomes nan (bad_gradient) or huge. With
-REFERENCE=1 the engine hears nothing of those steps: no forward pass, no skip. Each rank writes down the digests of its
-weights and moments after each step, and which sample it planted something in.
+Kinds are nan, inf and -inf in one latent, a loss that is infinite although its gradients are not (loss), and a gradient
+of one parameter that becomes nan (bad_gradient) or huge. With REFERENCE=1 the engine hears nothing of those steps: no
+forward pass, no skip. With LATE=1 steps are settled as on a GPU. Each rank writes down the digests of its weights and
+moments after each step, which sample it planted something in, and after which steps it settled.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmldlm import train
-from mmldlm.runtime.engine import Runtime, Update
+from mmldlm.runtime.engine import Runtime
+from mmldlm.telemetry import Meter
 from mmldlm.training import Training
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
-REFERENCE = "REFERENCE" in os.environ
+REFERENCE, LATE = "REFERENCE" in os.environ, "LATE" in os.environ
 FACTORS = {"bad_gradient": math.nan, "huge": 1e6}
-facts: dict[str, Any] = {"digests": [], "planted": {}}
+facts: dict[str, Any] = {"digests": [], "planted": {}, "settled": []}
 fault: dict[str, Any] = {}  # of this rank in the step at hand
-_open, _corrupt, _update, _finish_step = Training._open, Training.corrupt, Training.update, Training.finish_step
+_open, _corrupt, _forward = Training._open, Training.corrupt, Training.forward
+_update, _finish_step, _fetch = Training.update, Training.finish_step, Meter.fetch
 
 
 def tensors(runtime: Runtime) -> Iterator[torch.Tensor]:
@@ -44,11 +47,16 @@ def tensors(runtime: Runtime) -> Iterator[torch.Tensor]:
         yield from (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found.detach().reshape(-1)
+
+
 def digest(runtime: Runtime) -> str:
     found = hashlib.sha256()
-    for tensor in tensors(runtime):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(local.detach().reshape(-1).view(torch.uint8).numpy())
+    for tensor in map(local, tensors(runtime)):
+        if tensor.any():  # moments begin as zeros: the same as none
+            found.update(tensor.view(torch.uint8).numpy())
     return found.hexdigest()
 
 
@@ -57,6 +65,7 @@ def opened(self: Training) -> None:
     facts["digests"].append(digest(self.runtime))
     self.runtime.bare_model.text_out.register_forward_pre_hook(poison)
     self.runtime.accumulate = left_out(self.runtime.accumulate)  # type: ignore[method-assign]
+    self.settles_late = LATE
 
 
 def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
@@ -66,12 +75,21 @@ def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
         fault["calls"] = 0
     if fault and fault["kind"] not in FACTORS:
         batch = micro_batches[fault["micro_batch"]]
-        latents = batch.latents.clone()
-        latents[-1, 0, 0] = float(fault["kind"])
-        micro_batches = [*micro_batches]
-        micro_batches[fault["micro_batch"]] = dataclasses.replace(batch, latents=latents)
         facts["planted"][step + 1] = int(batch.sample_ids[-1])
+        if fault["kind"] != "loss":
+            latents = batch.latents.clone()
+            latents[-1, 0, 0] = float(fault["kind"])
+            micro_batches = [*micro_batches]
+            micro_batches[fault["micro_batch"]] = dataclasses.replace(batch, latents=latents)
     return _corrupt(self, step, micro_batches)
+
+
+def forward(self: Training, batch: Any, totals: list[float]) -> Any:
+    loss, sums = _forward(self, batch, totals)
+    if fault and fault["kind"] == "loss":
+        loss = loss + (math.inf if fault["calls"] == fault["micro_batch"] else 0.0)
+        fault["calls"] += 1
+    return loss, sums
 
 
 def poison(module: torch.nn.Module, inputs: Any) -> None:
@@ -92,17 +110,25 @@ def left_out(accumulate: Any) -> Any:
     return found
 
 
-def update(self: Training, lr: float) -> Update:
-    return Update(math.nan, "loss") if REFERENCE and self.state.step in FAULTS else _update(self, lr)
+def update(self: Training, lr: float) -> torch.Tensor:
+    return torch.tensor(math.nan) if REFERENCE and self.state.step in FAULTS else _update(self, lr)
 
 
-def finish_step(self: Training, *arguments: Any) -> None:
+def finish_step(self: Training, lr: float, norm: torch.Tensor, micro_batches: list[Any]) -> None:
     facts["digests"].append(digest(self.runtime))
-    _finish_step(self, *arguments)
+    if REFERENCE and self.state.step in FAULTS:
+        self.state.step += 1
+    else:
+        _finish_step(self, lr, norm, micro_batches)
+
+
+def fetch(self: Meter) -> Any:
+    facts["settled"].append(self.waiting[-1].step)
+    return _fetch(self)
 
 
 Training._open, Training.corrupt, Training.update = opened, corrupt, update  # type: ignore[method-assign]
-Training.finish_step = finish_step  # type: ignore[method-assign]
+Training.forward, Training.finish_step, Meter.fetch = forward, finish_step, fetch  # type: ignore[method-assign]
 status = train.main()
 (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
 sys.stdout.flush()
