@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,11 +61,11 @@ def command(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "mmldlm.cli", *arguments], check=True)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=3000)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "text.txt").exists():

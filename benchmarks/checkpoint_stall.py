@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -44,12 +45,12 @@ def plain_save(run: Training, folder: Path) -> float:
     return time.perf_counter() - began
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store")
     parser.add_argument("--saves", type=int, default=5, help="of each kind")
     parser.add_argument("settings", nargs="*")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         measure(options, Path(folder))
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -111,14 +112,14 @@ def wire(name: str, size: float, world: int) -> float:
     return size * share * (2 if "all_reduce" in name or name == "allreduce" else 1)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--engines", nargs="*", default=ENGINES)
     parser.add_argument("settings", nargs="*")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(argv)
     print("Bytes for each trained parameter.\n")
     print("| engine | micro-batches | held | payload | wire | collectives of a step |")
     print("|---|---|---|---|---|---|")

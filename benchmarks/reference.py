@@ -1,4 +1,5 @@
-"""The practice that users come from: the package `mmdit` 0.3.0 as backbone, in a wrapper written from its documentation.
+"""The practice that users come from: the package `mmdit` 0.3.0 as backbone, in a wrapper after
+its documentation.
 
 Token and learned position embeddings, a two-layer latent encoder, one time embedding for both modalities, all samples
 padded to the most positions, logits of the whole vocabulary at every position, and in each step NaN checks and an
@@ -69,7 +70,9 @@ def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
     """A corrupted micro-batch as rectangles [B, length] on its device, as the practice lays it out."""
     device, lengths = noised.noised_tokens.device, noised.layout.lengths
     rows = noised.noised_tokens.split(lengths)
-    tokens = F.pad(pad_sequence(list(rows), batch_first=True, padding_value=pad_id), (0, length - max(lengths)), value=pad_id)
+    tokens = F.pad(
+        pad_sequence(list(rows), batch_first=True, padding_value=pad_id), (0, length - max(lengths)), value=pad_id
+    )
     real = torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
     place = noised.layout.sample_of_token * length + noised.layout.position
     targets = torch.full((tokens.numel(),), -100, device=device)
@@ -79,7 +82,9 @@ def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "real": real, "targets": targets, "weights": weights}
 
 
-def reference_loss(model: nn.Module, noised: NoisedBatch, latent_weight: float, length: int) -> tuple[Tensor, dict[str, float]]:
+def reference_loss(
+    model: nn.Module, noised: NoisedBatch, latent_weight: float, length: int
+) -> tuple[Tensor, dict[str, float]]:
     """Loss of one micro-batch by the practice: every logit, and values read from the device in every step."""
     rectangle = padded(noised, model.shape.pad_id, length)
     logits, latents = model(

@@ -8,16 +8,24 @@ costs nothing.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from mmldlm.batch import Batch
+from mmldlm.data.corpora import Document
 from mmldlm.data.encoders import LsaEncoder
+from mmldlm.data.loader import collate, deal
+from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.order import SampleOrder
 from mmldlm.data.python_docs import read_python_docs
+from mmldlm.data.shards import Split
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import StoreWriter
+from mmldlm.files import write_atomically
 
 Kind = Literal["documents", "sentences", "full"]
 KINDS: tuple[Kind, ...] = ("documents", "sentences", "full")
@@ -35,13 +43,24 @@ def lengths_of(kind: Kind, count: int, max_length: int = MAX_LENGTH, seed: int =
     return np.random.default_rng(seed).choice(scaled, count).clip(1, max_length)
 
 
-def make_stores(folder: Path, kinds: tuple[Kind, ...], vocab_size: int, samples: int = 2048) -> dict[Kind, Path]:
-    """A store for each of `kinds` in `folder`, of one tokenizer with `vocab_size` tokens; those there are taken."""
-    paths = {kind: folder / f"{kind}-{vocab_size}-{samples}" for kind in kinds}
-    missing = {kind: path for kind, path in paths.items() if not path.is_dir()}
-    if not missing:
-        return paths
-    texts = [document.text for document in read_python_docs()]
+def make_store(
+    folder: Path,
+    kind: Kind,
+    vocab_size: int,
+    max_length: int = MAX_LENGTH,
+    model_vocab_size: int | None = None,
+    samples: int = 2048,
+) -> Path:
+    """A store of `samples` in `folder`; one that is there is taken.
+
+    The tokenizer has `vocab_size` tokens. A network with more, which the corpus is too small for, is had by a larger
+    `model_vocab_size` in the manifest; the manifest's longest sample is `max_length`, whichever the longest is.
+    """
+    vocab = model_vocab_size or vocab_size
+    path = folder / f"{kind}-{vocab}-{max_length}-{samples}"
+    if path.is_dir():
+        return path
+    texts = [document.text for document in read_python_docs() if isinstance(document, Document)]
     tokenizer = Tokenizer.train(texts, vocab_size)
     if tokenizer.vocab_size != vocab_size:
         raise SystemExit(f"the corpus has {tokenizer.vocab_size} tokens for a tokenizer, expected {vocab_size}")
@@ -49,19 +68,42 @@ def make_stores(folder: Path, kinds: tuple[Kind, ...], vocab_size: int, samples:
     encoder = LsaEncoder.fit(texts[:4096], CHANNELS)
     vectors = encoder.encode(texts[:4096])
     vectors = vectors[np.isfinite(vectors).all(axis=(1, 2))]
-    for kind, path in missing.items():
-        _write(path, stream, vectors, tokenizer, encoder, lengths_of(kind, samples + 2 * HELD_OUT))
-    return paths
-
-
-def _write(
-    path: Path, stream: np.ndarray, vectors: np.ndarray, tokenizer: Tokenizer, encoder: LsaEncoder, lengths: np.ndarray
-) -> None:
+    lengths = lengths_of(kind, samples + 2 * HELD_OUT, max_length)
     starts = np.random.default_rng(1).integers(0, len(stream) - lengths.max(), len(lengths))
     tokens = [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     latents = vectors[np.arange(len(lengths)) % len(vectors)]
-    with StoreWriter(path, tokenizer, encoder) as writer:
+    written = path.with_name(f"{path.name}.new")
+    with StoreWriter(written, tokenizer, encoder, overwrite=True) as writer:
         parts = {"validation": slice(0, HELD_OUT), "test": slice(HELD_OUT, 2 * HELD_OUT)}
         for split, part in {**parts, "train": slice(2 * HELD_OUT, None)}.items():
             writer.add(split, tokens[part], latents[part], [5 * len(sample) for sample in tokens[part]])
-        writer.finish(sources=[], options={}, problems={}, grouping={})
+        manifest = writer.finish(sources=[], options={}, problems={}, grouping={})
+    described = replace(manifest, vocab_size=vocab, max_length=max_length)
+    write_atomically(written / MANIFEST_NAME, described.to_json())
+    return written.rename(path)
+
+
+def typical_batches(order: SampleOrder, split: Split, size: int, count: int) -> list[np.ndarray]:
+    """`count` micro-batches of `size`, rows int64 [B] of `split`, at evenly spaced ranks of an epoch's by tokens.
+
+    Neighbouring batches of the order are alike: it sorts by length. These together have an epoch's own lengths.
+    """
+    epoch = _epoch(order, split, size)
+    ranks = (np.arange(count) + 0.5) / count * len(epoch)
+    return [epoch[int(rank)] for rank in ranks]
+
+
+def largest_batch(order: SampleOrder, split: Split, size: int) -> np.ndarray:
+    """The micro-batch of an epoch with the most tokens."""
+    return _epoch(order, split, size)[-1]
+
+
+def _epoch(order: SampleOrder, split: Split, size: int) -> list[np.ndarray]:
+    batches = [order.take(start, size) for start in range(0, len(order) - size + 1, size)]
+    return sorted(batches, key=lambda samples: int(split.lengths[samples].sum()))
+
+
+def batch_of(split: Split, samples: np.ndarray) -> Batch:
+    """The samples int64 [B] as the loader gives them to one process without accumulation."""
+    (slots,) = deal(split.lengths[samples], len(samples), rank=0, world_size=1)
+    return collate(split, samples[slots], slots)

@@ -1,0 +1,39 @@
+"""`python -m benchmarks [NAME] [options]`, also `mmldlm bench`: each benchmark is a module's `main(argv)`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from mmldlm.errors import ExitCode, run_command
+
+BENCHMARKS = {
+    "ladder": "speed and memory of the trainer against the reference, one step at a time (the default)",
+    "checkpoint_stall": "how long training stands still for a checkpoint",
+    "engines": "what each engine exchanges in a step, and holds for a parameter",
+    "characters": "a small character-level model against bigrams",
+}
+DEFAULT = "ladder"
+
+
+def usage() -> str:
+    names = "\n".join(f"  {name:<17} {what}" for name, what in BENCHMARKS.items())
+    return f"usage: mmldlm bench [NAME] [--help] ...\n\n{names}"
+
+
+def run(argv: Sequence[str]) -> int | None:
+    """Exit codes are those of `mmldlm`; 1 where `--against` found something worse."""
+    if list(argv) in (["-h"], ["--help"]):
+        print(usage())
+        return ExitCode.DONE
+    name, rest = (argv[0], argv[1:]) if argv and argv[0] in BENCHMARKS else (DEFAULT, argv)
+    return importlib.import_module(f"benchmarks.{name}").main(rest)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

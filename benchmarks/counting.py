@@ -1,0 +1,156 @@
+"""What of a step can be counted and does not jitter: operators, waits for the device, rows, useful FLOPs, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from benchmarks.measure import PARTS, WAIT, watched
+from benchmarks.task import Task
+from benchmarks.variants import Open
+from benchmarks.workload import batch_of
+from mmldlm.build import build_model, build_objective
+from mmldlm.data.shards import Store
+from mmldlm.diffusion.noise import draw_noise, mode_weights_at
+
+_ATEN = torch.ops.aten
+_WAITS = (_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.is_nonzero)
+_PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.linear)
+_ON_HOST = (WAIT, PARTS["corrupt"])  # before anything is on the device
+
+
+def _attention_flops(*args: Any, **kwargs: Any) -> int:
+    return flop_registry[_ATEN._scaled_dot_product_flash_attention](*args, **kwargs)
+
+
+_attention_flops._get_raw = True  # type: ignore[attr-defined]  # the registry's takes tensors, not shapes
+_ON_CPU = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # PyTorch has no formula for it
+PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOP/s of dense bf16 products, by the device's name
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one step, in the mean."""
+
+    operators: float
+    host_syncs: float
+    logit_rows: float  # in the forward pass
+    fill: float  # real tokens over the token positions that are computed
+
+
+class _Counter(TorchDispatchMode):
+    """Where there is no GPU, all tensors count as the device's once the batch is ready, but for those `on_host`."""
+
+    def __init__(self, vocab_size: int, device_type: str, on_host: Iterable[Tensor]):
+        super().__init__()
+        self.vocab_size, self.device_type = vocab_size, device_type
+        self.on_host = {tensor.untyped_storage()._cdata for tensor in on_host}
+        self.part = ""
+        self.operators = self.syncs = self.rows = self.positions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.operators += 1
+        self.syncs += self._waits(func.overloadpacket, args, kwargs)
+        if self.part == PARTS["forward"]:
+            if func.overloadpacket in _PRODUCTS and out.shape[-1] == self.vocab_size:
+                self.rows += out.shape[:-1].numel()
+            if "linear_cross_entropy" in func.name():  # the products of PyTorch's own are not seen one by one
+                self.rows += len(args[0])
+            if func.overloadpacket is _ATEN.embedding and args[0].shape[0] == self.vocab_size:
+                self.positions += args[1].numel()
+        return out
+
+    def _waits(self, packet: Any, args: Any, kwargs: Any) -> bool:
+        if self.device_type == "cpu" and self.part in _ON_HOST:
+            return False
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        if not any(each.device.type == self.device_type for each in tensors):
+            return False
+        if any(each.untyped_storage()._cdata in self.on_host for each in tensors):
+            return False
+        if packet is _ATEN._to_copy:
+            return "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
+        if packet in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
+            return any(each is not None and each.dtype == torch.bool for each in args[1])
+        return packet in _WAITS
+
+
+def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Counts:
+    counter, real = _Counter(vocab_size, device_type, _step_counts(run.optimizer)), 0
+
+    @contextmanager
+    def inside(part: str) -> Iterator[None]:
+        counter.part = part
+        yield
+        counter.part = ""
+
+    for step in steps:
+        run.feed.step = step
+        real += sum(run.feed.batch().lengths)
+        with watched(run, inside), counter:
+            run.step(step)
+    counted = (counter.operators, counter.syncs, counter.rows)
+    return Counts(*(each / len(steps) for each in counted), real / max(1, counter.positions))
+
+
+def _step_counts(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Tensors that PyTorch's optimizer holds on the host and reads there, unless it is fused."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return [] if fused else [state["step"] for state in optimizer.state.values() if "step" in state]
+
+
+def kernels_of(run: Open, steps: range) -> float:
+    """Kernels that a step starts on the GPU, in the mean; copies and fills are none."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for step in steps:
+            run.step(step)
+        torch.cuda.synchronize()
+    names = [event.name for event in found.events() if event.device_type == DeviceType.CUDA]
+    return sum(not name.startswith(("Memcpy", "Memset", "mmldlm")) for name in names) / len(steps)
+
+
+def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
+    """FLOPs of a step of the trainer that serve its result, mean over the micro-batches `rows`.
+
+    Matrix products and attention of real tokens in the forward pass, logits of masked tokens only, times 3 for the
+    backward pass; nothing is computed twice. The trainer's network counts, for every variant.
+    """
+    config, store = task.config("never-opened", ("attention.backend=sdpa",)), Store.open(task.store)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        model = build_model(config, store.manifest, "cpu").eval()
+    objective, weights = build_objective(config, store.manifest), mode_weights_at(0, config.mode, config.mode_schedule)
+    total = 0
+    for number, samples in enumerate(rows):
+        batch = batch_of(store.split("train"), samples)
+        noise = draw_noise(batch, config.run.seed, number, task.batch, weights)
+        noised = objective.corrupt(batch, noise)
+        # Index tensors are made on first use, which must not be under the fake mode.
+        _ = (noised.layout.sample_of_token, noised.layout.position, noised.layout.groups)
+        counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+        with fake, torch.no_grad(), counter:
+            model(*noised.inputs[:-1])  # without targets: the head's products are plain ones
+        total += 3 * counter.get_total_flops()
+    return total / len(rows)
+
+
+def peak_flops(precision: str) -> float | None:
+    """FLOP/s of the device at most, where they are known."""
+    if not torch.cuda.is_available() or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAKS.items() if part in name), None)

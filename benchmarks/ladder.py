@@ -1,0 +1,195 @@
+"""The ladder: the reference, our trainer with old practice, and what each step from there to its defaults brings.
+
+    python -m benchmarks ladder [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
+
+Prints a table, and writes OUT/ladder-SHAPE-DATA-PRECISION-DEVICE.json and .png. All variants train on the same samples
+with the same noise, in one process and in turns; memory is measured in processes of their own. README.md beside this
+file says how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import against, results
+from benchmarks.counting import counts_of, kernels_of, peak_flops, useful_flops
+from benchmarks.measure import CONTROL, Ratio, parts_of, run_rounds, trusted
+from benchmarks.step_memory import ROOT, OutOfMemory, step_memory_mib
+from benchmarks.task import SHAPES, Task, device
+from benchmarks.variants import Open, Variant, opened, variants
+from benchmarks.workload import KINDS, typical_batches
+from mmldlm.data.order import SampleOrder
+from mmldlm.data.shards import Store
+from mmldlm.errors import UsageError
+
+QUICK = ("reference", "old", "trainer")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mmldlm bench ladder",
+        description="Speed and memory of the trainer against the reference, one step at a time.",
+    )
+    add = parser.add_argument
+    add("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for all variants of ours")
+    add("--shape", choices=SHAPES, default="proportional")
+    add("--data", choices=KINDS, default="documents", help="lengths of the samples (%(default)s)")
+    add("--precision", choices=("fp32", "bf16"), default="fp32")
+    add("--batch", type=int, help="samples of a micro-batch, instead of the shape's")
+    add("--positions", type=int, help="most tokens of a sample, instead of the shape's")
+    add("--variants", nargs="+", metavar="NAME", help="only these; all others are compared with the first")
+    add("--rounds", type=int, default=9, help="(%(default)s)")
+    add("--batches", type=int, default=8, help="micro-batches of a round (%(default)s)")
+    add("--threads", type=int, default=1, help="of PyTorch; with more than one, seconds are by the clock (%(default)s)")
+    add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process a variant")
+    add("--quick", action="store_true", help=f"{', '.join(QUICK)} in 3 rounds of 2 micro-batches, without memory")
+    add("--store", type=Path, help="a data store to measure on, instead of --data")
+    add("--stores", type=Path, default=ROOT / "data" / "bench", help="where stores are made and kept (%(default)s)")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of JSON and PNG (%(default)s)")
+    add("--name", help="of the files in it, instead of ladder-SHAPE-DATA-PRECISION-DEVICE")
+    add("--against", type=Path, metavar="RESULT.json", help="compare with it; exit code 1 where something is worse")
+    options = parser.parse_intermixed_args(argv)
+    if options.quick:
+        options.rounds, options.batches, options.no_memory = 3, 2, True
+        options.variants = options.variants or list(QUICK)
+    for name in ("rounds", "batches", "threads", "batch", "positions"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}: expected at least 1, found {value}")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[Variant]:
+    """UsageError for a name that is none, or where a package is missing that one needs."""
+    known = variants(options.precision, device().type)
+    names = options.variants or list(known)
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--variants: {name!r} is none here, expected some of {', '.join(known)}")
+    needed = ["matplotlib"] + ["mmdit"] * any(known[name].is_reference for name in names)
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UsageError(
+            f"this benchmark needs the packages {' and '.join(missing)}: "
+            "run `bash scripts/setup.sh --dev`, or pip install -e '.[bench]'"
+        )
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def task_of(options: argparse.Namespace) -> Task:
+    shape = SHAPES[options.shape]
+    shape = replace(shape, batch=options.batch or shape.batch, positions=options.positions or shape.positions)
+    store = options.store or shape.store(options.stores, options.data)
+    return Task(
+        store=str(Path(store).resolve()),
+        width=shape.width,
+        depth=shape.depth,
+        heads=shape.heads,
+        batch=shape.batch,
+        precision=options.precision,
+        settings=tuple(options.settings),
+    )
+
+
+def measure(task: Task, selected: list[Variant], options: argparse.Namespace) -> dict[str, Any]:
+    """The result as JSON has it."""
+    manifest, split = Store.open(task.store).manifest, Store.open(task.store).split("train")
+    rows = typical_batches(SampleOrder(split.lengths, seed=0), split, task.batch, options.batches)
+    flops, peak = useful_flops(task, rows), peak_flops(task.precision)
+    found: dict[str, dict[str, Any]] = {each.name: {"about": each.about} for each in selected}
+    if not options.no_memory:  # first, while this process holds nothing of the GPU's memory
+        for name, values in found.items():
+            say(f"memory of a step: {name}")
+            try:
+                values["middle_step_memory_mib"], values["step_memory_mib"] = step_memory_mib(name, task)
+            except OutOfMemory:
+                values["error"] = "out of memory"
+    torch.set_num_threads(options.threads)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        runs: dict[str, Open] = {}
+        for variant in selected:
+            if "error" not in found[variant.name]:
+                say(f"opening {variant.name}")
+                runs[variant.name] = stack.enter_context(opened(variant, task, rows, folder / variant.name))
+                found[variant.name]["parameters"] = runs[variant.name].parameters
+        if not runs:
+            raise UsageError("no variant fits into the memory of this machine")
+        say("warming up, counting")
+        next_step = 2 * len(rows)  # every micro-batch twice: allocators know their sizes then
+        for name, run in runs.items():
+            for number in range(next_step):
+                run.step(number)
+            numbers = range(next_step, next_step + len(rows))
+            found[name]["counts"] = asdict(counts_of(run, numbers, manifest.vocab_size, device().type))
+            if device().type == "cuda":
+                found[name]["counts"]["kernels"] = kernels_of(run, numbers)
+        next_step += len(rows)
+        say(f"{options.rounds} rounds of {len(rows)} steps")
+        gc.collect()
+        gc.freeze()  # what is there now: a collection costs the variant that it happens to fall into
+        seconds = run_rounds(runs, options.rounds, len(rows), next_step)
+        next_step += options.rounds * len(rows)
+        for name, run in runs.items():
+            found[name]["parts"] = parts_of(run, range(next_step, next_step + len(rows)))
+        gc.unfreeze()
+    tokens = sum(int(split.lengths[samples].sum()) for samples in rows)
+    base = next(iter(runs))
+    for name in runs:
+        step = median(seconds[name]) / len(rows)
+        found[name] |= {
+            "seconds": seconds[name],
+            "step_s": step,
+            "speed": asdict(Ratio.of(seconds[base], seconds[name])),
+            "tokens_per_s": tokens / len(rows) / step,
+            "mfu": flops / step / peak if peak else None,
+        }
+    control = Ratio.of(seconds[base], seconds[CONTROL])
+    return {
+        "benchmark": "ladder",
+        "what": {
+            **{name: getattr(options, name) for name in ("shape", "data", "precision", "threads", "rounds", "batches")},
+            "task": asdict(task) | {"store": Path(task.store).name},
+            "positions": manifest.max_length,
+            "vocab_size": manifest.vocab_size,
+            "tokens_per_step": tokens / len(rows),
+        },
+        **results.circumstances(device()),
+        "base": base,
+        "control": {**asdict(control), "trusted": trusted(control)},
+        "useful_flops_per_step": flops,
+        "peak_flops": peak,
+        "variants": found,
+    }
+
+
+def say(what: str) -> None:
+    print(f"==> {what}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    selected = chosen(options)
+    earlier = against.read(options.against) if options.against else None
+    task = task_of(options)
+    result = measure(task, selected, options)
+    name = options.name or f"ladder-{options.shape}-{options.data}-{options.precision}-{device().type}"
+    results.write(result, options.out, name)
+    print(results.table(result))
+    if earlier is None:
+        return 0
+    regressions = against.regressions(earlier, result)
+    print("\n".join(["", f"Against {options.against}:", *(regressions or ["nothing is worse"])]))
+    return 1 if regressions else 0

@@ -1,0 +1,167 @@
+"""Our trainer with what others do and it does not offer: the steps of the ladder that no setting takes.
+
+The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_old_practice.py).
+
+Shapes: B samples, N tokens of an unpadded micro-batch, L positions of a padded sample, M latent tokens, H heads,
+K width of a head, P masked tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmldlm.batch import Batch, Layout
+from mmldlm.config import RunConfig
+from mmldlm.diffusion.noise import MODES
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.model import mmdit
+from mmldlm.model.attention import Backend
+from mmldlm.training import Training
+
+Practice = Literal["recompute", "reads", "head", "padding"]
+IGNORED = -100  # target of a position without loss
+
+
+class PaddedLayout(Layout):
+    """B samples of L positions each; those behind a sample's own tokens are padding, which nothing attends to."""
+
+    def __init__(self, real: Layout, length: int):
+        super().__init__((length,) * real.num_samples, real.latent_tokens, real.device)
+        self.real_lengths = real.lengths
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """bool [B, 1, 1, M + L]: which rows of the joint sequence may be attended to."""
+        lengths = torch.tensor(self.real_lengths, device=self.device)
+        real = torch.arange(-self.latent_tokens, self.max_length, device=self.device) < lengths[:, None]
+        return real[:, None, None]
+
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def dense_attention(latent_qkv: QKV, text_qkv: QKV, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
+    """`joint_attention` over rectangles, with a mask of keys."""
+    samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
+    q, k, v = (
+        torch.cat([latent.unflatten(0, (samples, m)), text.unflatten(0, (samples, length))], dim=1).transpose(1, 2)
+        for latent, text in zip(latent_qkv, text_qkv, strict=True)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.keys).transpose(1, 2)
+    return out[:, :m].flatten(0, 1), out[:, m:].flatten(0, 1)
+
+
+_unpadded_attention = mmdit.joint_attention
+
+
+def _attention(latent_qkv: QKV, text_qkv: QKV, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
+    if isinstance(layout, PaddedLayout):
+        return dense_attention(latent_qkv, text_qkv, layout)
+    return _unpadded_attention(latent_qkv, text_qkv, layout, backend)
+
+
+mmdit.joint_attention = _attention  # the network has no place for a mask
+
+
+def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
+    """The same micro-batch in B x L positions."""
+    layout = noised.layout
+    place = layout.sample_of_token * length + layout.position
+    tokens = noised.noised_tokens.new_full((layout.num_samples * length,), pad_id)
+    return replace(
+        noised,
+        noised_tokens=tokens.index_copy(0, place, noised.noised_tokens),
+        layout=PaddedLayout(layout, length),
+        positions=place.index_select(0, noised.positions),
+    )
+
+
+class WholeBackbone(nn.ModuleList):
+    """Blocks that are recomputed all at once: a loop over them meets one block, which is all of them.
+
+    The names of the parameters stay.
+    """
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:  # type: ignore[override]
+        yield self._recomputed
+
+    def _recomputed(self, *arguments: Any) -> Any:
+        return checkpoint(self._all, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+    def _all(self, text: Tensor, latent: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        for block in super().__iter__():
+            text, latent = block(text, latent, *others)
+        return text, latent
+
+
+class OldPractice(Training):
+    """- padding: samples are padded to the most positions, under one dense attention with a mask of keys
+    - head: logits of the whole vocabulary at every position, all at once
+    - reads: three losses and an accuracy are read from the device in each step, and the losses searched for NaN
+    - recompute: activation checkpointing around the whole backbone
+    """
+
+    def __init__(self, config: RunConfig, practices: frozenset[Practice]):
+        super().__init__(config)
+        self.practices = practices
+        self.read: dict[str, float] = {}
+
+    def __enter__(self) -> OldPractice:
+        super().__enter__()
+        if "recompute" in self.practices:
+            model = self.runtime.bare_model
+            model.blocks = WholeBackbone(model.blocks)
+        return self
+
+    def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
+        noised, totals = super().corrupt(step, micro_batches)
+        if "padding" in self.practices:
+            manifest = self.store.manifest
+            noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
+        return noised, totals
+
+    def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
+        if not self.practices & {"head", "reads"}:
+            return super().forward(batch, totals)
+        loss, sums = self.parts.objective(self._with_logits, batch, totals)
+        if "reads" in self.practices:
+            self._read(loss, sums)
+        return loss, sums
+
+    def _with_logits(
+        self,
+        tokens: Tensor,
+        latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: Layout,
+        positions: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In place of the network: what it gives for `targets`, by way of logits."""
+        rows, labels = positions, targets
+        if "head" in self.practices:
+            rows = torch.arange(len(tokens), device=tokens.device)
+            labels = torch.full_like(tokens, IGNORED).index_copy(0, positions, targets)
+        logits, latent, length_logits = self.runtime.forward(tokens, latents, t_text, t_latent, layout, rows)
+        nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if "reads" in self.practices:
+            self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]
+        return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
+
+    def _read(self, loss: Tensor, sums: Tensor) -> None:
+        modes = len(MODES)
+        losses = {"loss": loss, "text": sums[:modes].sum(), "latent": sums[modes : 2 * modes].sum()}
+        for name, value in losses.items():
+            if torch.isnan(value).any().item():
+                raise FloatingPointError(f"{name} is not a number")
+        self.read = {name: value.item() for name, value in losses.items()}
+        self.read["accuracy"] = self._correct.float().mean().item()

@@ -1,0 +1,127 @@
+"""The variants of the ladder: the reference, our trainer with all old practice, and each step to its defaults."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from benchmarks.task import Feed, Task, device
+from mmldlm.data.shards import Store
+from mmldlm.train import train_step
+from mmldlm.training import Training
+
+# In the order of the ladder: what leaves a step, and as what it is shown.
+SWITCHES = {
+    "recompute": "no recomputation of the whole backbone",
+    "reads": "no values read in each step",
+    "head": "head on masked tokens only, in chunks",
+    "padding": "no padding",
+    "attention": "one attention kernel over unpadded samples",
+    "adamw": "fused AdamW",
+    "latent": "narrow latent stream",
+    "modulation": "factored modulation",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    about: str
+    old: frozenset[str] = frozenset()  # of SWITCHES
+    streams: int = 0  # of the reference; 0: it is the trainer
+    flash: bool = False
+    settings: tuple[str, ...] = ()
+
+    @property
+    def is_reference(self) -> bool:
+        return self.streams > 0
+
+
+def variants(precision: str, device_type: str) -> dict[str, Variant]:
+    """All by name, in the order in which they are shown; without what would change nothing here."""
+    switches = [name for name in SWITCHES if name != "attention" or (device_type, precision) == ("cuda", "bf16")]
+    found = [
+        Variant("reference", "mmdit 0.3.0, 2 residual streams", streams=2),
+        Variant("reference-1", "mmdit 0.3.0, 1 residual stream", streams=1),
+        Variant("reference-1-flash", "the same with PyTorch's attention", streams=1, flash=True),
+        Variant("old", "our trainer with all old practice", frozenset(switches)),
+    ]
+    for number, name in enumerate(switches[:-1], 1):
+        found.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
+    found.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer as it is"))
+    found += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
+    if precision != "bf16":
+        found.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
+    for kind in ("selective", "full"):
+        settings = (f"memory.activation_checkpointing={kind}",)
+        found.append(Variant(f"trainer-{kind}", f"our trainer, {kind} recomputation of each block", settings=settings))
+    return {variant.name: variant for variant in found}
+
+
+class Open:
+    """A variant that is ready to step: its `verbs` hold the methods that `measure.PARTS` names."""
+
+    def __init__(
+        self,
+        verbs: Any,
+        feed: Feed,
+        step: Callable[[], None],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ):
+        self.verbs, self.feed, self.model, self.optimizer = verbs, feed, model, optimizer
+        self._step = step
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def step(self, number: int) -> None:
+        """One step, on the micro-batch and with the noise of its number."""
+        self.feed.step = number
+        self._step()
+
+
+@contextmanager
+def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -> Iterator[Open]:
+    """The variant over the micro-batches `rows`, its run in `folder`; what it prints goes to `folder/output.txt`."""
+    folder.mkdir(parents=True)
+    feed = Feed(Store.open(task.store).split("train"), rows, device().type)
+    if variant.is_reference:
+        from benchmarks.reference_run import ReferenceRun
+
+        run = ReferenceRun(task, variant.streams, variant.flash, feed)
+        yield Open(run, feed, run.step, run.model, run.optimizer)
+        return
+    with ExitStack() as stack:
+        output = stack.enter_context((folder / "output.txt").open("w"))
+        with redirect_stdout(output), redirect_stderr(output):
+            training = stack.enter_context(_training(variant, task, folder / "run"))
+        # Its own answer to a signal is to save and to end after the step; here is nothing to save.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        training.parts.loader.steps = feed.steps  # type: ignore[method-assign]
+        steps = stack.enter_context(closing(training.steps()))
+        runtime = training.runtime
+        yield Open(
+            training, feed, lambda: train_step(training, *next(steps)), runtime.bare_model, runtime.bare_optimizer
+        )
+
+
+def _training(variant: Variant, task: Task, run_dir: Path) -> Training:
+    settings = {
+        "attention": "attention.backend=sdpa",
+        "adamw": "optim.fused=false",
+        "latent": f"model.latent_width={task.width}",
+        "modulation": "model.modulation_rank=0",
+    }
+    given = tuple(setting for name, setting in settings.items() if name in variant.old)
+    config = task.config(run_dir, given + variant.settings)
+    from benchmarks.old_practice import OldPractice, Practice
+
+    practices = variant.old & set(get_args(Practice))
+    return OldPractice(config, practices) if practices else Training(config)  # type: ignore[arg-type]
