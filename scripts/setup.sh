@@ -2,7 +2,7 @@
 # Make .venv in the project root and install mmldlm into it. Safe to run again: it does only what is missing.
 #
 #   bash scripts/setup.sh          what training needs
-#   bash scripts/setup.sh --dev    and lint, types, tests
+#   bash scripts/setup.sh --dev    and lint, types, tests, benchmarks
 #
 # PYTHON=/path/to/python3 chooses the interpreter (3.10 or newer).
 set -euo pipefail
@@ -38,8 +38,8 @@ if [ "$have" = "$want" ] || [ "$have" = "$want dev" ]; then
 fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
-say "installing mmldlm${dev:+ with its test tools} into .venv (a few minutes the first time)"
-"${pip[@]}" install --quiet --constraint constraints.txt --editable ".${dev:+[dev,encoders]}" \
+say "installing mmldlm${dev:+ with the tools of tests and benchmarks} into .venv (a few minutes the first time)"
+"${pip[@]}" install --quiet --constraint constraints.txt --editable ".${dev:+[dev,encoders,bench]}" \
   || fail "pip could not install the dependencies; its message is above"
 if [ -n "$dev" ]; then
   "${pip[@]}" install --quiet --no-deps --require-hashes --requirement scripts/test-model.txt \
