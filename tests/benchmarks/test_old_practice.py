@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
-from bench_runs import stirred
+from bench_runs import stirred, task_on
 from torch import Tensor
 
 from benchmarks.counting import Counts, counts_of
 from benchmarks.old_practice import Practice
-from benchmarks.variants import Open, Variant
+from benchmarks.variants import Open, Variant, opened
 from mmldlm.data.shards import Store
+from mmldlm.model.heads import CHUNK_ROWS
 
 pytestmark = pytest.mark.quick
 PRACTICES: tuple[str, ...] = get_args(Practice)
@@ -60,5 +63,16 @@ def test_each_practice_costs_what_it_says(tiny_store: Path, tmp_path: Path) -> N
     assert both.logit_rows == 8 * manifest.max_length  # all positions of 8 samples
     reads = counts(tiny_store, tmp_path / "reads", "reads")
     assert reads.host_syncs == none.host_syncs + 8  # three losses twice, which of the rows count, the accuracy
+    loop = counts(tiny_store, tmp_path / "adamw", "adamw")
+    assert loop.operators > none.operators and loop.host_syncs == none.host_syncs  # it reads numbers of the host's
     recompute = counts(tiny_store, tmp_path / "recompute", "recompute")
     assert recompute.operators > 1.15 * none.operators and recompute.logit_rows == none.logit_rows
+
+
+def test_rows_of_logits_are_masked_tokens_in_chunks_too(tiny_store: Path, tmp_path: Path) -> None:
+    store = Store.open(tiny_store)
+    task = replace(task_on(tiny_store), batch=64)
+    with opened(TRAINER, task, [np.arange(64)], tmp_path / "run") as run:
+        (noised,), _ = run.verbs.corrupt(0, [run.feed.batch()])
+        assert len(noised.positions) > CHUNK_ROWS
+        assert counts_of(run, range(1), store.manifest.vocab_size, "cpu").logit_rows == len(noised.positions)
