@@ -17,6 +17,7 @@ from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import AttentionConfig
+from mmldlm.model.compiling import CompileConfig
 from mmldlm.model.freezing import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.model.mmdit import ModelConfig
 from mmldlm.model.recompute import MemoryConfig
@@ -76,6 +77,7 @@ class RunConfig:
     model: ModelConfig = setting(ModelConfig(), "the network")
     attention: AttentionConfig = setting(AttentionConfig(), "the joint attention")
     memory: MemoryConfig = setting(MemoryConfig(), "memory against computing")
+    compile: CompileConfig = setting(CompileConfig(), "fused kernels by torch.compile")
     freeze: list[Freezable] = setting(
         factory=list,
         doc="parts that are not trained and keep their weights, in a new run the initial ones. text_encoder: token "

@@ -17,6 +17,7 @@ from mmldlm.config import RunConfig, write_config
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
+from mmldlm.model.compiling import check_compile
 from mmldlm.optimizers import check_optimizer
 from mmldlm.resume import check_resume, choose, identity, restore, small_files
 from mmldlm.runtime.last_words import clear_exit_files, write_exit
@@ -100,6 +101,7 @@ class RunLifecycle:
         config.train.check_batches(self.launch.world_size)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         check_optimizer(config.optim, self.launch.engine, self.launch.offloads_optimizer, device_type)
+        check_compile(config.compile, config.memory, self.launch.engine)
         plan = step_plan(config, self.launch.world_size)
         self.runtime = runtime = start(config.distributed, self.launch, plan)
         self._stack.callback(runtime.close)

@@ -23,6 +23,7 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
+from mmldlm.model.compiling import compile_regions
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import resolved_warmup
 from mmldlm.optimizers import build_optimizer, implementation, resolve_fused
@@ -61,6 +62,7 @@ class Parts:
     skipped_samples: list[str]  # place and fault of each
     validation_ids: list[int]
     model: MMDiT
+    compiled: str  # what of it, and if not as asked why
     optimizer: torch.optim.Optimizer
     parameters: dict[str, int]  # by part of the network
     trainable: int
@@ -83,6 +85,7 @@ def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
         device_type,
     )
     model = build_model(config, store.manifest, device_type).to(runtime.device)
+    compiled = compile_regions(model, config.compile, runtime.device)
     return Parts(
         store=store,
         loader=loader,
@@ -91,6 +94,7 @@ def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
         model=model,
+        compiled=compiled,
         optimizer=build_optimizer(model, config.optim, device_type, runtime.launch.offloads_optimizer),
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
@@ -160,6 +164,7 @@ def startup_report(
         "ranks": ranks,
         "precision": config.precision,
         "attention": getattr(runtime.bare_model, "backend", ""),
+        "compile": parts.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
         "optimizer": _optimizer_name(runtime, config),
         "parameters": parts.parameters,
@@ -209,6 +214,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
         f"{report['precision']}, attention {report['attention']}, "
         f"activation checkpointing {report['activation_checkpointing']}",
+        *([f"compile      {report['compile']}"] if report["compile"] != "none" else []),
         f"batch        {batch(report)} (processes x micro-batch x accumulation)",
         *(f"             {batch(sizes)} from step {step} on" for step, sizes in report["batch_schedule"].items()),
         f"optimizer    {report['optimizer']}, {report['warmup_steps']} warmup steps; data: {report['data_order']}",
@@ -220,7 +226,13 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
         f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
     )
+    if report["precision"] == "bf16" and "cpu" in devices and not _multiplies_bf16():
+        lines.append("warning      this CPU has no instructions for bf16: matrix products are far slower than in fp32")
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
     return lines
+
+
+def _multiplies_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

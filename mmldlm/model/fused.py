@@ -1,7 +1,8 @@
 """The work of a block between its matrix products, as operations with gradients of their own.
 
 Left to itself autograd keeps every intermediate result. Each of these keeps its inputs alone and computes the rest
-again in backward, which takes fewer passes over memory too. All compute in float32, whatever their inputs are.
+again in backward, which takes fewer passes over memory too. Under `torch.compile`, which decides by itself what to
+keep, each is its plain formula. All compute in float32, whatever their inputs are.
 
 Shape letters: B samples, T rows of a stream, D width, H heads, K width of a head, F hidden width.
 """
@@ -55,6 +56,9 @@ class _Modulate(Function):
 
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
     """Layer norm without parameters, then scaled by 1 + scale and shifted as the row's sample says; [T, D] float32."""
+    if torch.compiler.is_compiling():
+        normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
+        return normal * of_rows(scale_BD.float() + 1, rows_T) + of_rows(shift_BD.float(), rows_T)
     return _Modulate.apply(x_TD, shift_BD, scale_BD, rows_T)
 
 
@@ -75,6 +79,8 @@ class _AddGated(Function):
 
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
     """x + gate * branch, the gate as the row's sample says; x and result [T, D] float32."""
+    if torch.compiler.is_compiling():
+        return x_TD + of_rows(gate_BD.float(), rows_T) * branch_TD.float()
     return _AddGated.apply(x_TD, gate_BD, branch_TD, rows_T)
 
 
@@ -103,6 +109,9 @@ class _SwiGLU(Function):
 
 def swiglu(hidden_T2F: Tensor) -> Tensor:
     """SiLU of the first half times the second (arXiv 2002.05202); [T, F]."""
+    if torch.compiler.is_compiling():
+        gate, value = hidden_T2F.chunk(2, dim=-1)
+        return F.silu(gate) * value
     return _SwiGLU.apply(hidden_T2F)
 
 
@@ -160,4 +169,10 @@ def normalise_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     (k, k + K/2) of a head (RoFormer, arXiv 2104.09864, eq. 34).
     """
     cos, sin = (None, None) if rotary is None else (part[:, None, None] for part in rotary)
+    if torch.compiler.is_compiling():
+        qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
+        if cos is not None and sin is not None:
+            first, second = qk.chunk(2, dim=-1)
+            qk = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([qk.to(qkv_T3HK.dtype), qkv_T3HK[:, 2:]], dim=1)
     return _NormaliseHeads.apply(qkv_T3HK, weight_2K, cos, sin)

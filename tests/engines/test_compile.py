@@ -1,0 +1,94 @@
+"""`compile.scope`: regional compilation changes the speed and nothing else, and compiles once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from mmldlm import train
+from mmldlm.config import load_config
+from mmldlm.errors import ConfigError
+from mmldlm.model.compiling import CompileConfig, check_compile
+from mmldlm.model.recompute import MemoryConfig
+from mmldlm.train import train_step
+from mmldlm.training import Training
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+REGIONAL = CompileConfig("regional")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss/total"] for record in records if record["kind"] == "train"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("engine", ["zero3", "zero3_offload"])
+def test_engines_that_gather_within_the_blocks_are_refused(engine: str) -> None:
+    with pytest.raises(ConfigError, match=rf"compile\.scope: expected none under {engine}, found regional"):
+        check_compile(REGIONAL, MemoryConfig(), engine)
+    check_compile(CompileConfig(), MemoryConfig(), engine)
+
+
+@pytest.mark.quick
+def test_what_does_nothing_is_refused(tiny_config: Path) -> None:
+    with pytest.raises(ConfigError, match="selective"):
+        check_compile(REGIONAL, MemoryConfig("selective"), "ddp")
+    with pytest.raises(ConfigError, match=r"mode: max-autotune-no-cudagraphs needs compile\.scope: regional"):
+        load_config(tiny_config, ["compile.mode=max-autotune-no-cudagraphs"])
+
+
+def test_without_a_compiler_the_reason_is_told(
+    command: Command, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    done = command("mmldlm.train", tiny_config, "compile.scope=regional", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    assert "compile      none, though regional was asked for: torch.compile does not run here" in done.stdout
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_the_curve_is_the_same_and_nothing_is_compiled_again(
+    tiny_config: Path, tmp_path: Path, checkpointing: str
+) -> None:
+    """Samples of 4 to 32 tokens: each step has other shapes, validation included."""
+    given = [f"memory.activation_checkpointing={checkpointing}", "train.steps=12", "validation.every=6"]
+    assert train.main([str(tiny_config), *given]) == 0
+    shutil.move(tmp_path / "run", tmp_path / "plain")
+    torch._dynamo.reset()
+    graphs = []
+    with Training(load_config(tiny_config, [*given, "compile.scope=regional"])) as run:
+        assert run.parts.compiled == "regional, mode default"
+        shapes = set()
+        for step, batches in run.steps():
+            shapes.add(batches[0].layout.num_tokens)
+            train_step(run, step, batches)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert len(shapes) > 6
+    assert graphs[1] == graphs[-1] > 0, graphs
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_processes_compile_and_agree_with_one(command: Command, tiny_config: Path, tmp_path: Path, engine: str) -> None:
+    assert train.main([str(tiny_config)]) == 0
+    shutil.move(tmp_path / "run", tmp_path / "plain")
+    arguments = [tiny_config, "compile.scope=regional"]
+    arguments += [] if engine == "ddp" else ["--accelerate_config", f"accelerate_configs/{engine}.yaml"]
+    done = command("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "mmldlm.train", *arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "compile      regional, mode default" in done.stdout
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
