@@ -45,24 +45,20 @@ class PaddedLayout(Layout):
         return real[:, None, None]
 
 
-QKV = tuple[Tensor, Tensor, Tensor]
-
-
-def dense_attention(latent_qkv: QKV, text_qkv: QKV, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
+def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
     """`joint_attention` over rectangles, with a mask of keys."""
     samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
-    q, k, v = (
-        torch.cat([latent.unflatten(0, (samples, m)), text.unflatten(0, (samples, length))], dim=1).transpose(1, 2)
-        for latent, text in zip(latent_qkv, text_qkv, strict=True)
-    )
+    rows = [latent_qkv.unflatten(0, (samples, m)), text_qkv.unflatten(0, (samples, length))]
+    q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.keys).transpose(1, 2)
-    return out[:, :m].flatten(0, 1), out[:, m:].flatten(0, 1)
+    latent_out, text_out = out.split([m, length], dim=1)
+    return latent_out.flatten(0, 1), text_out.flatten(0, 1)
 
 
 _unpadded_attention = mmdit.joint_attention
 
 
-def _attention(latent_qkv: QKV, text_qkv: QKV, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
+def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
     if isinstance(layout, PaddedLayout):
         return dense_attention(latent_qkv, text_qkv, layout)
     return _unpadded_attention(latent_qkv, text_qkv, layout, backend)

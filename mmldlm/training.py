@@ -35,7 +35,6 @@ class Training(RunLifecycle):
             except StopIteration:
                 break
             self.meter.data_wait_s += time.perf_counter() - waited
-            self.batch_size = self.parts.loader.batch_at(step)
             if self.runtime.watchdog is not None:
                 self.runtime.watchdog.at(step)
             if self.config.model.dropout:  # the one draw that is not a function of (seed, step, slot)
@@ -49,7 +48,7 @@ class Training(RunLifecycle):
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
         """The step's corrupted micro-batches on the device, and their counts summed over all ranks."""
-        config = self.config
+        config, self.batch_size = self.config, self.parts.loader.batch_at(step)
         weights = mode_weights_at(step, config.mode, config.mode_schedule)
         noised = [
             self.parts.objective.corrupt(
