@@ -20,6 +20,7 @@ from mmldlm.guard import Guard, skips_file
 from mmldlm.model.compiling import check_compile
 from mmldlm.optimizers import check_optimizer
 from mmldlm.resume import check_resume, choose, identity, restore, small_files
+from mmldlm.runtime.allocator import keep_freed_memory
 from mmldlm.runtime.last_words import clear_exit_files, write_exit
 from mmldlm.runtime.launch import Launch, read_launch
 from mmldlm.runtime.signals import SignalRequests
@@ -101,7 +102,9 @@ class RunLifecycle:
         config.train.check_batches(self.launch.world_size)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         check_optimizer(config.optim, self.launch.engine, self.launch.offloads_optimizer, device_type)
-        check_compile(config.compile, config.memory, self.launch.engine)
+        check_compile(config.compile, self.launch.engine)
+        if config.memory.keep_freed and device_type == "cpu":
+            keep_freed_memory()
         plan = step_plan(config, self.launch.world_size)
         self.runtime = runtime = start(config.distributed, self.launch, plan)
         self._stack.callback(runtime.close)

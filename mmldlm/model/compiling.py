@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from mmldlm.errors import ConfigError
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.model.recompute import MemoryConfig
 from mmldlm.schema import setting
 
-REGIONS = ("project", "finish")
+REGIONS = ("project", "normalise", "branch", "finish")
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,14 @@ class CompileConfig:
             raise ValueError(f"mode: {self.mode} needs compile.scope: regional, found none")
 
 
-def check_compile(config: CompileConfig, memory: MemoryConfig, engine: str) -> None:
-    """`ConfigError` where compiled regions cannot run under the engine, or with what blocks compute again."""
+def check_compile(config: CompileConfig, engine: str) -> None:
+    """`ConfigError` where compiled regions cannot run under the engine."""
     if config.scope == "none":
         return
     if engine.startswith("zero3"):
         raise ConfigError(
             f"compile.scope: expected none under {engine}, found regional; ZeRO-3 gathers weights by hooks within the "
             "regions (fsdp2 shards weights, too, and compiles)"
-        )
-    if memory.activation_checkpointing == "selective":
-        raise ConfigError(
-            "memory.activation_checkpointing: expected none, full or every_k with compile.scope: regional, found "
-            "selective; it chooses by operator, and compiled regions hide theirs"
         )
 
 

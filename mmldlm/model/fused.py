@@ -32,34 +32,75 @@ def of_samples(values_TD: Tensor, rows_T: Tensor | None, count: int) -> Tensor:
     return values_TD.new_zeros(count, values_TD.shape[1]).index_add_(0, rows_T, values_TD)
 
 
-class _Modulate(Function):
+def _normalised(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """x with mean 0 and variance 1 along D, float32, and the factor [T, 1] that was needed."""
+    normal, _, rstd = torch.native_layer_norm(x_TD.float(), x_TD.shape[-1:], None, None, EPSILON)
+    return normal, rstd
+
+
+def _modulated(normal_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
+    return torch.addcmul(of_rows(shift_BD, rows_T), normal_TD, of_rows(scale_BD, rows_T))
+
+
+class _ModulatedLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
-        normal, _, rstd = torch.native_layer_norm(x_TD.float(), x_TD.shape[-1:], None, None, EPSILON)
-        scale = scale_BD.float() + 1
-        ctx.save_for_backward(normal, rstd, scale, rows_T)
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        shift_BD: Tensor,
+        scale_BD: Tensor,
+        rows_T: Tensor | None,
+        weight_OD: Tensor,
+        bias_O: Tensor | None,
+    ) -> Tensor:
+        normal, rstd = _normalised(x_TD)
+        shift, scale = shift_BD.float(), scale_BD.float() + 1
+        ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
         ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
-        return torch.addcmul(of_rows(shift_BD.float(), rows_T), normal, of_rows(scale, rows_T))
+        return F.linear(_modulated(normal, shift, scale, rows_T), weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        normal, rstd, scale, rows = ctx.saved_tensors
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        normal, rstd, shift, scale, rows, weight = ctx.saved_tensors
         of_x, of_shift, of_scale = ctx.dtypes
+        weight_grad = bias_grad = None
+        if ctx.needs_input_grad[4]:
+            weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale, rows), weight)
+        if ctx.needs_input_grad[5]:
+            bias_grad = grad_TO.sum(0).to(weight.dtype)
+        grad = (grad_TO @ weight.to(grad_TO.dtype)).float()
         shift_grad = of_samples(grad, rows, len(scale))
         scale_grad = of_samples(grad * normal, rows, len(scale))
         inner = grad * of_rows(scale, rows)
         along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / inner.shape[-1]
         x_grad = inner.sub_(inner.mean(-1, keepdim=True)).addcmul_(normal, along, value=-1).mul_(rstd)
-        return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None
+        return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None, weight_grad, bias_grad
+
+
+def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """That of `weight_OI` in `F.linear(input_TI, weight_OI)`."""
+    return (grad_TO.t() @ input_TI.to(grad_TO.dtype)).to(weight_OI.dtype)
 
 
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
     """Layer norm without parameters, then scaled by 1 + scale and shifted as the row's sample says; [T, D] float32."""
+    normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
+    return normal * of_rows(scale_BD.float() + 1, rows_T) + of_rows(shift_BD.float(), rows_T)
+
+
+def modulated_linear(
+    x_TD: Tensor,
+    shift_BD: Tensor,
+    scale_BD: Tensor,
+    rows_T: Tensor | None,
+    weight_OD: Tensor,
+    bias_O: Tensor | None = None,
+) -> Tensor:
+    """The linear map [T, O] of `modulate`; keeps [T, D] once, for both."""
     if torch.compiler.is_compiling():
-        normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
-        return normal * of_rows(scale_BD.float() + 1, rows_T) + of_rows(shift_BD.float(), rows_T)
-    return _Modulate.apply(x_TD, shift_BD, scale_BD, rows_T)
+        return F.linear(modulate(x_TD, shift_BD, scale_BD, rows_T), weight_OD, bias_O)
+    return _ModulatedLinear.apply(x_TD, shift_BD, scale_BD, rows_T, weight_OD, bias_O)
 
 
 class _AddGated(Function):
@@ -86,25 +127,27 @@ def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor |
 
 class _SwiGLU(Function):
     @staticmethod
-    def forward(ctx: Any, hidden_T2F: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_T2F)
+    def forward(ctx: Any, hidden_T2F: Tensor, weight_OF: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden_T2F, weight_OF)
         gate, value = hidden_T2F.chunk(2, dim=-1)
-        return F.silu(gate).mul_(value)
+        gated = F.silu(gate).mul_(value)
+        return gated if weight_OF is None else F.linear(gated, weight_OF)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (hidden,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
         gate, value = hidden.chunk(2, dim=-1)
-        sigmoid = gate.sigmoid()
+        silu, weight_grad = F.silu(gate), None
+        if weight is not None:
+            if ctx.needs_input_grad[1]:
+                weight_grad = _weight_grad(grad, silu * value, weight)
+            grad = grad @ weight.to(grad.dtype)
         hidden_grad = torch.empty_like(hidden)
         gate_grad, value_grad = hidden_grad.chunk(2, dim=-1)
-        silu = gate * sigmoid
         torch.mul(grad, silu, out=value_grad)
-        # The derivative of x s(x) is s(x) (1 + x (1 - s(x))) = s(x) + silu(x) (1 - s(x)).
-        slope = silu.addcmul_(silu, sigmoid, value=-1).add_(sigmoid)
-        torch.mul(slope.mul_(value), grad, out=gate_grad)
-        return hidden_grad
+        torch.ops.aten.silu_backward.grad_input(torch.mul(grad, value, out=silu), gate, grad_input=gate_grad)
+        return hidden_grad, weight_grad
 
 
 def swiglu(hidden_T2F: Tensor) -> Tensor:
@@ -112,7 +155,14 @@ def swiglu(hidden_T2F: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         gate, value = hidden_T2F.chunk(2, dim=-1)
         return F.silu(gate) * value
-    return _SwiGLU.apply(hidden_T2F)
+    return _SwiGLU.apply(hidden_T2F, None)
+
+
+def swiglu_linear(hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
+    """The linear map [T, O] of `swiglu`, whose result is computed again in backward."""
+    if torch.compiler.is_compiling():
+        return F.linear(swiglu(hidden_T2F), weight_OF)
+    return _SwiGLU.apply(hidden_T2F, weight_OF)
 
 
 class _NormaliseHeads(Function):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.fused import normalise_heads, swiglu
+from mmldlm.model.fused import modulated_linear, normalise_heads, swiglu, swiglu_linear
 
 TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
 
@@ -86,19 +86,39 @@ class Modulation(nn.Module):
         return [Adaptation(*part.chunk(3, dim=-1)) for part in table.chunk(self.branches, dim=-1)]
 
 
+class ModulatedLinear(nn.Linear):
+    """A linear map of a layer norm that the noise times scale and shift."""
+
+    def forward(self, x_TD: Tensor, by: Adaptation, rows_T: Tensor | None) -> Tensor:  # type: ignore[override]
+        return modulated_linear(x_TD, by.shift, by.scale, rows_T, self.weight, self.bias)
+
+
+class Activated(nn.Linear):
+    """A linear map of an activation: SwiGLU takes twice as many channels as the map, GELU as many.
+
+    `keeps_activation`: what the activation gives is kept until backward, not computed again. That is less work where
+    its inputs are computed again in any case, since PyTorch stops before the product once it has what it had kept.
+    """
+
+    def __init__(self, hidden: int, width: int, kind: Literal["swiglu", "gelu"], keeps_activation: bool):
+        super().__init__(hidden, width, bias=False)
+        self.kind, self.keeps_activation = kind, keeps_activation
+
+    def forward(self, hidden_TF: Tensor) -> Tensor:
+        if self.kind == "gelu":
+            return super().forward(F.gelu(hidden_TF, approximate="tanh"))
+        return super().forward(swiglu(hidden_TF)) if self.keeps_activation else swiglu_linear(hidden_TF, self.weight)
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202) or GELU network. SwiGLU takes 2/3 of the hidden width: equal parameters."""
 
-    def __init__(self, width: int, ratio: float, kind: Literal["swiglu", "gelu"]):
+    def __init__(self, width: int, ratio: float, kind: Literal["swiglu", "gelu"], keeps_activation: bool):
         super().__init__()
-        self.kind = kind
         hidden = int(width * ratio * 2 / 3) if kind == "swiglu" else int(width * ratio)
         hidden = 8 * max(1, round(hidden / 8))
-        self.up = nn.Linear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
+        self.down = Activated(hidden, width, kind, keeps_activation)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        hidden = self.up(x_TD)
-        if self.kind == "swiglu":
-            return self.down(swiglu(hidden))
-        return self.down(F.gelu(hidden, approximate="tanh"))
+    def forward(self, x_TD: Tensor, by: Adaptation, rows_T: Tensor | None) -> Tensor:
+        return self.down(self.up(x_TD, by, rows_T))

@@ -21,7 +21,15 @@ from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.freezing import Part, part_of
 from mmldlm.model.fused import add_gated, modulate, of_rows
 from mmldlm.model.heads import LengthHead, TextHead
-from mmldlm.model.layers import Adaptation, FeedForward, HeadNorm, Modulation, TimeEmbedding, rotary_angles
+from mmldlm.model.layers import (
+    Adaptation,
+    FeedForward,
+    HeadNorm,
+    ModulatedLinear,
+    Modulation,
+    TimeEmbedding,
+    rotary_angles,
+)
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.schema import setting
 
@@ -76,47 +84,47 @@ class Prediction(NamedTuple):
 class BlockStream(nn.Module):
     """One stream's side of a block: modulated norms, fused qkv, output projection, feed-forward."""
 
-    def __init__(self, config: ModelConfig, width: int):
+    def __init__(self, config: ModelConfig, width: int, recompute: Recompute):
         super().__init__()
         self.heads = config.num_heads
         joint = config.width
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
-        self.qkv = nn.Linear(width, 3 * joint, bias=False)
+        self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(joint // config.num_heads)
         self.out = nn.Linear(joint, width, bias=False)
-        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
+        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, keeps_activation=recompute == "full")
         self.dropout = nn.Dropout(config.dropout)
 
-    def project(
-        self, x_TD: Tensor, attention: Adaptation, rows: Tensor | None, rotary: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """q, k and v [T, 3, H, K]; q and k normalised and, with `rotary`, turned by position."""
-        qkv = self.qkv(modulate(x_TD, attention.shift, attention.scale, rows))
-        return self.head_norm(qkv.unflatten(-1, (3, self.heads, -1)), rotary)
+    def project(self, x_TD: Tensor, attention: Adaptation, rows: Tensor | None) -> Tensor:
+        """q, k and v [T, 3, H, K], as `normalise` takes them."""
+        return self.qkv(x_TD, attention, rows).unflatten(-1, (3, self.heads, -1))
 
-    def finish(
-        self, x_TD: Tensor, attended_THK: Tensor, attention: Adaptation, mlp: Adaptation, rows: Tensor | None
-    ) -> Tensor:
+    def normalise(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """q and k normalised and, with `rotary`, turned by position; [T, 3, H, K]."""
+        return self.head_norm(qkv_T3HK, rotary)
+
+    def branch(
+        self, x_TD: Tensor, attended_THK: Tensor, by: list[Adaptation], rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream with what it attended to [T, D], and what the feed-forward makes of it [T, D]."""
+        attention, mlp = by
         x_TD = add_gated(x_TD, attention.gate, self.dropout(self.out(attended_THK.flatten(1))), rows)
-        hidden = self.mlp(modulate(x_TD, mlp.shift, mlp.scale, rows))
-        return add_gated(x_TD, mlp.gate, self.dropout(hidden), rows)
+        return x_TD, self.dropout(self.mlp(x_TD, mlp, rows))
+
+    def finish(self, x_TD: Tensor, attended_THK: Tensor, by: list[Adaptation], rows: Tensor | None) -> Tensor:
+        """`branch`, its second result added to the first."""
+        x_TD, hidden_TD = BlockStream.branch(self, x_TD, attended_THK, by, rows)
+        return add_gated(x_TD, by[1].gate, hidden_TD, rows)
 
 
 class MMDiTBlock(nn.Module):
     def __init__(self, config: ModelConfig, recompute: Recompute = "none"):
         super().__init__()
         self.recompute, self.draws = recompute, config.dropout > 0
-        self.text = BlockStream(config, config.width)
-        self.latent = BlockStream(config, config.resolved_latent_width)
+        self.text = BlockStream(config, config.width, recompute)
+        self.latent = BlockStream(config, config.resolved_latent_width, recompute)
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """What `_forward` gives, its activations kept or computed again in backward."""
-        if self.recompute == "none" or not (self.training and torch.is_grad_enabled()):
-            return self._forward(*arguments)
-        # In here and not around the module: what an engine hooks to the module runs once, not again in backward.
-        return recomputed(self._forward, self.recompute, self.draws, *arguments)
-
-    def _forward(
+    def forward(
         self,
         text_ND: Tensor,
         latent_TE: Tensor,
@@ -126,19 +134,57 @@ class MMDiTBlock(nn.Module):
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         """Text [N, D] and latents [B*M, E] to the same shapes."""
-        text_attention, text_mlp = self.text.modulation(conditioning_BT)
-        latent_attention, latent_mlp = self.latent.modulation(conditioning_BT)
-        text_rows, latent_rows = layout.sample_of_token, layout.sample_of_latent
-        latent_out, text_out = joint_attention(
-            self.latent.project(latent_TE, latent_attention, latent_rows, None),
-            self.text.project(text_ND, text_attention, text_rows, rotary),
-            layout,
-            backend,
-        )
+        arguments = text_ND, latent_TE, conditioning_BT, rotary, layout, backend
+        # In here and not around the module: what an engine hooks to the module runs once, not again in backward.
+        if self._recomputes("full"):
+            text, latent = recomputed(self._branches, self.draws, *arguments)
+            return add_gated(*text, layout.sample_of_token), add_gated(*latent, layout.sample_of_latent)
+        text_out, latent_out, text_by, latent_by = self._attended(*arguments)
         return (
-            self.text.finish(text_ND, text_out, text_attention, text_mlp, text_rows),
-            self.latent.finish(latent_TE, latent_out, latent_attention, latent_mlp, latent_rows),
+            self.text.finish(text_ND, text_out, text_by, layout.sample_of_token),
+            self.latent.finish(latent_TE, latent_out, latent_by, layout.sample_of_latent),
         )
+
+    def _recomputes(self, kind: Recompute) -> bool:
+        return self.recompute == kind and self.training and torch.is_grad_enabled()
+
+    def _branches(self, *arguments: Any) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+        """Of each stream what `add_gated` takes: stream, gate, branch. What comes of it is not computed again."""
+        text_ND, latent_TE, layout = arguments[0], arguments[1], arguments[4]
+        text_out, latent_out, text_by, latent_by = self._attended(*arguments)
+        text, text_branch = self.text.branch(text_ND, text_out, text_by, layout.sample_of_token)
+        latent, latent_branch = self.latent.branch(latent_TE, latent_out, latent_by, layout.sample_of_latent)
+        return (text, text_by[1].gate, text_branch), (latent, latent_by[1].gate, latent_branch)
+
+    def _attended(
+        self,
+        text_ND: Tensor,
+        latent_TE: Tensor,
+        conditioning_BT: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: Layout,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor, list[Adaptation], list[Adaptation]]:
+        """What text [N, H, K] and latents [B*M, H, K] attend to, and the modulation of both."""
+        text_by, latent_by = self.text.modulation(conditioning_BT), self.latent.modulation(conditioning_BT)
+        text_qkv = self.text.project(text_ND, text_by[0], layout.sample_of_token)
+        latent_qkv = self.latent.project(latent_TE, latent_by[0], layout.sample_of_latent)
+        inputs = text_qkv, latent_qkv, rotary, layout, backend
+        selective = self._recomputes("selective")
+        text_out, latent_out = recomputed(self._attend, False, *inputs) if selective else self._attend(*inputs)
+        return text_out, latent_out, text_by, latent_by
+
+    def _attend(
+        self,
+        text_qkv: Tensor,
+        latent_qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        layout: Layout,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        text, latent = self.text.normalise(text_qkv, rotary), self.latent.normalise(latent_qkv, None)
+        latent_out, text_out = joint_attention(latent, text, layout, backend)
+        return text_out, latent_out
 
 
 class MMDiT(nn.Module):
@@ -158,10 +204,12 @@ class MMDiT(nn.Module):
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
-        self.blocks = nn.ModuleList(MMDiTBlock(config, memory.of_block(index)) for index in range(config.depth))
+        self.blocks = nn.ModuleList(
+            MMDiTBlock(config, memory.of_block(index, config.depth)) for index in range(config.depth)
+        )
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
-        self.text_out = nn.Linear(width, width)
+        self.text_out = ModulatedLinear(width, width)
         self.text_head = TextHead(width, shape.vocab_size, (shape.mask_id, shape.pad_id), config.tie_embeddings)
         self.latent_head = nn.Linear(latent_width, shape.latent_channels)
         self.latent_skip = nn.Linear(conditioning, shape.latent_channels)
@@ -231,7 +279,7 @@ class MMDiT(nn.Module):
 
             (text_final,), (latent_final,) = self.text_final(conditioning), self.latent_final(conditioning)
             rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
-            hidden = self.text_out(modulate(text.index_select(0, positions), text_final.shift, text_final.scale, rows))
+            hidden = self.text_out(text.index_select(0, positions), text_final, rows)
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
             hidden = hidden * of_rows(1 + text_final.gate, rows)
             text_pred = self.text_head(hidden, self.token_embedding.weight, targets)

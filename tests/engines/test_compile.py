@@ -16,7 +16,6 @@ from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
 from mmldlm.model.compiling import CompileConfig, check_compile
-from mmldlm.model.recompute import MemoryConfig
 from mmldlm.train import train_step
 from mmldlm.training import Training
 
@@ -34,14 +33,12 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.parametrize("engine", ["zero3", "zero3_offload"])
 def test_engines_that_gather_within_the_blocks_are_refused(engine: str) -> None:
     with pytest.raises(ConfigError, match=rf"compile\.scope: expected none under {engine}, found regional"):
-        check_compile(REGIONAL, MemoryConfig(), engine)
-    check_compile(CompileConfig(), MemoryConfig(), engine)
+        check_compile(REGIONAL, engine)
+    check_compile(CompileConfig(), engine)
 
 
 @pytest.mark.quick
 def test_what_does_nothing_is_refused(tiny_config: Path) -> None:
-    with pytest.raises(ConfigError, match="selective"):
-        check_compile(REGIONAL, MemoryConfig("selective"), "ddp")
     with pytest.raises(ConfigError, match=r"mode: max-autotune-no-cudagraphs needs compile\.scope: regional"):
         load_config(tiny_config, ["compile.mode=max-autotune-no-cudagraphs"])
 
@@ -58,7 +55,9 @@ def test_without_a_compiler_the_reason_is_told(
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checkpointing", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("selective", "full"))]
+)
 def test_the_curve_is_the_same_and_nothing_is_compiled_again(
     tiny_config: Path, tmp_path: Path, checkpointing: str
 ) -> None:

@@ -43,15 +43,17 @@ def turned(x: Tensor, base: float) -> Tensor:
 
 
 def feed_forward(part: FeedForward, x: Tensor) -> Tensor:
-    hidden = part.up(x)
-    if part.kind == "gelu":
-        return part.down(0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3))))
-    gate, value = hidden.chunk(2, -1)
-    return part.down(gate * gate.sigmoid() * value)
+    hidden = x @ part.up.weight.T
+    if part.down.kind == "gelu":
+        inner = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    else:
+        gate, value = hidden.chunk(2, -1)
+        inner = gate * gate.sigmoid() * value
+    return inner @ part.down.weight.T
 
 
 def project(stream: BlockStream, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = stream.qkv(normalise(x) * (1 + scale) + shift).chunk(3, -1)
+    q, k, v = ((normalise(x) * (1 + scale) + shift) @ stream.qkv.weight.T).chunk(3, -1)
     q, k, v = (part.unflatten(-1, (stream.heads, -1)) for part in (q, k, v))
     return rms(q, stream.head_norm.q), rms(k, stream.head_norm.k), v
 
@@ -89,7 +91,8 @@ def padded_forward(
     for block in model.blocks:
         text, latent = padded_block(block, text, latent, conditioning, real, model.config.rope_base)
     shift, scale, gate = adaptations(model.text_final, conditioning)
-    hidden = model.text_out(normalise(text) * (1 + scale) + shift) * (1 + gate)
+    out = model.text_out
+    hidden = ((normalise(text) * (1 + scale) + shift) @ out.weight.T + out.bias) * (1 + gate)
     weight = model.token_embedding.weight if model.text_head.weight is None else model.text_head.weight
     logits = hidden @ weight.T
     logits[..., [model.shape.mask_id, model.shape.pad_id]] = float("-inf")

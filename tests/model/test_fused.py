@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.model.fused import add_gated, modulate, normalise_heads, swiglu
+from mmldlm.model.fused import add_gated, modulated_linear, normalise_heads, swiglu, swiglu_linear
 from mmldlm.model.layers import rotary_angles
 
 pytestmark = pytest.mark.quick
@@ -40,15 +40,21 @@ def plain_heads(qkv: Tensor, weight: Tensor, rotary: tuple[Tensor, Tensor] | Non
 ROTARY = rotary_angles(torch.arange(len(ROWS)), WIDTH, 100.0)
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 CASES: dict[str, Case] = {
-    "modulate": (
-        lambda x, shift, scale: modulate(x, shift, scale, ROWS),
-        lambda x, shift, scale: plain_modulate(x, shift[ROWS], scale[ROWS]),
-        [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1)],
+    "modulated linear": (
+        lambda x, shift, scale, weight, bias: modulated_linear(x, shift, scale, ROWS, weight, bias),
+        lambda x, shift, scale, weight, bias: F.linear(plain_modulate(x, shift[ROWS], scale[ROWS]), weight, bias),
+        [
+            draw(len(ROWS), WIDTH),
+            draw(SAMPLES, WIDTH),
+            draw(SAMPLES, WIDTH, seed=1),
+            draw(WIDTH + 3, WIDTH),
+            draw(WIDTH + 3),
+        ],
     ),
-    "modulate, rows are samples": (
-        lambda x, shift, scale: modulate(x, shift, scale, None),
-        plain_modulate,
-        [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
+    "modulated linear, rows are samples": (
+        lambda x, shift, scale, weight: modulated_linear(x, shift, scale, None, weight),
+        lambda x, shift, scale, weight: F.linear(plain_modulate(x, shift, scale), weight),
+        [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2), draw(WIDTH + 3, WIDTH)],
     ),
     "add_gated": (
         lambda x, gate, branch: add_gated(x, gate, branch, ROWS),
@@ -64,6 +70,11 @@ CASES: dict[str, Case] = {
         swiglu,
         lambda hidden: F.silu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1],
         [draw(len(ROWS), 2 * WIDTH)],
+    ),
+    "swiglu, linear": (
+        swiglu_linear,
+        lambda hidden, weight: F.linear(F.silu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1], weight),
+        [draw(len(ROWS), 2 * WIDTH), draw(WIDTH + 3, WIDTH)],
     ),
     "heads, turned": (
         lambda qkv, weight: normalise_heads(qkv, weight, ROTARY),
@@ -94,14 +105,15 @@ def test_equals_the_plain_formula_and_its_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_inputs_are_computed_in_float32(case: str) -> None:
+def test_bfloat16_inputs_are_computed_in_float32_but_for_products(case: str) -> None:
     fused, plain, inputs = CASES[case]
     low = [value.bfloat16() for value in inputs]
     if case.startswith("heads"):
         low[1] = inputs[1]  # the scales of the heads are float32 parameters
     if case.startswith("add_gated"):
         low[0] = inputs[0]  # and so is the stream
-    found = values_and_gradients(fused, low)
+    with torch.autocast("cpu", torch.bfloat16):  # products take bfloat16, as in training
+        found = values_and_gradients(fused, low)
     expected = values_and_gradients(plain, [value.float() for value in low])
     for one, other in zip(found, expected, strict=True):
         assert (one.float() - other).norm() <= 8e-3 * other.norm()
@@ -111,7 +123,7 @@ def test_bfloat16_inputs_are_computed_in_float32(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "kept"),
-    [("modulate", 1), ("add_gated", 1), ("swiglu", 2), ("heads, turned", 3 * HEADS)],
+    [("modulated linear", 1), ("add_gated", 1), ("swiglu", 2), ("swiglu, linear", 2), ("heads, turned", 3 * HEADS)],
 )
 def test_keeps_its_inputs_alone(case: str, kept: int) -> None:
     """In units of [T, width]; what has a row for each sample, position or head is small beside them."""
@@ -119,7 +131,8 @@ def test_keeps_its_inputs_alone(case: str, kept: int) -> None:
     sizes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
+        if len(tensor) == len(ROWS):
+            sizes.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
