@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -111,7 +110,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     found: dict[str, dict[str, Any]] = {each.name: {"about": each.about} for each in selected}
     if not options.no_memory:  # first, while this process holds nothing of the GPU's memory
         for name, values in found.items():
-            say(f"memory of a step: {name}")
+            results.say(f"memory of a step: {name}")
             try:
                 values["middle_step_memory_mib"], values["step_memory_mib"] = step_memory_mib(name, task)
             except OutOfMemory:
@@ -122,12 +121,12 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         runs: dict[str, Open] = {}
         for variant in selected:
             if "error" not in found[variant.name]:
-                say(f"opening {variant.name}")
+                results.say(f"opening {variant.name}")
                 runs[variant.name] = stack.enter_context(opened(variant, task, rows, folder / variant.name))
                 found[variant.name]["parameters"] = runs[variant.name].parameters
         if not runs:
             raise UsageError("no variant fits into the memory of this machine")
-        say("warming up, counting")
+        results.say("warming up, counting")
         next_step = 2 * len(rows)  # every micro-batch twice: allocators know their sizes then
         for name, run in runs.items():
             for number in range(next_step):
@@ -137,7 +136,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
             if device().type == "cuda":
                 found[name]["counts"]["kernels"] = kernels_of(run, numbers)
         next_step += len(rows)
-        say(f"{options.rounds} rounds of {len(rows)} steps")
+        results.say(f"{options.rounds} rounds of {len(rows)} steps")
         gc.collect()
         gc.freeze()  # what is there now: a collection costs the variant that it happens to fall into
         seconds = run_rounds(runs, options.rounds, len(rows), next_step)
@@ -173,10 +172,6 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         "peak_flops": peak,
         "variants": found,
     }
-
-
-def say(what: str) -> None:
-    print(f"==> {what}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

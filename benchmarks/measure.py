@@ -70,10 +70,14 @@ class Ratio:
     @classmethod
     def of(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
         """Of above / below, round by round."""
-        ratios = np.array(above) / np.array(below)
-        draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+        return cls.over(np.array(above) / np.array(below))
+
+    @classmethod
+    def over(cls, values: Sequence[float] | np.ndarray) -> Ratio:
+        """Of one value a round."""
+        draws = np.random.default_rng(0).choice(np.asarray(values), (2000, len(values)))
         low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-        return cls(float(np.median(ratios)), float(low), float(high))
+        return cls(float(np.median(values)), float(low), float(high))
 
 
 def trusted(control: Ratio) -> bool:

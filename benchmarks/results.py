@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,11 @@ from benchmarks.measure import OTHER, PARTS, WAIT
 
 PACKAGES = ("mmldlm", "torch", "numpy", "mmdit", "x-transformers", "hyper-connections", "accelerate", "tensorboard")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def say(what: str) -> None:
+    """What is being done now."""
+    print(f"==> {what}", file=sys.stderr, flush=True)
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
