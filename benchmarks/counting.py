@@ -150,6 +150,15 @@ def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
     return total / len(rows)
 
 
+def flops_of(run: Open, steps: range) -> float:
+    """FLOPs of the matrix products and of the forward attention that a step does, padding and all, in the mean."""
+    counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
+    with counter:
+        for step in steps:
+            run.step(step)
+    return counter.get_total_flops() / len(steps)
+
+
 def peak_flops(precision: str) -> float | None:
     """FLOP/s of the device at most, where they are known."""
     if not torch.cuda.is_available() or precision != "bf16":

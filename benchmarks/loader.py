@@ -1,6 +1,6 @@
 """Samples a second that one core reads, in order of length and collated, and how long the first batch takes.
 
-    python -m benchmarks loader [--samples 10000 100000 1000000] [--micro-batches 8 64 256]
+    python -m benchmarks loader [--samples 10000 100000 1000000] [--micro-batches 8 64 256] [--quick]
 
 Stores are of random tokens, one latent of 64 channels in float16 a sample. Throughput is that of the loader in this
 process on the largest store; its stages are timed apart, on the same samples. "shards" are those of the store, "other"
@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.measure import clock
 from benchmarks.random_store import random_store
-from benchmarks.report import parser, positive, report, workplace
+from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import say
 from benchmarks.workload import lengths_of
 from mmldlm.batch_sizes import BatchSize
@@ -110,16 +110,16 @@ def start_up(path: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser("loader", "Samples a second of the loader on one core, and its start-up.")
     options.add_argument("--samples", type=positive, nargs="+", default=[10_000, 100_000, 1_000_000], help="of stores")
     options.add_argument("--micro-batches", type=positive, nargs="+", default=[8, 64, 256])
     options.add_argument("--read", type=positive, default=20_000, help="samples of a round (%(default)s)")
-    return options.parse_args(argv)
+    return parse(options, argv, samples=[1000, 4000], micro_batches=[8, 32], read=1000, rounds=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
+    options = parsed(argv)
     tables: dict[str, list[dict[str, Any]]] = {}
     with workplace(options) as folder:
         lengths = {

@@ -28,7 +28,17 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON (%(default)s)"
     )
     found.add_argument("--name", default=f"{name}-{device().type}", help="of the file in it (%(default)s)")
+    found.add_argument("--quick", action="store_true", help="small and short, to see that it works: nothing to quote")
     return found
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any) -> argparse.Namespace:
+    """The options; with --quick, those of `quick` unless they are given."""
+    options = parser.parse_intermixed_args(argv)
+    if options.quick:
+        parser.set_defaults(**quick)
+        options = parser.parse_intermixed_args(argv)
+    return options
 
 
 def positive(text: str) -> int:

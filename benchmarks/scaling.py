@@ -1,6 +1,6 @@
 """How the time of a step grows with its work, and that it does not grow with padding that would have been.
 
-    python -m benchmarks scaling [--axes tokens length ...] [--width 256] [--depth 4] [key.sub=value ...]
+    python -m benchmarks scaling [--axes tokens length ...] [--width 256] [--depth 4] [--quick] [key.sub=value ...]
 
 The real trainer with its defaults, on samples of random tokens. Along each axis one thing grows and all else stays:
 
@@ -12,7 +12,8 @@ The real trainer with its defaults, on samples of random tokens. Along each axis
     longest      tokens of one sample of eight, at 1,024 tokens a step; old practice pads the others to it
     memory       as tokens, but the peak memory of a step, each in a process of its own
 
-The exponent is that of the power of x that fits best: least squares on logarithms, in each round of all points, which
+FLOPs are counted in real steps, so padding would show; a GPU's attention over unpadded samples is not among them. The
+exponent is that of the power of x that fits best: least squares on logarithms, in each round of all points, which
 take turns in an order drawn anew; then the median over rounds with its 95 % interval.
 """
 
@@ -29,9 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.counting import flops_of
 from benchmarks.measure import CONTROL, Ratio, run_rounds, trusted
 from benchmarks.random_store import random_store
-from benchmarks.report import chosen, parser, positive, report, workplace
+from benchmarks.report import chosen, parse, parser, positive, report, workplace
 from benchmarks.results import say
 from benchmarks.step_memory import step_memory_mib
 from benchmarks.task import Task
@@ -41,6 +43,7 @@ LENGTH = 128  # tokens of a sample, where that is not what grows
 BATCH = 8
 VOCABULARY = 2048
 HEAD_WIDTH = 64
+COUNTED = 4  # steps in which FLOPs are counted
 TRAINER = Variant("trainer", "")
 
 
@@ -95,8 +98,16 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
-def times(points: list[Point], options: argparse.Namespace, folder: Path) -> tuple[list[list[float]], Ratio]:
-    """Seconds a step of each point in each round; and the first point against itself."""
+@dataclass(frozen=True)
+class Times:
+    """Of each point, in their order."""
+
+    seconds: list[list[float]]  # of a step, in each round
+    control: Ratio  # the first point against itself
+    flops: list[float]  # of a step
+
+
+def times(points: list[Point], options: argparse.Namespace, folder: Path) -> Times:
     with ExitStack() as stack:
         runs = {}
         for point in points:
@@ -109,9 +120,10 @@ def times(points: list[Point], options: argparse.Namespace, folder: Path) -> tup
         gc.freeze()
         found = run_rounds(runs, options.rounds, options.steps, first=2)
         gc.unfreeze()
-    return [[each / options.steps for each in found[name]] for name in runs], Ratio.of(
-        found[CONTROL], found[str(points[0].x)]
-    )
+        # What is masked is drawn anew in each step: the same steps for all.
+        flops = [flops_of(run, range(COUNTED)) for run in runs.values()]
+    seconds = [[each / options.steps for each in found[name]] for name in runs]
+    return Times(seconds, Ratio.of(found[CONTROL], found[str(points[0].x)]), flops)
 
 
 def measure(axis: str, options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -122,17 +134,20 @@ def measure(axis: str, options: argparse.Namespace, folder: Path) -> tuple[list[
     if axis == "memory":
         found = [step_memory_mib("trainer", point.task(folder / str(point.x), options))[1] for point in points]
         unit, shown = "MiB", found
-        fitted = {"exponent": exponent(x, found), "95 %": "", "point 1 against itself": "", "trusted": ""}
+        counted: list[dict[str, Any]] = [{}] * len(points)
+        fitted = {"exponent": exponent(x, found), **dict.fromkeys(("95 %", "of FLOPs", CONTROL, "trusted"), "")}
     else:
-        seconds, control = times(points, options, folder)
-        unit, shown = "ms", [1000 * median(each) for each in seconds]
-        of_rounds = Ratio.over([exponent(x, each) for each in zip(*seconds, strict=True)])
+        timed = times(points, options, folder)
+        unit, shown = "ms", [1000 * median(each) for each in timed.seconds]
+        counted = [{"GFLOP": each / 1e9} for each in timed.flops]
+        of_rounds = Ratio.over([exponent(x, each) for each in zip(*timed.seconds, strict=True)])
         fitted = {
             "exponent": of_rounds.median,
             "95 %": f"{of_rounds.low:.3f} to {of_rounds.high:.3f}",
-            "point 1 against itself": control.median,
-            "trusted": trusted(control),
-            "seconds": seconds,
+            "of FLOPs": exponent(x, timed.flops),
+            CONTROL: timed.control.median,
+            "trusted": trusted(timed.control),
+            "seconds": timed.seconds,
         }
     rows = [
         {
@@ -140,10 +155,11 @@ def measure(axis: str, options: argparse.Namespace, folder: Path) -> tuple[list[
             "samples": len(point.lengths),
             "real tokens": sum(point.lengths),
             "padded": point.padded,
+            **also,
             unit: value,
             "of the first": value / shown[0],
         }
-        for point, value in zip(points, shown, strict=True)
+        for point, value, also in zip(points, shown, counted, strict=True)
     ]
     return rows, what | fitted
 
@@ -157,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options.add_argument("--steps", type=positive, default=2, help="of a round (%(default)s)")
     options.add_argument("--points", type=positive, help="only so many of each axis, from the smallest")
-    given = options.parse_intermixed_args(argv)
+    in_short = [axis for axis in AXES if axis != "memory"]  # which takes two processes
+    given = parse(options, argv, axes=in_short, width=64, depth=2, steps=1, points=2, rounds=2)
     tables: dict[str, list[dict[str, Any]]] = {"Exponents": []}
     with workplace(given) as folder:
         for axis in chosen("--axes", given.axes, list(AXES)):
