@@ -12,6 +12,8 @@ BENCHMARKS = {
     "ladder": "speed and memory of the trainer against the reference, one step at a time (the default)",
     "loader": "samples a second that one core reads, and how long the first batch takes",
     "scaling": "how time and memory of a step grow with tokens, length, depth, vocabulary and padding",
+    "log_overhead": "what of a step bookkeeping takes, and the wait for data",
+    "sampling": "tokens a second of generation",
     "checkpoint_stall": "how long training stands still for a checkpoint",
     "engines": "what each engine exchanges in a step, and holds for a parameter",
     "characters": "a small character-level model against bigrams",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +34,12 @@ CONTROL = "control"
 TRUSTED = 0.05  # the largest difference of a variant from itself with which there is a verdict
 
 
+class Steps(Protocol):
+    """What is measured in rounds."""
+
+    def step(self, number: int) -> object: ...
+
+
 def clock() -> float:
     """Seconds: of this thread's CPU where it does all work, else by the clock, with the GPU's work done."""
     if torch.cuda.is_available():
@@ -41,7 +48,7 @@ def clock() -> float:
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def run_rounds(runs: Mapping[str, Open], rounds: int, steps: int, first: int, seed: int = 0) -> dict[str, list[float]]:
+def run_rounds(runs: Mapping[str, Steps], rounds: int, steps: int, first: int, seed: int = 0) -> dict[str, list[float]]:
     """Seconds of `steps` steps in each round, by variant and of the first one's `CONTROL`.
 
     Steps are numbered from `first`: the same numbers for all, so the same samples and noise.

@@ -97,6 +97,19 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         run = ReferenceRun(task, variant.streams, variant.flash, feed)
         yield Open(run, feed, run.step, run.model, run.optimizer)
         return
+    with training_of(variant, task, folder) as training:
+        training.parts.loader.steps = feed.steps  # type: ignore[method-assign]
+        with closing(training.steps()) as steps:
+            runtime = training.runtime
+            yield Open(
+                training, feed, lambda: train_step(training, *next(steps)), runtime.bare_model, runtime.bare_optimizer
+            )
+
+
+@contextmanager
+def training_of(variant: Variant, task: Task, folder: Path) -> Iterator[Training]:
+    """The run of a variant of ours in `folder`/run, with its own loader; it prints to `folder`/output.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         output = stack.enter_context((folder / "output.txt").open("w"))
         with redirect_stdout(output), redirect_stderr(output):
@@ -104,12 +117,7 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         # Its own answer to a signal is to save and to end after the step; here is nothing to save.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        training.parts.loader.steps = feed.steps  # type: ignore[method-assign]
-        steps = stack.enter_context(closing(training.steps()))
-        runtime = training.runtime
-        yield Open(
-            training, feed, lambda: train_step(training, *next(steps)), runtime.bare_model, runtime.bare_optimizer
-        )
+        yield training
 
 
 def _training(variant: Variant, task: Task, run_dir: Path) -> Training:
