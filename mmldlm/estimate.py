@@ -1,33 +1,27 @@
 """What a run will cost, without running it: `mmldlm train --dry-run`.
 
-A few steps' micro-batches go through the real model and objective on fake tensors, which have shapes but no
-memory: `_Costs` sees every matrix product, those of a recomputation among them, and every activation come and go.
+A few steps, with their real micro-batches, go through the real model, objective and optimizer on fake tensors, which
+have shapes but no memory: see `costs`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from mmldlm.batch_sizes import BatchSize
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
-from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.costs import Kind, StepCosts
+from mmldlm.data.loader import DataConfig, Loader, deal
 from mmldlm.data.shards import Store
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
-from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import OptimConfig, resolved_warmup
@@ -38,14 +32,14 @@ from mmldlm.schema import to_yaml
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = 4
 MIB = 2**20
-
-_ATEN = torch.ops.aten
-_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _ATEN._scaled_dot_product_flash_attention_backward
-    ],
-    **flop_registry,
+FURTHEST = 4096  # steps of a stage that are looked through for the largest micro-batch
+NAMES: dict[Kind, str] = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "moments": "moments",
+    "batches": "batches",
+    "activations": "activations",
+    "update": "temporaries of the update",
 }
 
 
@@ -58,19 +52,28 @@ class Estimate:
     batches: dict[int, BatchSize]  # by the step that they begin at
     world_size: int
     state_mib: float  # weights, gradients, moments; on one rank
-    activations_mib: float  # at their peak in forward and backward, of the largest micro-batch looked at
+    activations_mib: float  # at their own peak in forward and backward, of the largest micro-batch looked at
+    peak_mib: Mapping[Kind, float] = field(default_factory=dict)  # what is there when all of it is the most
     optimizer: str = ""  # the implementation
     one_moment: int = 0  # trained parameters of which the optimizer keeps one moment, not two: Muon's
 
     @property
     def total_mib(self) -> float:
-        return self.state_mib + self.activations_mib
+        """Of one process, replicated where there are several; without the copies that a checkpoint is written from."""
+        return sum(self.peak_mib.values())
+
+    @property
+    def checkpoint_mib(self) -> float:
+        """Of the host: copies of this process's share of weights and moments, kept from the first checkpoint on."""
+        weights = sum(self.parameters.values()) + 2 * self.trainable - self.one_moment
+        return weights * BYTES_PER_MOMENT / self.world_size / MIB
 
 
 def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 4) -> Estimate:
     """Costs of one optimizer step, from the real micro-batches of the first `looked_at` steps of each stage.
 
-    A stage ends where modes or batch sizes change. ConfigError where a batch cannot be shared evenly.
+    Memory is that of the stage's largest micro-batch too. A stage ends where modes or batch sizes change. ConfigError
+    where a batch cannot be shared evenly.
     """
     config.train.check_batches(world_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +83,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     loader = Loader(
         store,
         "train",
-        DataConfig(path=config.data.path, num_workers=0),
+        DataConfig(path=config.data.path, window=config.data.window, num_workers=0),
         config.run.seed,
         partial(config.train.batch_at, world_size=world_size),
         0,
@@ -89,24 +92,32 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(config, store.manifest, "cpu")
     objective = build_objective(config, store.manifest)
+    optimizer, name, one_moment = _optimizer(model, config.optim, device)
+    trial = StepCosts(model, objective, gradients_stay=world_size > 1)
     steps = config.train.steps
     batches = config.train.batch_stages(world_size)
     starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
-    flops, samples, peak = 0.0, 0, 0
-    for start, stop in pairwise([*sorted(start for start in starts if start < steps), steps]):
+    stages = list(pairwise([*sorted(start for start in starts if start < steps), steps]))
+    if any(stop - start > looked_at for start, stop in stages):  # else every step is looked at, the first as it is
+        trial.make_moments(optimizer)
+    flops, samples = 0.0, 0
+    for start, stop in stages:
         size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
         looked = min(looked_at, stop - start)
-        for step, micro_batches in loader.steps(start, start + looked, samples):
-            model.zero_grad()
-            for batch in micro_batches:
-                noise = draw_noise(batch, config.run.seed, step, size.global_batch_size, weights)
-                products, activations = micro_batch_cost(model, objective, objective.corrupt(batch, noise))
+        largest = _largest_step(loader, store.split("train").lengths, (start, stop), samples, world_size)
+        for step in dict.fromkeys([*range(start, start + looked), largest]):
+            ((_, micro_batches),) = loader.steps(step, step + 1, samples + (step - start) * size.global_batch_size)
+            noises = (
+                draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, config.latent.time_sampling)
+                for batch in micro_batches
+            )
+            products = trial.micro_batches(list(map(objective.corrupt, micro_batches, noises)))
+            trial.update(optimizer, config.optim.clip_norm)
+            if step < start + looked:
                 flops += products * world_size * (stop - start) / (steps * looked)
-                peak = max(peak, activations)
         samples += size.global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
-    optimizer, one_moment = _optimizer(model, config.optim, device)
     state = trainable * BYTES_PER_PARAMETER - one_moment * BYTES_PER_MOMENT + frozen * BYTES_PER_FROZEN
     return Estimate(
         parameters=parameters,
@@ -116,75 +127,43 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         batches=batches,
         world_size=world_size,
         state_mib=state / MIB,
-        activations_mib=peak / MIB,
-        optimizer=optimizer,
+        activations_mib=sum(trial.costs.peak("activations").values()) / MIB,
+        peak_mib={kind: size / MIB for kind, size in trial.costs.peak().items()},
+        optimizer=name,
         one_moment=one_moment,
     )
 
 
-def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[str, int]:
-    """(implementation, parameters with one moment)."""
-    if config.name == "deepspeed_adam":  # to make one is to compile its kernel
-        return "deepspeed.DeepSpeedCPUAdam where the engine offloads it, else deepspeed.FusedAdam", 0
+def _largest_step(loader: Loader, lengths: np.ndarray, stage: tuple[int, int], position: int, world_size: int) -> int:
+    """The step of a stage (first, behind the last) that has the micro-batch of the most tokens.
+
+    The stage's samples begin at `position`; `lengths` are of all samples. It looks no further than an epoch, nor than
+    `FURTHEST` steps.
+    """
+    start, stop = stage
+    size = loader.batch_at(start)
+
+    def tokens(step: int) -> int:
+        samples = loader.order.take(position + (step - start) * size.global_batch_size, size.global_batch_size)
+        slots = deal(lengths[samples], size.micro_batch_size, 0, world_size)
+        return int(lengths[samples][slots].sum(1).max())
+
+    epoch = -(-len(loader.order) // size.global_batch_size)
+    return max(range(start, min(stop, start + epoch, start + FURTHEST)), key=tokens)
+
+
+def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[torch.optim.Optimizer, str, int]:
+    """(optimizer to try, implementation that will step, parameters with one moment)."""
+    if config.name == "deepspeed_adam":  # to make one is to compile its kernel; AdamW has the same state
+        name = "deepspeed.DeepSpeedCPUAdam where the engine offloads it, else deepspeed.FusedAdam"
+        return build_optimizer(model, replace(config, name="adamw"), device_type), name, 0
     one_moment = muon_matrices(model) if config.name == "muon" else []
-    return implementation(build_optimizer(model, config, device_type)), sum(matrix.numel() for matrix in one_moment)
-
-
-class _Costs(TorchDispatchMode):
-    """Adds up the FLOPs of matrix products, and follows the memory that operators ask for until it is free again.
-
-    PyTorch's `FlopCounterMode` has the same formulas, but its hooks keep what is recomputed alive.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor]):
-        """`known` are there already, and do not count."""
-        super().__init__()
-        self.flops = 0
-        self._owner: dict[int, int] = {tensor.untyped_storage()._cdata: -1 for tensor in known}
-        self._changes: list[tuple[int, int]] = []  # (allocation, bytes) of each allocation and, negative, its end
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _FORMULAS:
-            self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._meet(tensor.untyped_storage())
-        return out
-
-    def _meet(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._owner:
-            allocation, size = len(self._changes), storage.nbytes()
-            self._owner[storage._cdata] = allocation
-            self._changes.append((allocation, size))
-            weakref.finalize(storage, self._free, storage._cdata, allocation, size)
-
-    def _free(self, key: int, allocation: int, size: int) -> None:
-        del self._owner[key]
-        self._changes.append((allocation, -size))
-
-    def peak(self, without: Iterable[torch.Tensor]) -> int:
-        """The most bytes at one time, not counting the memory of the tensors `without`."""
-        left_out = {self._owner.get(tensor.untyped_storage()._cdata) for tensor in without}
-        return max(accumulate(size for allocation, size in self._changes if allocation not in left_out), default=0)
-
-
-def micro_batch_cost(model: MMDiT, objective: Objective, noised: NoisedBatch) -> tuple[int, int]:
-    """(FLOPs of forward and backward, bytes of activations at their peak) of one micro-batch.
-
-    `model` may have fake tensors; its gradients, of before or new, are no activations.
-    """
-    # Index tensors are made on first use, which must not be under the fake mode.
-    _ = (noised.layout.sample_of_token, noised.layout.position, noised.layout.groups)
-    costs = _Costs([*model.parameters(), *model.buffers()])
-    with getattr(next(model.parameters()), "fake_mode", nullcontext()), costs:
-        loss, _ = objective(model, noised, noised.counts.tolist())
-        loss.backward()
-    return costs.flops, costs.peak(without=_gradients(model))
-
-
-def _gradients(model: MMDiT) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    optimizer = build_optimizer(model, config, device_type)
+    if device_type == "cuda":
+        for group in optimizer.param_groups:  # what PyTorch does by itself where the parameters lie on CUDA
+            if group.get("fused") is False:
+                group["foreach"] = True
+    return optimizer, implementation(optimizer), sum(matrix.numel() for matrix in one_moment)
 
 
 def print_estimate(config: RunConfig) -> None:
@@ -204,10 +183,9 @@ def print_estimate(config: RunConfig) -> None:
     print(f"FLOPs per step       {found.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputed, backward)")
     print(f"optimizer            {found.optimizer}")
     print(f"warmup               {resolved_warmup(config.optim, config.train.steps)} of {config.train.steps} steps")
-    print(
-        f"memory per process   {found.total_mib:,.0f} MiB = {found.state_mib:,.0f} weights, gradients, moments "
-        f"+ {found.activations_mib:,.0f} activations"
-    )
+    parts = (f"{size:,.0f} {NAMES[kind]}" for kind, size in found.peak_mib.items() if size >= 0.5)
+    print(f"memory per process   {found.total_mib:,.0f} MiB = {' + '.join(parts)}")
+    print(f"  on the host        {found.checkpoint_mib:,.0f} MiB more from the first checkpoint on, to write it from")
     if found.world_size > 1:
         print(f"  weights, gradients and moments by engine, MiB on each of {found.world_size} devices, and on the host")
         for engine in filter(engines_of(config.optim.name).__contains__, ENGINES):
@@ -243,4 +221,4 @@ def state_mib(engine: str, of: Estimate, precision: str) -> tuple[float, float]:
     )
 
 
-__all__ = ["Estimate", "estimate", "micro_batch_cost", "print_estimate", "state_mib"]
+__all__ = ["Estimate", "estimate", "print_estimate", "state_mib"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.config import load_config
+from mmldlm.costs import StepCosts, micro_batch_cost
+from mmldlm.data.loader import Loader
 from mmldlm.data.shards import Store
-from mmldlm.estimate import Estimate, estimate, micro_batch_cost, print_estimate, state_mib
+from mmldlm.estimate import Estimate, _largest_step, estimate, print_estimate, state_mib
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
@@ -104,6 +107,28 @@ def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(mem
     assert counted == counter.get_total_flops() + product * (2 * forwards + 5 * DEPTH)
 
 
+@pytest.mark.parametrize("stay", [False, True])
+def test_a_steps_memory_is_told_by_what_it_is_for(stay: bool) -> None:
+    """The first step makes the moments once its activations are gone; the second has them all the time."""
+    model = network(KEEP_ALL)
+    objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    still = weights + sum(buffer.nbytes for buffer in model.buffers())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    steps, peaks = StepCosts(model, objective, gradients_stay=stay), []
+    for _ in range(2):
+        steps.micro_batches([noised])
+        steps.update(optimizer, clip_norm=1.0)
+        peaks.append(steps.costs.peak())
+    alone = steps.costs.peak("activations")["activations"]
+    first, second = peaks
+    assert first["weights"] == second["weights"] == still
+    assert first.get("moments", 0) == 0 and 2 * weights <= second["moments"] < 2.01 * weights
+    assert first["activations"] <= alone and second["activations"] <= alone
+    assert (first["gradients"] == second["gradients"] == weights) if stay else (second["gradients"] < weights)
+    assert sum(second.values()) > still + 2 * weights + alone / 2
+
+
 def dry_run(store: Path, *overrides: str) -> Estimate:
     settings = ["train.global_batch_size=8", "train.steps=1", "model.width=64", "model.depth=3"]
     return estimate(load_config(None, [f"data.path={store}", *settings, *overrides]), Store.open(store), world_size=1)
@@ -116,6 +141,31 @@ def test_the_dry_run_follows_the_setting(tiny_store: Path) -> None:
     assert none.activations_mib > selective.activations_mib > full.activations_mib > 0
     assert none.state_mib == selective.state_mib == full.state_mib
     assert none.flops_per_step == selective.flops_per_step < full.flops_per_step
+
+
+def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path) -> None:
+    """Of 40 steps, whose first is not the largest."""
+    settings = ("train={steps: 40, global_batch_size: 8}", "data.window=8", "model={width: 16, depth: 1, num_heads: 2}")
+    config, store = load_config(None, [f"data.path={tiny_store}", *settings, "mode=l2t"]), Store.open(tiny_store)
+    loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
+    tokens = [sum(batch.lengths) for _, (batch,) in loader.steps(0, 40, 0)]
+    found = _largest_step(loader, store.split("train").lengths, (0, 40), 0, 1)
+    assert tokens[found] == max(tokens) > tokens[0]
+    first = dry_run(tiny_store, *settings, "mode=l2t", "train.steps=1")
+    assert estimate(config, store, 1, looked_at=1).activations_mib > first.activations_mib
+
+
+def test_the_dry_run_has_moments_from_the_second_step_on(tiny_store: Path) -> None:
+    one, many = (dry_run(tiny_store, f"train.steps={steps}") for steps in (1, 9))
+    assert one.total_mib < many.total_mib
+    assert many.peak_mib["moments"] == pytest.approx(8 * many.trainable / 2**20, rel=0.01)
+    assert many.total_mib >= many.state_mib
+    store = Store.open(tiny_store)  # a step takes all its samples, so that the first is as large as any
+    whole = f"train={{steps: 9, global_batch_size: {len(store.split('train'))}}}"
+    config = load_config(None, [f"data.path={tiny_store}", whole, "model={width: 16, depth: 1, num_heads: 2}"])
+    looked_at_once = estimate(config, store, 1, looked_at=1)
+    assert looked_at_once.peak_mib["moments"] == pytest.approx(8 * looked_at_once.trainable / 2**20, rel=0.01)
+    assert many.checkpoint_mib * 2**20 == 12 * many.trainable
 
 
 def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_store: Path) -> None:
