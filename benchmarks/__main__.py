@@ -16,6 +16,8 @@ BENCHMARKS = {
     "sampling": "tokens a second of generation",
     "checkpoint_stall": "how long training stands still for a checkpoint",
     "engines": "what each engine exchanges in a step, and holds for a parameter",
+    "memory": "the dry run's estimate of memory against what a run takes",
+    "gpu_memory": "the largest micro-batches that fit a GPU, by that estimate; needs no GPU",
     "characters": "a small character-level model against bigrams",
 }
 DEFAULT = "ladder"

@@ -58,9 +58,13 @@ def _cpu() -> str:
 
 def write(result: dict[str, Any], folder: Path, name: str) -> None:
     """`folder`/`name`.json and .png."""
+    write_json(result, folder, name)
+    draw(result, folder / f"{name}.png")
+
+
+def write_json(result: dict[str, Any], folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    draw(result, folder / f"{name}.png")
 
 
 def table(result: dict[str, Any]) -> str:

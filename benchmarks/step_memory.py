@@ -16,13 +16,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.task import Task, device
-from benchmarks.variants import Open, opened, variants
+from benchmarks.variants import opened, variants
 from benchmarks.workload import largest_batch, typical_batches
 from mmldlm.data.order import SampleOrder
 from mmldlm.data.shards import Store
@@ -75,11 +77,16 @@ def measure(name: str, task: Task) -> list[float]:
     variant = variants(task.precision, device().type)[name]
     with tempfile.TemporaryDirectory() as folder, opened(variant, task, rows, Path(folder) / "run") as run:
         run.step(0)
-        return [_peak(run, range(kind, kind + STEPS * len(rows), len(rows))) / MIB for kind in (1, 2)]
+
+        def steps(kind: int) -> None:
+            for step in range(kind, kind + STEPS * len(rows), len(rows)):
+                run.step(step)
+
+        return [peak_mib(partial(steps, kind)) for kind in (1, 2)]
 
 
-def _peak(run: Open, steps: range) -> int:
-    """Bytes above those before the steps."""
+def peak_mib(work: Callable[[], None]) -> float:
+    """The most while `work` goes on, above what is held before it; in an `ENVIRONMENT` like this."""
     cuda = torch.cuda.is_available()
     _settle()
     if cuda:
@@ -89,9 +96,8 @@ def _peak(run: Open, steps: range) -> int:
     else:
         before = _status_kib("VmRSS") * 1024
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    for step in steps:
-        run.step(step)
-    return (torch.cuda.max_memory_allocated() if cuda else _status_kib("VmHWM") * 1024) - before
+    work()
+    return ((torch.cuda.max_memory_allocated() if cuda else _status_kib("VmHWM") * 1024) - before) / MIB
 
 
 if __name__ == "__main__":
