@@ -85,8 +85,9 @@ class Loader:
         self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
         self._asked = _Asked()
         self._check_files = partial(check_sizes, store.path, store.manifest)
+        self._steps = _Steps(samples, self.order, rank, world_size)
         self._loader = DataLoader(
-            _Steps(samples, self.order, rank, world_size),
+            self._steps,
             sampler=self._asked,
             batch_size=None,
             num_workers=self.num_workers,
@@ -117,6 +118,15 @@ class Loader:
             except DataError as error:
                 raise DataError(f"step {step}: {error}") from error
             yield step, batches
+
+    def tokens(self, position: int, size: BatchSize) -> np.ndarray:
+        """int64 [world_size, micro-batches]: tokens of all ranks' micro-batches of the step that begins at `position`.
+
+        A function of the order alone: nothing is read, and no rank is asked.
+        """
+        lengths = self._steps.split.lengths[self.order.take(position, size.global_batch_size)]
+        dealt = lengths[_rounds(lengths, self._steps.world_size)]
+        return dealt.reshape(-1, size.micro_batch_size, self._steps.world_size).sum(axis=1, dtype=np.int64).T
 
 
 def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch_size: int) -> Iterator[Batch]:
@@ -149,9 +159,14 @@ def deal(lengths: np.ndarray, micro_batch_size: int, rank: int, world_size: int)
     Samples sorted by length are dealt to the ranks like cards, each round in the direction opposite to
     the last, so that no rank always gets the longest; consecutive rounds make up a micro-batch.
     """
+    return np.ascontiguousarray(_rounds(lengths, world_size)[:, rank]).reshape(-1, micro_batch_size)
+
+
+def _rounds(lengths: np.ndarray, world_size: int) -> np.ndarray:
+    """int64 [G / world_size, world_size]: the slots that each rank gets in each round of `deal`."""
     rounds = np.argsort(lengths, kind="stable").reshape(-1, world_size)
     rounds[1::2] = rounds[1::2, ::-1]
-    return np.ascontiguousarray(rounds[:, rank]).reshape(-1, micro_batch_size)
+    return rounds
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from constant_sizes import always
 
 from mmldlm.batch import Batch
+from mmldlm.batch_sizes import BatchSize
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder, deal, fixed_batches, permute
 from mmldlm.data.shards import Store
 from mmldlm.errors import DataError
@@ -104,6 +105,15 @@ def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 512)
     counts = np.stack([lengths[deal(lengths, 16, rank, 8)].sum(axis=1) for rank in range(8)])
     assert (np.ptp(counts, axis=0) <= 0.03 * counts.max(axis=0)).all()
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (4, 8), (8, 1)])
+def test_each_rank_knows_the_tokens_of_all_ranks_micro_batches(store: Store, world: int, micro: int) -> None:
+    for step in (0, 5):
+        found = loader(store, 32, micro, 0, world).tokens(step * 32, BatchSize(32, micro)).tolist()
+        for rank in range(world):
+            ((_, batches),) = loader(store, 32, micro, rank, world).steps(step, step + 1)
+            assert found[rank] == [len(batch.tokens) for batch in batches]
 
 
 def test_batches_hold_the_stored_samples_standardised(store: Store) -> None:
