@@ -34,6 +34,11 @@ class TrainConfig:
         doc="optimizer steps, counted from 0, from which on other sizes hold, and what is not named stays: "
         "{1000: {micro_batch_size: 4}, 5000: {global_batch_size: 256}}",
     )
+    auto_micro_batch: bool = setting(
+        False,
+        "halve the micro-batches, for good and on all ranks, where one does not fit into memory; costs a forward and "
+        "backward pass more before each step with a larger micro-batch than all before; single, ddp, zero1, zero2",
+    )
 
     def __post_init__(self) -> None:
         for step, sizes in self.batch_schedule.items():

@@ -17,6 +17,7 @@ from mmldlm.config import RunConfig, write_config
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
+from mmldlm.micro_batch import AutoMicroBatch, check_auto_micro_batch
 from mmldlm.model.compiling import check_compile
 from mmldlm.optimizers import check_optimizer
 from mmldlm.resume import check_resume, choose, identity, restore, small_files
@@ -102,6 +103,7 @@ class RunLifecycle:
         config.train.check_batches(self.launch.world_size)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         check_optimizer(config.optim, self.launch.engine, self.launch.offloads_optimizer, device_type)
+        check_auto_micro_batch(config.train, self.launch.engine)
         check_compile(config.compile, self.launch.engine)
         if config.memory.keep_freed and device_type == "cpu":
             keep_freed_memory()
@@ -144,7 +146,20 @@ class RunLifecycle:
         self.state = restored.state
         if config.resume == "auto" and self.state.step:
             self.saved_at = self.state.step  # it came from this very folder
-        return restored.notes
+        return restored.notes + self._limit_micro_batches()
+
+    def _limit_micro_batches(self) -> list[str]:
+        """Without `train.auto_micro_batch`, what the run has learned of micro-batches before is forgotten."""
+        self.auto_micro_batch = None
+        if not self.config.train.auto_micro_batch:
+            self.state.micro_batch_limit = None
+            return []
+        parts = self.parts
+        self.auto_micro_batch = AutoMicroBatch(
+            self.config.train, self.state, parts.objective, self.runtime, parts.loader
+        )
+        limit = self.state.micro_batch_limit
+        return [] if limit is None else [f"micro-batches of at most {limit}, since larger ones did not fit into memory"]
 
     def _begin(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
         config, runtime = self.config, self.runtime

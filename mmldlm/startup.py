@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mmldlm.batch_sizes import BatchSize
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
@@ -23,6 +24,7 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
+from mmldlm.micro_batch import halved
 from mmldlm.model.compiling import compile_regions
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import resolved_warmup
@@ -39,9 +41,12 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
     """Of batches that are known to divide by `world_size` and the micro-batch.
 
     It is that of the stage with the most micro-batches: `ZeroRuntime` says itself which is a step's last, but DeepSpeed
-    may leave out what it needs to add gradients up where it is told that there is nothing to add.
+    may leave out what it needs to add gradients up where it is told that there is nothing to add. So it is told of two
+    micro-batches, too, where one may turn out too large.
     """
     size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
+    if config.train.auto_micro_batch and size.accumulation(world_size) == 1:
+        size = BatchSize(size.global_batch_size, halved(size, world_size) or 1)
     return StepPlan(
         micro_batch_size=size.micro_batch_size,
         accumulation=size.accumulation(world_size),

@@ -26,7 +26,7 @@ class Training(RunLifecycle):
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Steps still to do and this rank's micro-batches; ends the run at a signal, saved."""
-        batches = iter(self.parts.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn))
+        batches = self._read_on()
         self.meter.clear()
         while True:
             waited = time.perf_counter()
@@ -37,6 +37,12 @@ class Training(RunLifecycle):
             self.meter.data_wait_s += time.perf_counter() - waited
             if self.runtime.watchdog is not None:
                 self.runtime.watchdog.at(step)
+            if self.auto_micro_batch is not None:
+                shrunk = self.auto_micro_batch.shrink(step, micro_batches)
+                if shrunk is not None:
+                    self.tracker.event("micro_batch", step + 1, shrunk)
+                    batches = self._read_on()  # this step again, of the same samples
+                    continue
             if self.config.model.dropout:  # the one draw that is not a function of (seed, step, slot)
                 torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
             with self.profiler.stepping(step + 1):
@@ -44,6 +50,9 @@ class Training(RunLifecycle):
             self._raise_if_stopped()
         self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
+
+    def _read_on(self) -> Iterator[tuple[int, list[Batch]]]:
+        return self.parts.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
 
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
@@ -160,7 +169,7 @@ class Training(RunLifecycle):
             "data/tokens": self.state.tokens_seen,
             **(
                 {f"data/{name}": size for name, size in asdict(self.batch_size).items()}
-                if self.config.train.batch_schedule
+                if self.config.train.batch_schedule or self.config.train.auto_micro_batch
                 else {}
             ),
             "health/skipped_steps": self.state.skipped_steps,

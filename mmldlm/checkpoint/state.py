@@ -37,6 +37,7 @@ class TrainState:
     skipped_in_a_row: int = 0
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
     accepted_norms: list[float] = dataclasses.field(default_factory=list)  # gradient norms, see `mmldlm.guard`
+    micro_batch_limit: int | None = None  # samples; larger micro-batches did not fit, see `mmldlm.micro_batch`
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1) + "\n"
@@ -57,6 +58,8 @@ class TrainState:
                 good = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
                 if name == "accepted_norms":
                     good = good and len(value) <= NORM_WINDOW and min(value, default=0.0) >= 0
+            elif name == "micro_batch_limit":
+                good = value is None or (type(value) is int and 0 < value < 2**63)
             else:
                 good = type(value) is int and 0 <= value < 2**63
             if not good:

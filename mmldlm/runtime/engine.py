@@ -45,6 +45,7 @@ class Runtime:
     """
 
     shards_parameters = False  # whether a forward pass is itself collective
+    exchange_bytes = 0  # memory of the device that the engine takes within a backward pass and gives back after it
 
     def __init__(self, accelerator: Accelerator, launch: Launch, watchdog: Watchdog | None):
         self.accelerator, self.launch, self.watchdog = accelerator, launch, watchdog

@@ -92,6 +92,14 @@ class ZeroRuntime(Runtime):
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return self.zero_optimizer.optimizer
 
+    @property
+    def exchange_bytes(self) -> int:  # type: ignore[override]
+        optimizer = self.zero_optimizer
+        if self.stage == 3 or not optimizer.contiguous_gradients:
+            return 0
+        buffers = len(optimizer.ipg_buckets) * (2 if optimizer.overlap_comm else 1)
+        return buffers * optimizer.reduce_bucket_size * optimizer._gradient_reduction_buffer_dtype().itemsize
+
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((clean_name(n), p) for n, p in self.bare_model.named_parameters() if p.requires_grad)
 
