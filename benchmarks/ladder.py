@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -53,6 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batches", type=int, default=8, help="micro-batches of a round (%(default)s)")
     add("--threads", type=int, default=1, help="of PyTorch; with more than one, seconds are by the clock (%(default)s)")
     add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process a variant")
+    add("--memory-of", type=Path, metavar="RESULT.json", help="memory of a step as it was found there")
     add("--quick", action="store_true", help=f"{', '.join(QUICK)} in 3 rounds of 2 micro-batches, without memory")
     add("--store", type=Path, help="a data store to measure on, instead of --data")
     add("--stores", type=Path, default=ROOT / "data" / "bench", help="where stores are made and kept (%(default)s)")
@@ -108,7 +110,9 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     rows = typical_batches(SampleOrder(split.lengths, seed=0), split, task.batch, options.batches)
     flops, peak = useful_flops(task, rows), peak_flops(task.precision)
     found: dict[str, dict[str, Any]] = {each.name: {"about": each.about} for each in selected}
-    if not options.no_memory:  # first, while this process holds nothing of the GPU's memory
+    if options.memory_of:
+        take_memory(options.memory_of, task, found)
+    elif not options.no_memory:  # first, while this process holds nothing of the GPU's memory
         for name, values in found.items():
             results.say(f"memory of a step: {name}")
             try:
@@ -172,6 +176,17 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         "peak_flops": peak,
         "variants": found,
     }
+
+
+def take_memory(path: Path, task: Task, found: dict[str, dict[str, Any]]) -> None:
+    """That of the variants of an earlier result. UsageError where it is of another task."""
+    earlier = against.read(path)
+    same = json.loads(json.dumps(asdict(task) | {"store": Path(task.store).name}))
+    if earlier["what"]["task"] != same:
+        raise UsageError(f"--memory-of: {path} is of another task, expected {same}, found {earlier['what']['task']}")
+    for name, values in found.items():
+        of = earlier["variants"].get(name, {})
+        values |= {key: of[key] for key in ("middle_step_memory_mib", "step_memory_mib", "error") if key in of}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

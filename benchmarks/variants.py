@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.task import Feed, Task, device
 from mmldlm.data.shards import Store
+from mmldlm.startup import multiplies_bf16
 from mmldlm.train import train_step
 from mmldlm.training import Training
 
@@ -57,8 +58,9 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
         found.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
     found.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer as it is"))
     found += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
-    if precision != "bf16":
+    if precision != "bf16" and (device_type == "cuda" or multiplies_bf16()):
         found.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
+    found.append(Variant("trainer-compiled", "our trainer, compiled", settings=("compile.scope=regional",)))
     for kind in ("selective", "full"):
         settings = (f"memory.activation_checkpointing={kind}",)
         found.append(Variant(f"trainer-{kind}", f"our trainer, {kind} recomputation of each block", settings=settings))

@@ -22,7 +22,8 @@ class MuonConfig:
 class OptimConfig:
     name: OptimizerName = setting(
         "adamw",
-        "adamw: PyTorch's; muon: Muon for the matrices of the blocks, AdamW for the rest (single, ddp, fsdp2); "
+        "adamw: PyTorch's; muon: Muon for the matrices of the blocks, AdamW for the rest (single, ddp, fsdp2), for "
+        "which the host reads the gradient norm in each step; "
         "deepspeed_adam: DeepSpeed's AdamW, on the host where the engine offloads the optimizer, else on CUDA (ZeRO)",
     )
     lr: float = setting(3e-4, "peak learning rate", above=0)

@@ -231,7 +231,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
         f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
     )
-    if report["precision"] == "bf16" and "cpu" in devices and not _multiplies_bf16():
+    if report["precision"] == "bf16" and "cpu" in devices and not multiplies_bf16():
         lines.append("warning      this CPU has no instructions for bf16: matrix products are far slower than in fp32")
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
@@ -239,5 +239,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _multiplies_bf16() -> bool:
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 matrices."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -35,10 +35,10 @@ ladder() { # SECONDS NAME OPTION ...
 }
 
 part 300 "$python" -m pytest -q -m gpu
-ladder 420 ladder-gpu-512 --positions 512 --batch 16 --variants reference reference-1 trainer
+ladder 420 ladder-gpu-512 --positions 512 --batch 16 --variants reference reference-1 trainer trainer-compiled
 # Two samples: what the reference keeps of its attention grows with the square of the positions.
-ladder 420 ladder-gpu-2048 --positions 2048 --batch 2 --variants reference reference-1 trainer
+ladder 420 ladder-gpu-2048 --positions 2048 --batch 2 --variants reference reference-1 trainer trainer-compiled
 # The batches that the trainer has room for.
-ladder 240 ladder-gpu-512-large --positions 512 --batch 64 --variants trainer trainer-selective
-ladder 240 ladder-gpu-2048-large --positions 2048 --batch 16 --variants trainer trainer-selective
+ladder 240 ladder-gpu-512-large --positions 512 --batch 64 --variants trainer trainer-compiled trainer-selective
+ladder 240 ladder-gpu-2048-large --positions 2048 --batch 16 --variants trainer trainer-compiled trainer-selective
 exit "$status"

@@ -26,4 +26,4 @@ printf '==> lint\n'
 printf '==> types\n'
 "$bin/mypy"
 printf '==> tests (%s)\n' "${marks:-all}"
-"$bin/python" -m pytest -q -n auto --dist worksteal -m "$marks"
+"$bin/python" -m pytest -q -n auto --dist worksteal --durations 25 -m "$marks"

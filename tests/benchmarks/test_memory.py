@@ -18,8 +18,8 @@ MODEL = "model={depth: 6, width: 256, num_heads: 4}"
     "settings",
     [
         (MODEL, batch(64)),
-        (MODEL, batch(64, 32), recomputing("full")),
-        (MODEL, batch(8), "optim.fused=false"),
+        pytest.param((MODEL, batch(64, 32), recomputing("full")), marks=pytest.mark.slow),
+        pytest.param((MODEL, batch(8), "optim.fused=false"), marks=pytest.mark.slow),
     ],
     ids=["activations", "recomputed", "update"],
 )

@@ -62,10 +62,11 @@ def history(folder: Path) -> list[dict[str, Any]]:
         ("single", [], ()),
         ("single", UNTIL_SPIKE, ()),
         ("single", UNTIL_SPIKE, ("optim.fused=false",)),
+        ("single", UNTIL_SPIKE, ("train.batch_schedule={3: {global_batch_size: 12}, 12: {global_batch_size: 16}}",)),
         ("ddp", UNTIL_SPIKE, ()),
         ("fsdp2", UNTIL_SPIKE, ()),
     ],
-    ids=["finite", "single", "not-fused", "ddp", "fsdp2"],
+    ids=["finite", "single", "not-fused", "batch-schedule", "ddp", "fsdp2"],
 )
 def test_settled_late_is_the_same_run(
     engine: str, faults: list[Any], settings: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path

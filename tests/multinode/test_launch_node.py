@@ -85,7 +85,7 @@ def test_a_run_is_logged_stopped_by_a_signal_and_goes_on(tiny_config: Path, tmp_
     out, _ = process.communicate(timeout=START_S)
     assert process.returncode == 1  # the launcher's; the run's own is in exit.json
     assert json.loads((run / "exit.json").read_text())["code"] == 75
-    assert not alive(processes)
+    wait_until(lambda: not alive(processes), 10, "the end of all processes")
     log = (tmp_path / "logs" / "node0.log").read_text()
     assert log == out and "stopped by SIGTERM" in log and "\nready" in log
     header = log.splitlines()[0]
