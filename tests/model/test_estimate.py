@@ -60,8 +60,8 @@ def test_neither_weights_nor_gradients_are_activations() -> None:
 def test_memory_falls_and_flops_grow_by_what_is_recomputed(precision: Precision, backend: Backend) -> None:
     none, every_k, selective, full = (cost(network(memory, precision=precision, backend=backend)) for memory in KINDS)
     assert none[1] > selective[1] > full[1] and none[1] > every_k[1] > full[1]
-    assert none[0] == selective[0] < every_k[0] < full[0]
-    assert full[0] - none[0] == 2 * (every_k[0] - none[0])  # of 4 blocks, every second
+    assert none[0] < selective[0] < every_k[0] < full[0]
+    assert 2 * (full[0] - none[0]) == 3 * (every_k[0] - none[0])  # of 4 blocks three against two
 
 
 def test_full_keeps_the_inputs_of_all_blocks_and_the_activations_of_one() -> None:
@@ -103,7 +103,7 @@ def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(mem
     with FlopCounterMode(display=False) as counter:
         objective(model, noised, noised.counts.tolist())[0].backward()
     product = 2 * SAMPLES * (LENGTH + 1) ** 2 * WIDTH  # one product of a block's attention; 1: the latent token
-    forwards = DEPTH + {"none": 0, "every_k": 2, "selective": 0, "full": 4}[memory.activation_checkpointing]
+    forwards = DEPTH + {"none": 0, "every_k": 2, "selective": 3, "full": 3}[memory.activation_checkpointing]
     assert counted == counter.get_total_flops() + product * (2 * forwards + 5 * DEPTH)
 
 
@@ -140,7 +140,7 @@ def test_the_dry_run_follows_the_setting(tiny_store: Path) -> None:
     )
     assert none.activations_mib > selective.activations_mib > full.activations_mib > 0
     assert none.state_mib == selective.state_mib == full.state_mib
-    assert none.flops_per_step == selective.flops_per_step < full.flops_per_step
+    assert none.flops_per_step < selective.flops_per_step < full.flops_per_step
 
 
 def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path) -> None:

@@ -51,7 +51,9 @@ def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, t
     assert exits(two) == [0, 0] and not list(two.glob(".doctor*"))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
+)
 def test_a_cut_cable_ends_both_nodes_and_the_next_start_goes_on(
     nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str
 ) -> None:
