@@ -20,14 +20,14 @@ COUNTS = {  # and whether more of it is worse
 SAME = ("shape", "data", "precision", "batches", "task", "positions", "vocab_size")  # or they are not comparable
 
 
-def read(path: Path) -> dict[str, Any]:
-    """DataError where it is no result of a ladder."""
+def read(path: Path, option: str) -> dict[str, Any]:
+    """DataError, naming the option that gave the path, where it is no result of a ladder."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"--against: {path} cannot be read: {error}") from None
+        raise DataError(f"{option}: {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("benchmark") != "ladder":
-        raise DataError(f"--against: {path} is not a result of the ladder")
+        raise DataError(f"{option}: {path} is not a result of the ladder")
     return found
 
 

@@ -180,7 +180,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
 
 def take_memory(path: Path, task: Task, found: dict[str, dict[str, Any]]) -> None:
     """That of the variants of an earlier result. UsageError where it is of another task."""
-    earlier = against.read(path)
+    earlier = against.read(path, "--memory-of")
     same = json.loads(json.dumps(asdict(task) | {"store": Path(task.store).name}))
     if earlier["what"]["task"] != same:
         raise UsageError(f"--memory-of: {path} is of another task, expected {same}, found {earlier['what']['task']}")
@@ -192,7 +192,7 @@ def take_memory(path: Path, task: Task, found: dict[str, dict[str, Any]]) -> Non
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     selected = chosen(options)
-    earlier = against.read(options.against) if options.against else None
+    earlier = against.read(options.against, "--against") if options.against else None
     task = task_of(options)
     result = measure(task, selected, options)
     name = options.name or f"ladder-{options.shape}-{options.data}-{options.precision}-{device().type}"

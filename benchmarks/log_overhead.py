@@ -30,7 +30,7 @@ from benchmarks.measure import CONTROL, Ratio, clock, run_rounds, trusted
 from benchmarks.random_store import random_store
 from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import say
-from benchmarks.task import Task
+from benchmarks.task import Task, heads_of
 from benchmarks.variants import Variant, opened, training_of
 from benchmarks.workload import lengths_of, typical_batches
 from mmldlm.data.order import SampleOrder
@@ -41,7 +41,6 @@ from mmldlm.train import train_step
 CADENCE = 10  # steps from record to record: the default of log.every
 GOAL = 0.01  # of a step, for all bookkeeping, and for the data
 STEP_S = 0.5  # the step that the goal is of
-HEAD_WIDTH = 64
 SAMPLES = 4096  # of the store
 SILENT = Variant("without records", "", settings=("log={every: 1000000, tensorboard: false}",))
 AS_IT_IS = Variant("as it is", "")
@@ -170,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             store=str(random_store(folder / "store", lengths_of("documents", SAMPLES))),
             width=given.width,
             depth=given.depth,
-            heads=max(1, given.width // HEAD_WIDTH),
+            heads=heads_of(given.width),
             batch=given.batch,
             precision="fp32",
             settings=tuple(given.settings),

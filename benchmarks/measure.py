@@ -1,9 +1,10 @@
 """Time of variants against each other on a machine that others may use, too.
 
-One thread and its CPU time, where there is no GPU; otherwise seconds by the clock, between synchronisations. In each
-round every variant goes through the same micro-batches, in an order drawn anew; what is compared is the ratio of two
-variants' times in the same round. The first variant is measured twice in each round: where it differs from itself,
-the machine was too busy for a verdict.
+One thread and its CPU time, where there is no GPU; otherwise seconds by the clock, between synchronisations. Variants
+take turns after each step, in an order drawn anew, so that what neighbours do to the machine meets them all. In each
+round every variant goes through the same micro-batches; what is compared is the ratio of two variants' times in the
+same round. The first variant is measured twice in each round: where it differs from itself, the machine was too busy
+for a verdict.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ def run_rounds(runs: Mapping[str, Steps], rounds: int, steps: int, first: int, s
     """
     order = [*runs, CONTROL]
     runs = {**runs, CONTROL: next(iter(runs.values()))}
-    draw, seconds = random.Random(seed), defaultdict(list)
+    draw, seconds = random.Random(seed), {name: [0.0] * rounds for name in runs}
     for number in range(rounds):
-        draw.shuffle(order)
-        for name in order:
-            began = clock()
-            for step in range(first + number * steps, first + (number + 1) * steps):
+        for step in range(first + number * steps, first + (number + 1) * steps):
+            draw.shuffle(order)
+            for name in order:
+                began = clock()
                 runs[name].step(step)
-            seconds[name].append(clock() - began)
-    return {name: seconds[name] for name in runs}
+                seconds[name][number] += clock() - began
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.task import HEAD_WIDTH, heads_of
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.mmdit import DataShape
-
-HEAD_WIDTH = 64
 
 
 class ReferenceModel(nn.Module):
@@ -40,7 +39,7 @@ class ReferenceModel(nn.Module):
             dim_modalities=(width, width),
             dim_cond=width,
             dim_head=HEAD_WIDTH,
-            heads=width // HEAD_WIDTH,
+            heads=heads_of(width),
             qk_rmsnorm=True,
             flash_attn=flash,
             num_residual_streams=streams,

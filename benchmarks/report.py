@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import ROOT, circumstances
+from benchmarks.results import ROOT, circumstances, write_json
 from benchmarks.task import device
 from mmldlm.errors import UsageError
 
@@ -72,9 +71,7 @@ def report(options: argparse.Namespace, benchmark: str, tables: Tables) -> None:
     """Print the tables, and write them with what they are of to `options.out`/`options.name`.json."""
     what = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     result = {"benchmark": benchmark, "what": what, **circumstances(device()), "tables": tables}
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, allow_nan=False)
-    (options.out / f"{options.name}.json").write_text(text + "\n", encoding="utf-8")
+    write_json(result, options.out, options.name)
     unit = "GPU and host" if device().type == "cuda" else "CPU" if options.threads == 1 else "wall"
     print(f"{result['machine']['device']}, {options.threads} thread(s), {unit} time\n")
     print("\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items()))

@@ -21,7 +21,7 @@ from benchmarks.measure import CONTROL, Ratio, run_rounds, trusted
 from benchmarks.random_store import random_store
 from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import say
-from benchmarks.task import Task, device
+from benchmarks.task import Task, device, heads_of
 from benchmarks.workload import lengths_of
 from mmldlm.build import build_model, build_objective
 from mmldlm.data.loader import fixed_batches
@@ -29,8 +29,6 @@ from mmldlm.data.shards import Store
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.model.mmdit import MMDiT
-
-HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             store=str(random_store(folder / "store", lengths_of("sentences", max(given.batches)))),
             width=given.width,
             depth=given.depth,
-            heads=max(1, given.width // HEAD_WIDTH),
+            heads=heads_of(given.width),
             batch=1,
             precision="fp32",
             settings=tuple(given.settings),

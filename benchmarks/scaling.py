@@ -36,13 +36,12 @@ from benchmarks.random_store import random_store
 from benchmarks.report import chosen, parse, parser, positive, report, workplace
 from benchmarks.results import say
 from benchmarks.step_memory import step_memory_mib
-from benchmarks.task import Task
+from benchmarks.task import Task, heads_of
 from benchmarks.variants import Variant, opened
 
 LENGTH = 128  # tokens of a sample, where that is not what grows
 BATCH = 8
 VOCABULARY = 2048
-HEAD_WIDTH = 64
 COUNTED = 4  # steps in which FLOPs are counted
 TRAINER = Variant("trainer", "")
 
@@ -69,7 +68,7 @@ class Point:
             store=str(store),
             width=options.width,
             depth=self.depth or options.depth,
-            heads=max(1, options.width // HEAD_WIDTH),
+            heads=heads_of(options.width),
             batch=len(self.lengths),
             precision=options.precision,
             settings=tuple(options.settings),

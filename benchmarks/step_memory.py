@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.results import ROOT
 from benchmarks.task import Task, device
 from benchmarks.variants import opened, variants
 from benchmarks.workload import largest_batch, typical_batches
 from mmldlm.data.order import SampleOrder
 from mmldlm.data.shards import Store
 
-ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
 STEPS = 2
 MIB = 2**20

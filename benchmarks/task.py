@@ -17,6 +17,7 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.shards import Split
 
 TOKENIZER_VOCAB = 2560  # the corpus has no more than some thousands; a larger vocabulary is the network's alone
+HEAD_WIDTH = 64
 SETTINGS = (
     "train.steps=1000000",  # never reached
     "validation.every=0",  # not part of a step
@@ -98,6 +99,11 @@ class Feed:
         """In place of `Loader.steps`."""
         while True:
             yield self.step, [self.batch()]
+
+
+def heads_of(width: int) -> int:
+    """Heads of 64 channels, as the shapes above and the reference have them."""
+    return max(1, width // HEAD_WIDTH)
 
 
 def device() -> torch.device:

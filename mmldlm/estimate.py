@@ -19,7 +19,7 @@ from mmldlm.batch_sizes import BatchSize
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.costs import Kind, StepCosts
-from mmldlm.data.loader import DataConfig, Loader, deal
+from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Store
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
 from mmldlm.model.attention import AttentionConfig, resolve_backend
@@ -104,7 +104,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     for start, stop in stages:
         size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
         looked = min(looked_at, stop - start)
-        largest = _largest_step(loader, store.split("train").lengths, (start, stop), samples, world_size)
+        largest = _largest_step(loader, (start, stop), samples)
         for step in dict.fromkeys([*range(start, start + looked), largest]):
             ((_, micro_batches),) = loader.steps(step, step + 1, samples + (step - start) * size.global_batch_size)
             noises = (
@@ -134,19 +134,16 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     )
 
 
-def _largest_step(loader: Loader, lengths: np.ndarray, stage: tuple[int, int], position: int, world_size: int) -> int:
+def _largest_step(loader: Loader, stage: tuple[int, int], position: int) -> int:
     """The step of a stage (first, behind the last) that has the micro-batch of the most tokens.
 
-    The stage's samples begin at `position`; `lengths` are of all samples. It looks no further than an epoch, nor than
-    `FURTHEST` steps.
+    The stage's samples begin at `position`. It looks no further than an epoch, nor than `FURTHEST` steps.
     """
     start, stop = stage
     size = loader.batch_at(start)
 
     def tokens(step: int) -> int:
-        samples = loader.order.take(position + (step - start) * size.global_batch_size, size.global_batch_size)
-        slots = deal(lengths[samples], size.micro_batch_size, 0, world_size)
-        return int(lengths[samples][slots].sum(1).max())
+        return int(loader.tokens(position + (step - start) * size.global_batch_size, size)[0].max())
 
     epoch = -(-len(loader.order) // size.global_batch_size)
     return max(range(start, min(stop, start + epoch, start + FURTHEST)), key=tokens)
