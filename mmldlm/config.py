@@ -17,11 +17,12 @@ from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import AttentionConfig
+from mmldlm.learning_rate import ScheduleConfig
 from mmldlm.model.compiling import CompileConfig
 from mmldlm.model.freezing import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.model.mmdit import ModelConfig
 from mmldlm.model.recompute import MemoryConfig
-from mmldlm.optim import OptimConfig, ScheduleConfig
+from mmldlm.optim import OptimConfig
 from mmldlm.runtime.config import DistributedConfig, GuardConfig
 from mmldlm.schema import build, set_dotted, setting, to_yaml
 from mmldlm.strict_yaml import read_yaml
@@ -118,6 +119,10 @@ class RunConfig:
         check_trainable(self.freeze, losses)
         if self.optim.name == "muon" and frozen_parts(self.freeze) >= {"text_stream", "latent_stream"}:
             raise ValueError(
+        if self.schedule.lr == "plateau" and self.schedule.min_lr > self.optim.lr:
+            raise ValueError(
+                f"schedule.min_lr: expected at most optim.lr {self.optim.lr:g}, found {self.schedule.min_lr:g}"
+            )
                 "optim.name: muon trains the matrices of the blocks, found backbone frozen; expected adamw"
             )
 

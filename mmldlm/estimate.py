@@ -22,9 +22,10 @@ from mmldlm.costs import Kind, StepCosts
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Store
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
+from mmldlm.learning_rate import describe_lr
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optim import OptimConfig, resolved_warmup
+from mmldlm.optim import OptimConfig
 from mmldlm.optimizers import build_optimizer, engines_of, implementation, muon_matrices
 from mmldlm.runtime.launch import ENGINES, asked_world_size
 from mmldlm.schema import to_yaml
@@ -179,7 +180,8 @@ def print_estimate(config: RunConfig) -> None:
     print(f"tokens per step      {found.tokens_per_step:,.0f} real tokens on average, none padded")
     print(f"FLOPs per step       {found.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputed, backward)")
     print(f"optimizer            {found.optimizer}")
-    print(f"warmup               {resolved_warmup(config.optim, config.train.steps)} of {config.train.steps} steps")
+    rate = describe_lr(config.train.steps, config.optim, config.schedule, found.batches[0].global_batch_size)
+    print(f"learning rate        {rate}, of {config.train.steps} steps")
     parts = (f"{size:,.0f} {NAMES[kind]}" for kind, size in found.peak_mib.items() if size >= 0.5)
     print(f"memory per process   {found.total_mib:,.0f} MiB = {' + '.join(parts)}")
     print(f"  on the host        {found.checkpoint_mib:,.0f} MiB more from the first checkpoint on, to write it from")

@@ -17,6 +17,7 @@ from mmldlm.config import RunConfig, write_config
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
+from mmldlm.learning_rate import Plateau, resolved_warmup
 from mmldlm.micro_batch import AutoMicroBatch, check_auto_micro_batch
 from mmldlm.model.compiling import check_compile
 from mmldlm.optimizers import check_optimizer
@@ -146,7 +147,18 @@ class RunLifecycle:
         self.state = restored.state
         if config.resume == "auto" and self.state.step:
             self.saved_at = self.state.step  # it came from this very folder
+        self._follow_loss()
         return restored.notes + self._limit_micro_batches()
+
+    def _follow_loss(self) -> None:
+        """Without `schedule.lr: plateau`, what the run has learned of its loss before is forgotten."""
+        config, state = self.config, self.state
+        self.plateau: Plateau | None = None
+        if config.schedule.lr != "plateau":
+            state.lr_cuts, state.plateau_best, state.plateau_since, state.plateau_losses = 0, None, 0, []
+            return
+        warmup = resolved_warmup(config.optim, config.train.steps)
+        self.plateau = Plateau(config.schedule, state, warmup, validates=config.validation.every > 0)
 
     def _limit_micro_batches(self) -> list[str]:
         """Without `train.auto_micro_batch`, what the run has learned of micro-batches before is forgotten."""

@@ -1,8 +1,7 @@
-"""Settings of the optimizer, and the learning rate as a pure function of the step."""
+"""Settings of the optimizer."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,8 +35,16 @@ class OptimConfig:
     )
     muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    lr_scaling: Literal["none", "sqrt", "linear"] = setting(
+        "none",
+        "each step's learning rate is lr x (its global batch / lr_reference_batch) ^ 0 (none), 1/2 (sqrt), 1 (linear)",
+    )
+    lr_reference_batch: int = setting(128, "samples of the global batch that `optim.lr` is for", at_least=1)
     warmup_steps: int | float = setting(
         0.02, "steps of linear warmup; below 1: that fraction of train.steps", at_least=0
+    )
+    warmup_bounds: tuple[int, int] | None = setting(
+        None, "least and most steps of a warmup that is given as a fraction, such as [1000, 5000]; null: any"
     )
 
     def __post_init__(self) -> None:
@@ -45,34 +52,19 @@ class OptimConfig:
             raise ValueError(f"betas: must lie in [0, 1), found {list(self.betas)}")
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(f"warmup_steps: expected a whole number or a fraction below 1, found {self.warmup_steps}")
+        if self.warmup_bounds is not None:
+            least, most = self.warmup_bounds
+            if not 0 <= least <= most:
+                raise ValueError(f"warmup_bounds: expected the least and the most, found {[least, most]}")
+            if not 0 < self.warmup_steps < 1:
+                raise ValueError(
+                    f"warmup_bounds: does nothing with warmup_steps: {self.warmup_steps}, expected null or a fraction"
+                )
+        if self.lr_scaling == "none" and self.lr_reference_batch != 128:
+            raise ValueError(
+                "lr_reference_batch: does nothing under lr_scaling: none, expected 128 or lr_scaling: sqrt or linear"
+            )
         if self.name == "deepspeed_adam" and self.fused != "auto":
             raise ValueError(f"fused: expected auto under name: deepspeed_adam, found {str(self.fused).lower()}")
         if self.name != "muon" and self.muon != MuonConfig():
             raise ValueError(f"muon: does nothing under name: {self.name}, expected its defaults or name: muon")
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    lr: Literal["constant", "linear", "cosine"] = setting("cosine", "course of the learning rate after warmup")
-    min_lr_ratio: float = setting(0.1, "learning rate at the last step over the peak", at_least=0, at_most=1)
-
-
-def resolved_warmup(optim: OptimConfig, total_steps: int) -> int:
-    if optim.warmup_steps < 1:
-        return math.ceil(optim.warmup_steps * total_steps)
-    return int(optim.warmup_steps)
-
-
-def lr_at(step: int, total_steps: int, optim: OptimConfig, schedule: ScheduleConfig) -> float:
-    """Learning rate of optimizer step `step`, counted from 0; no state, so it resumes as it is."""
-    warmup = resolved_warmup(optim, total_steps)
-    if step < warmup:
-        return optim.lr * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-    if schedule.lr == "constant":
-        return optim.lr
-    if schedule.lr == "linear":
-        remaining = 1 - progress
-    else:  # half a cosine (SGDR, arXiv 1608.03983, eq. 5, without restarts)
-        remaining = 0.5 * (1 + math.cos(math.pi * progress))
-    return optim.lr * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * remaining)

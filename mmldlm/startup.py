@@ -24,10 +24,10 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
+from mmldlm.learning_rate import batch_scale, describe_lr, resolved_warmup
 from mmldlm.micro_batch import halved
 from mmldlm.model.compiling import compile_regions
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optim import resolved_warmup
 from mmldlm.optimizers import build_optimizer, implementation, resolve_fused
 from mmldlm.runtime.deepspeed_config import StepPlan
 from mmldlm.runtime.engine import Runtime
@@ -156,9 +156,14 @@ def startup_report(
     }
     ranks = runtime.gather(me, "start-up report")
     batches = {
-        step: {**asdict(size), "accumulation": size.accumulation(runtime.world_size)}
+        step: {
+            **asdict(size),
+            "accumulation": size.accumulation(runtime.world_size),
+            "peak_lr": batch_scale(config.optim, size.global_batch_size) * config.optim.lr,
+        }
         for step, size in config.train.batch_stages(runtime.world_size).items()
     }
+    first = config.train.batch_at(0, runtime.world_size)
     on_cuda, distributed = runtime.device.type == "cuda", config.distributed
     exported = settings_to_export(distributed)
     report: dict[str, Any] = {
@@ -179,6 +184,7 @@ def startup_report(
         **batches.pop(0),
         "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
         "warmup_steps": resolved_warmup(config.optim, config.train.steps),
+        "learning_rate": describe_lr(config.train.steps, config.optim, config.schedule, first.global_batch_size),
         "data_order": f"seed {config.run.seed}, windows of {config.data.window} samples sorted by length",
         "timeouts": {
             "collective_s": distributed.timeout_s,
@@ -221,8 +227,12 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f"activation checkpointing {report['activation_checkpointing']}",
         *([f"compile      {report['compile']}"] if report["compile"] != "none" else []),
         f"batch        {batch(report)} (processes x micro-batch x accumulation)",
-        *(f"             {batch(sizes)} from step {step} on" for step, sizes in report["batch_schedule"].items()),
-        f"optimizer    {report['optimizer']}, {report['warmup_steps']} warmup steps; data: {report['data_order']}",
+        *(
+            f"             {batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
+            for step, sizes in report["batch_schedule"].items()
+        ),
+        f"optimizer    {report['optimizer']}; data: {report['data_order']}",
+        f"rate         {report['learning_rate']}",
     ]
     if report["world_size"] > 1:
         lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")

@@ -13,7 +13,6 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require, split_arguments
 from mmldlm.errors import ExitCode, UsageError, run_command
-from mmldlm.optim import lr_at
 from mmldlm.runtime.launch import Launch, read_launch
 from mmldlm.training import Training
 
@@ -32,7 +31,7 @@ def train_step(run: Training, step: int, micro_batches: list[Batch]) -> None:
         loss, sums = run.forward(batch, totals)
         run.backward(loss)
         run.meter.add(loss, sums, batch.counts)
-    lr = lr_at(step, run.config.train.steps, run.config.optim, run.config.schedule)
+    lr = run.learning_rate(step)
     run.finish_step(lr, run.update(lr), micro_batches)
 
 

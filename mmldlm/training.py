@@ -15,6 +15,7 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.errors import StoppedBySignal
 from mmldlm.guard import Skip, account, poisoned
+from mmldlm.learning_rate import batch_scale, lr_at
 from mmldlm.lifecycle import RunLifecycle
 from mmldlm.runtime.engine import fits
 from mmldlm.telemetry import StepNumbers, memory_values, phase
@@ -98,6 +99,12 @@ class Training(RunLifecycle):
         self.runtime.backward(poisoned(loss))
 
     @phase("update")
+    def learning_rate(self, step: int) -> float:
+        """Of the step whose batch was corrupted last."""
+        config = self.config
+        scale = batch_scale(config.optim, self.batch_size.global_batch_size)
+        return lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
+
     def update(self, lr: float) -> Tensor:
         """The optimizer's step, or none where the gradients' norm is not fit; that norm, on the device."""
         return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
@@ -112,6 +119,7 @@ class Training(RunLifecycle):
         # The limit of a spike follows from the norm of the step before.
         at_once = not self.settles_late or config.guard.grad_norm_spike is not None
         if at_once or len(self.meter.waiting) >= config.guard.max_consecutive:
+        at_once = at_once or (self.plateau is not None and self.plateau.due(state.step))
             self.settle()
         last = state.step == config.train.steps
         if state.step % config.log.every == 0 or last:
@@ -131,9 +139,13 @@ class Training(RunLifecycle):
             return
         with self.runtime.waiting("numbers of the last steps"):
             steps = self.meter.fetch()
-        for numbers in steps:
+        followed = self._losses_to_follow(steps)
+        for numbers, loss in zip(steps, followed, strict=True):
             norm = float(numbers.norm)
-            if not fits(numbers.norm, self.guard.norm_limit):
+            taken = fits(numbers.norm, self.guard.norm_limit)
+            if self.plateau is not None and self.plateau.of_training:
+                self.plateau.train(numbers.step, loss if taken else None)
+            if not taken:
                 self._skip(numbers, norm)
                 continue
             assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
@@ -144,6 +156,14 @@ class Training(RunLifecycle):
         self._norm = norm
 
     def _skip(self, numbers: StepNumbers, norm: float) -> None:
+    def _losses_to_follow(self, steps: Sequence[StepNumbers]) -> list[float | None]:
+        """Collective: the training loss of each step over all ranks, where a plateau asks for it."""
+        if self.plateau is None or not self.plateau.of_training:
+            return [None] * len(steps)
+        own = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
+        totals = self.runtime.sum(own, "all-reduce of the losses that the learning rate follows")
+        return [self.parts.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
+
         ranks = self.runtime.gather(account(numbers), "gather of the skipped step's samples")
         skip = Skip.because(numbers.step, norm, ranks)
         self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
@@ -197,6 +217,8 @@ class Training(RunLifecycle):
         self.meter.began += time.perf_counter() - paused
         loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
         if math.isfinite(loss):
+        if self.plateau is not None:
+            self.plateau.measure(self.state.step, loss)
             self.state.best_validations = sorted([*self.state.best_validations, loss])[: max(1, keep_best)]
             if loss in self.state.best_validations[:keep_best]:
                 self.save(validation_loss=loss)

@@ -23,6 +23,8 @@ _NUMBERS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "flo
 NO_STATE = ":empty"
 _SCALARS = frozenset({"step", "eta", "mu"})  # entries of PyTorch's optimizers that are one number
 NORM_WINDOW = 100  # norms that a spike is measured against: the median of fewer is restless, that of more comes late
+LOSS_WINDOW = 100  # training losses, at most, that one measurement of a plateau is the mean of
+_WINDOWS = {"accepted_norms": NORM_WINDOW, "plateau_losses": LOSS_WINDOW}
 
 
 @dataclass
@@ -38,6 +40,10 @@ class TrainState:
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
     accepted_norms: list[float] = dataclasses.field(default_factory=list)  # gradient norms, see `mmldlm.guard`
     micro_batch_limit: int | None = None  # samples; larger micro-batches did not fit, see `mmldlm.micro_batch`
+    lr_cuts: int = 0  # of the learning rate by a plateau, see `mmldlm.learning_rate`, as what follows
+    plateau_best: float | None = None  # the lowest loss
+    plateau_since: int = 0  # step of that loss, or of the last cut
+    plateau_losses: list[float] = dataclasses.field(default_factory=list)  # of training, since the last measurement
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1) + "\n"
@@ -56,8 +62,10 @@ class TrainState:
         for name, value in values.items():
             if isinstance(getattr(cls(), name), list):
                 good = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
-                if name == "accepted_norms":
-                    good = good and len(value) <= NORM_WINDOW and min(value, default=0.0) >= 0
+                if name in _WINDOWS:
+                    good = good and len(value) <= _WINDOWS[name] and min(value, default=0.0) >= 0
+            elif name == "plateau_best":
+                good = value is None or (type(value) is float and 0 <= value < math.inf)
             elif name == "micro_batch_limit":
                 good = value is None or (type(value) is int and 0 < value < 2**63)
             else:

@@ -11,7 +11,8 @@ from torch import nn
 
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.optim import MuonConfig, OptimConfig, OptimizerName, ScheduleConfig, lr_at, resolved_warmup
+from mmldlm.learning_rate import Course, ScheduleConfig, lr_at, resolved_warmup
+from mmldlm.optim import MuonConfig, OptimConfig, OptimizerName
 from mmldlm.optimizers import (
     build_optimizer,
     check_optimizer,
@@ -32,9 +33,10 @@ PEAK = 3e-3
 @pytest.mark.parametrize("warmup", [0, 10, 0.1, 0.25])
 @pytest.mark.parametrize("course", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
-def test_learning_rate_has_its_closed_form(warmup: float, course: str, floor: float) -> None:
+def test_learning_rate_has_its_closed_form(warmup: float, course: Course, floor: float) -> None:
     total = 100
-    optim, schedule = OptimConfig(lr=PEAK, warmup_steps=warmup), ScheduleConfig(course, floor)  # type: ignore[arg-type]
+    schedule = ScheduleConfig(course) if course == "constant" else ScheduleConfig(course, floor)
+    optim = OptimConfig(lr=PEAK, warmup_steps=warmup)
     rates = [lr_at(step, total, optim, schedule) for step in range(total)]
     steps = {0: 0, 10: 10, 0.1: 10, 0.25: 25}[warmup]
     assert resolved_warmup(optim, total) == steps
