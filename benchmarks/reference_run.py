@@ -40,9 +40,9 @@ class ReferenceRun:
     def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
         config = self.config
         weights = mode_weights_at(step, config.mode, config.mode_schedule)
-        size, sampling = config.train.global_batch_size, config.latent.time_sampling
+        size, samplers = config.train.global_batch_size, (config.text.sampler, config.latent.sampler)
         return [
-            self.objective.corrupt(batch, draw_noise(batch, config.run.seed, step, size, weights, sampling)).to(
+            self.objective.corrupt(batch, draw_noise(batch, config.run.seed, step, size, weights, *samplers)).to(
                 self.device
             )
             for batch in micro_batches

@@ -27,7 +27,15 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
     backend = resolve_backend(config.attention.backend, device_type, config.precision == "bf16")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
-        model = MMDiT(config.model, data_shape(manifest), backend, config.memory, config.precision)
+        model = MMDiT(
+            config.model,
+            data_shape(manifest),
+            backend,
+            config.memory,
+            config.precision,
+            text_terms=config.loss.shapes_text,
+            first_weights=(1.0, config.loss.latent_weight) if config.loss.latent_weighting == "uncertainty" else None,
+        )
     freeze_parts(model, config.freeze)
     return model
 
@@ -36,7 +44,7 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
     return Objective(
         config.loss,
         MaskedDiffusion(manifest.mask_id, config.loss.text),
-        GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm),
+        GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
     )
 
 

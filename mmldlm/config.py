@@ -12,12 +12,13 @@ from mmldlm.brief import named
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
+from mmldlm.diffusion.masked import TextConfig
 from mmldlm.diffusion.noise import ModeShares, trained_modes
 from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.errors import ConfigError
-from mmldlm.model.attention import AttentionConfig
 from mmldlm.learning_rate import ScheduleConfig
+from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.compiling import CompileConfig
 from mmldlm.model.freezing import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.model.mmdit import ModelConfig
@@ -92,6 +93,7 @@ class RunConfig:
     mode_schedule: dict[int, ModeShares] = setting(
         factory=dict, doc="optimizer steps, counted from 0, from which on another `mode` holds: {1000: joint}"
     )
+    text: TextConfig = setting(TextConfig(), "diffusion of the text")
     latent: LatentConfig = setting(LatentConfig(), "diffusion of the latents")
     loss: LossConfig = setting(LossConfig(), "the losses")
     optim: OptimConfig = setting(OptimConfig(), "the optimizer")
@@ -117,12 +119,17 @@ class RunConfig:
         if self.loss.length_weight:
             losses["length"] = f"loss.length_weight {self.loss.length_weight:g}"
         check_trainable(self.freeze, losses)
-        if self.optim.name == "muon" and frozen_parts(self.freeze) >= {"text_stream", "latent_stream"}:
+        if self.loss.latent_weighting != "fixed" and trained in (("l2t",), ("t2l",)):
             raise ValueError(
+                f"loss.latent_weighting: {self.loss.latent_weighting} weighs text against latents, expected modes that "
+                f"train both, found {trained[0]} alone"
+            )
         if self.schedule.lr == "plateau" and self.schedule.min_lr > self.optim.lr:
             raise ValueError(
                 f"schedule.min_lr: expected at most optim.lr {self.optim.lr:g}, found {self.schedule.min_lr:g}"
             )
+        if self.optim.name == "muon" and frozen_parts(self.freeze) >= {"text_stream", "latent_stream"}:
+            raise ValueError(
                 "optim.name: muon trains the matrices of the blocks, found backbone frozen; expected adamw"
             )
 

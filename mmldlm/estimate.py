@@ -104,12 +104,13 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     flops, samples = 0.0, 0
     for start, stop in stages:
         size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
+        samplers = config.text.sampler, config.latent.sampler
         looked = min(looked_at, stop - start)
         largest = _largest_step(loader, (start, stop), samples)
         for step in dict.fromkeys([*range(start, start + looked), largest]):
             ((_, micro_batches),) = loader.steps(step, step + 1, samples + (step - start) * size.global_batch_size)
             noises = (
-                draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, config.latent.time_sampling)
+                draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, *samplers)
                 for batch in micro_batches
             )
             products = trial.micro_batches(list(map(objective.corrupt, micro_batches, noises)))

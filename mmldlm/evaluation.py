@@ -18,7 +18,7 @@ from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
-from mmldlm.diffusion.objective import Objective
+from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.errors import DataError
 
@@ -82,7 +82,7 @@ class Evaluation:
         same draws for every condition.
         """
         run, nats = self.run, torch.zeros(len(self.ids), dtype=torch.float64)
-        objective = Objective(run.objective.config, self.text, run.objective.latent)
+        objective = Objective(LossConfig(), self.text, run.objective.latent)
         for draw in range(self.config.times):
             for batch in self.batches(condition):
                 noise = draw_noise(batch, self.config.seed, draw, len(self.ids), mode_weights("l2t"))

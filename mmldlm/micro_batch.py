@@ -108,5 +108,5 @@ def _all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
     """The most that noise can make of it: all tokens are to be predicted."""
     ones = torch.ones(len(batch.lengths))
     mode = torch.full_like(ones, MODES.index("joint"), dtype=torch.int64)
-    noise = Noise(mode, ones, ones, torch.zeros(batch.layout.num_tokens), torch.zeros_like(batch.latents))
+    noise = Noise(mode, ones, ones, torch.zeros(batch.layout.num_tokens), torch.zeros_like(batch.latents), ones)
     return objective.corrupt(batch, noise)

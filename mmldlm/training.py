@@ -69,7 +69,8 @@ class Training(RunLifecycle):
                     step,
                     self.batch_size.global_batch_size,
                     weights,
-                    config.latent.time_sampling,
+                    config.text.sampler,
+                    config.latent.sampler,
                 ),
             )
             for batch in micro_batches
@@ -98,13 +99,13 @@ class Training(RunLifecycle):
         """A loss that is not finite makes all gradients NaN, on which no rank takes the step."""
         self.runtime.backward(poisoned(loss))
 
-    @phase("update")
     def learning_rate(self, step: int) -> float:
         """Of the step whose batch was corrupted last."""
         config = self.config
         scale = batch_scale(config.optim, self.batch_size.global_batch_size)
         return lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
 
+    @phase("update")
     def update(self, lr: float) -> Tensor:
         """The optimizer's step, or none where the gradients' norm is not fit; that norm, on the device."""
         return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
@@ -118,8 +119,8 @@ class Training(RunLifecycle):
         self.meter.end_step(state.step, norm, self._step_tokens, samples, sample_ids)
         # The limit of a spike follows from the norm of the step before.
         at_once = not self.settles_late or config.guard.grad_norm_spike is not None
-        if at_once or len(self.meter.waiting) >= config.guard.max_consecutive:
         at_once = at_once or (self.plateau is not None and self.plateau.due(state.step))
+        if at_once or len(self.meter.waiting) >= config.guard.max_consecutive:
             self.settle()
         last = state.step == config.train.steps
         if state.step % config.log.every == 0 or last:
@@ -155,7 +156,6 @@ class Training(RunLifecycle):
             self.state.tokens_seen += numbers.tokens
         self._norm = norm
 
-    def _skip(self, numbers: StepNumbers, norm: float) -> None:
     def _losses_to_follow(self, steps: Sequence[StepNumbers]) -> list[float | None]:
         """Collective: the training loss of each step over all ranks, where a plateau asks for it."""
         if self.plateau is None or not self.plateau.of_training:
@@ -164,6 +164,7 @@ class Training(RunLifecycle):
         totals = self.runtime.sum(own, "all-reduce of the losses that the learning rate follows")
         return [self.parts.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
 
+    def _skip(self, numbers: StepNumbers, norm: float) -> None:
         ranks = self.runtime.gather(account(numbers), "gather of the skipped step's samples")
         skip = Skip.because(numbers.step, norm, ranks)
         self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
@@ -216,9 +217,9 @@ class Training(RunLifecycle):
         self.tracker.validation(self.state.step, values)
         self.meter.began += time.perf_counter() - paused
         loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
-        if math.isfinite(loss):
         if self.plateau is not None:
             self.plateau.measure(self.state.step, loss)
+        if math.isfinite(loss):
             self.state.best_validations = sorted([*self.state.best_validations, loss])[: max(1, keep_best)]
             if loss in self.state.best_validations[:keep_best]:
                 self.save(validation_loss=loss)

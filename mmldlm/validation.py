@@ -37,6 +37,7 @@ def validation_losses(
     on how many ranks there are. Where a forward pass is collective, a rank that is out of batches goes through
     its last ones again, uncounted.
     """
+    objective = objective.plain()
     sums = counts = torch.zeros(2 * len(MODES) + 1, dtype=torch.float64)
     trained = trained_modes(config.mode, config.mode_schedule)
     for step, mode in enumerate(MODES):
@@ -49,7 +50,7 @@ def validation_losses(
             if not counted and not runtime.shards_parameters:
                 break
             batch = batches[min(place, len(batches) - 1)]
-            noise = draw_noise(batch, SEED, step, len(ids), weights, "uniform")
+            noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
             _, part = objective(runtime.forward_bare, noised.to(runtime.device), noised.counts.tolist())
             if counted:

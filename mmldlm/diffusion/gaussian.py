@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.diffusion.schedule import PATHS, Process, TimeSampling
+from mmldlm.diffusion.schedule import MOST_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling, check_sampler
 from mmldlm.schema import setting
 
 Parametrisation = Literal["epsilon", "x0", "v"]
@@ -29,7 +29,24 @@ SIGMA_MIN = 1e-3
 class LatentConfig:
     process: Process = setting("vp_cosine", "noising path of the latents")
     prediction: Parametrisation = setting("epsilon", "what the network predicts of them")
-    time_sampling: TimeSampling = setting("uniform", "distribution of t_latent in training")
+    time_sampling: TimeSampling = setting(
+        "uniform", "distribution of t_latent in training; logit_normal, mode: more of the middle"
+    )
+    location: float = setting(0.0, "logit_normal: mean of the logit of t_latent; above 0: more noise")
+    scale: float = setting(1.0, "logit_normal: standard deviation of the logit of t_latent", above=0)
+    mode_scale: float = setting(
+        1.29, "mode: 0 is uniform, more is more of the middle, less of the ends", above=-1, below=MOST_MODE_SCALE
+    )
+    stratified: bool = setting(
+        True, "t_latent from a low-discrepancy grid over the global batch; false: each sample's by itself"
+    )
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampler)
+
+    @property
+    def sampler(self) -> TimeSampler:
+        return TimeSampler(self.time_sampling, self.location, self.scale, self.mode_scale, self.stratified)
 
 
 def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
@@ -39,12 +56,13 @@ def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
 class GaussianDiffusion:
     """One path and one parametrisation, behind the loss, the samplers and the evaluation alike."""
 
-    def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf):
+    def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf, huber_delta: float = 1.0):
         """`max_norm`: norm that no x0 estimate exceeds; the largest of the training data."""
         self.path = PATHS[config.process]()
         self.prediction = config.prediction
         self.loss_kind = loss
         self.max_norm = max_norm
+        self.huber_delta = huber_delta
 
     def corrupt(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
         """z_t = alpha x0 + sigma epsilon."""
@@ -67,11 +85,24 @@ class GaussianDiffusion:
             # Lengths below eps count as eps: an untrained network predicts 0, where the gradient is 1 / eps.
             return (1 - F.cosine_similarity(predicted, target, dim=-1, eps=0.1)).mean(-1)
         if self.loss_kind == "huber":
-            return F.smooth_l1_loss(predicted, target, reduction="none").flatten(1).mean(1)
+            return F.huber_loss(predicted, target, reduction="none", delta=self.huber_delta).flatten(1).mean(1)
         squared = (predicted - target).square().flatten(1).mean(1)
         if self.loss_kind == "mse":
             return squared
         return squared / target.square().flatten(1).mean(1).clamp_min(1e-6)
+
+    def min_snr_weight(self, t: Tensor, gamma: float) -> Tensor:
+        """[B]: min(SNR, gamma) x (error of x0 over error of the prediction)^2, SNR = alpha^2 / sigma^2.
+
+        Min-SNR (arXiv 2303.09556, section 3.4) weighs squared errors of x0 so. Of epsilon it is min(1, gamma / SNR),
+        of v min(SNR, gamma) sigma^2, which is the paper's min(SNR, gamma) / (SNR + 1) on variance-preserving paths.
+        """
+        signal, noise = self.path.alpha(t).square(), self.path.sigma(t).square()
+        if self.prediction == "v":
+            return torch.minimum(signal, gamma * noise)
+        if self.prediction == "epsilon":
+            return (gamma * noise / signal.clamp_min(ALPHA_MIN**2)).clamp_max(1)
+        return (signal / noise.clamp_min(SIGMA_MIN**2)).clamp_max(gamma)
 
     def prior(self, noise: Tensor) -> Tensor:
         """z at t = 1 from standard normal noise.

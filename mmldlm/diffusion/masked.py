@@ -5,16 +5,41 @@ Shapes: tokens [N] of an unpadded micro-batch, t [B] noise times of its samples,
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmldlm.batch import Layout
-from mmldlm.diffusion.schedule import LogLinear
+from mmldlm.diffusion.schedule import MOST_MODE_SCALE, LogLinear, TimeSampler, check_sampler
+from mmldlm.schema import setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 TextDecoding = Literal["ancestral", "confidence"]
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    time_sampling: Literal["uniform", "mode"] = setting(
+        "uniform",
+        "distribution of t_text in training; mode: more of the middle, with `loss.text: elbo` weighted by one over the "
+        "density, so that the bound stays one",
+    )
+    mode_scale: float = setting(
+        1.29, "mode: 0 is uniform, more is more of the middle, less of the ends", above=-1, below=MOST_MODE_SCALE
+    )
+    stratified: bool = setting(
+        True, "t_text from a low-discrepancy grid over the global batch; false: each sample's by itself"
+    )
+
+    def __post_init__(self) -> None:
+        check_sampler(self.sampler)
+
+    @property
+    def sampler(self) -> TimeSampler:
+        return TimeSampler(self.time_sampling, mode_scale=self.mode_scale, stratified=self.stratified)
 
 
 class MaskedDiffusion:
@@ -30,13 +55,16 @@ class MaskedDiffusion:
     def corrupt(self, tokens: Tensor, masked: Tensor) -> Tensor:
         return tokens.masked_fill(masked, self.mask_id)
 
-    def weights(self, t: Tensor) -> Tensor:
+    def weights(self, t: Tensor, importance: Tensor, limit: float = math.inf) -> Tensor:
         """[B]: weight of each masked token's negative log likelihood.
 
         `elbo`: -alpha' / (1 - alpha), whose sum over masked tokens is an unbiased estimate of the negative
-        ELBO of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5). `masked_mean`: 1.
+        ELBO of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5), times `importance`, one over
+        the density of the times; with a `limit` it is biased. `masked_mean`: 1.
         """
-        return self.schedule.elbo_weight(t) if self.loss_kind == "elbo" else torch.ones_like(t)
+        if self.loss_kind != "elbo":
+            return torch.ones_like(t)
+        return self.schedule.elbo_weight(t).clamp_max(limit) * importance
 
     # --- reverse ----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.diffusion.schedule import LogLinear, TimeSampling, shape_times, stratified_times
+from mmldlm.diffusion.schedule import UNIFORM, LogLinear, TimeSampler, stratified_times
 
 Mode = Literal["l2t", "t2l", "joint"]
 MODES: tuple[Mode, ...] = ("l2t", "t2l", "joint")
@@ -33,6 +33,7 @@ class Noise:
     t_latent: Tensor  # float32 [B]
     uniforms: Tensor  # float32 [N]: a token is masked where its number is below its sample's 1 - alpha(t_text)
     epsilon: Tensor  # float32 [B, M, C]
+    importance: Tensor  # float32 [B]: one over the density that t_text was drawn with
 
 
 def _philox(seed: int, purpose: int, step: int, slot: int = 0) -> np.random.Generator:
@@ -89,26 +90,31 @@ def draw_noise(
     step: int,
     global_batch_size: int,
     weights: Mapping[Mode, float],
-    time_sampling: TimeSampling = "uniform",
+    text: TimeSampler = UNIFORM,
+    latent: TimeSampler = UNIFORM,
 ) -> Noise:
     """Modes, noise times, token uniforms and latent noise of the samples in `batch.slots`.
 
     Times and modes come from low-discrepancy grids over the global batch, each dealt in an order of its
-    own, so that no two of them, nor a time and a length, go together. l2t pins t_latent to 0, t2l t_text.
+    own, so that no two of them, nor a time and a length, go together; times that are not stratified are drawn
+    one by one. l2t pins t_latent to 0, t2l t_text.
     """
     shared = _philox(seed, purpose=0, step=step)
     offsets = shared.random(3)
     dealt = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
-    t_mode, t_text, t_latent = (
+    t_mode, u_text, u_latent = (
         stratified_times(float(offset), strata, global_batch_size)
         for offset, strata in zip(offsets, dealt, strict=True)
     )
+    # After all else, so that they change nothing else.
+    alone_text, alone_latent = (torch.from_numpy(shared.random(global_batch_size))[batch.slots] for _ in range(2))
+    u_text, u_latent = u_text if text.stratified else alone_text, u_latent if latent.stratified else alone_latent
     shares = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
     mode = torch.searchsorted(shares, t_mode, right=True).clamp_max(len(MODES) - 1)
-    t_text = t_text.clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
-    t_latent = shape_times(t_latent, time_sampling).masked_fill(mode == MODES.index("l2t"), 0.0)
+    t_text = text.times(u_text).clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
+    t_latent = latent.times(u_latent).masked_fill(mode == MODES.index("l2t"), 0.0)
     uniforms, epsilon = sample_noise(batch, seed, step)
-    return Noise(mode, t_text.float(), t_latent.float(), uniforms, epsilon)
+    return Noise(mode, t_text.float(), t_latent.float(), uniforms, epsilon, text.importance(u_text).float())
 
 
 def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +21,56 @@ from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.schema import setting
 
-Network = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Network = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class LossConfig:
     text: TextLoss = setting("elbo", "elbo: nats per token, bounds the likelihood; masked_mean: plain mean over masked")
     latent: LatentLoss = setting("cosine", "distance of predicted and true latent target")
-    latent_weight: float = setting(0.1, "weight of the latent loss beside the text loss", at_least=0)
+    huber_delta: float = setting(1.0, "huber: error from which on the loss grows linearly", above=0)
+    latent_weight: float = setting(
+        0.1,
+        "weight of the latent loss beside the text loss; with `latent_weighting: uncertainty` the first",
+        at_least=0,
+    )
+    latent_weighting: Literal["fixed", "uncertainty"] = setting(
+        "fixed", "uncertainty: text and latent loss each with a weight that is learned from how large it is"
+    )
+    text_weight_limit: float | None = setting(
+        None,
+        "training's largest weight of a masked token under `text: elbo`, which is 1 / t_text; null: no limit",
+        above=0,
+    )
+    latent_time_weighting: Literal["none", "min_snr"] = setting(
+        "none", "weight of a latent's loss by its noise time; min_snr: that of x0's squared error, up to min_snr_gamma"
+    )
+    min_snr_gamma: float = setting(5.0, "min_snr: signal-to-noise ratio from which on x0 weighs no more", above=0)
+    label_smoothing: float = setting(
+        0.0, "share of each token's target that is spread over all tokens, in training", at_least=0, below=1
+    )
+    z_loss: float = setting(
+        0.0, "weight of the squared log of the head's softmax denominator, in training; usual: 1e-4", at_least=0
+    )
     length_weight: float = setting(0.01, "weight of the length head's loss", at_least=0)
+
+    def __post_init__(self) -> None:
+        if self.latent != "huber" and self.huber_delta != 1:
+            raise ValueError(f"huber_delta: does nothing under latent: {self.latent}, expected 1 or latent: huber")
+        if self.latent_time_weighting == "none" and self.min_snr_gamma != 5:
+            raise ValueError(
+                "min_snr_gamma: does nothing under latent_time_weighting: none, expected 5 or latent_time_weighting: "
+                "min_snr"
+            )
+        if self.text != "elbo" and self.text_weight_limit is not None:
+            raise ValueError(f"text_weight_limit: does nothing under text: {self.text}, expected null or text: elbo")
+        if self.latent_weighting == "uncertainty" and not self.latent_weight:
+            raise ValueError("latent_weight: expected a first one above 0 under latent_weighting: uncertainty, found 0")
+
+    @property
+    def shapes_text(self) -> bool:
+        """Whether the text loss takes more of the head than likelihoods."""
+        return self.label_smoothing > 0 or self.z_loss > 0
 
 
 @dataclass(frozen=True)
@@ -42,13 +84,15 @@ class NoisedBatch:
     layout: Layout
     positions: Tensor  # int64 [P]: the masked tokens
     targets: Tensor  # int64 [P]: what they were
-    token_weight: Tensor  # float32 [P]
+    token_weight: Tensor  # float32 [P]: in the loss that is shown, a bound under `loss.text: elbo`
+    trained_token_weight: Tensor | None  # float32 [P]: in the loss that is trained, where it is another
     token_mode: Tensor  # int64 [P]
     latent_target: Tensor  # float32 [B, M, C]
     latent_weight: Tensor  # float32 [B]: 0 where the latent is pinned
+    trained_latent_weight: Tensor | None  # float32 [B]: in the loss that is trained, where it is another
     mode: Tensor  # int64 [B]
     length_target: Tensor  # int64 [B]: length - 1
-    counts: Tensor  # float64 [2 * modes + 1] on the host: what the sums of `Objective.sums` are divided by
+    counts: Tensor  # float64 [S] on the host: what the sums of `Objective.__call__` are divided by
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout, Tensor, Tensor]:
@@ -73,8 +117,28 @@ class NoisedBatch:
 
 
 class Objective:
+    """Sums and counts [S]: text by mode, latents by mode, lengths, then each of `extras`."""
+
     def __init__(self, config: LossConfig, text: MaskedDiffusion, latent: GaussianDiffusion):
         self.config, self.text, self.latent = config, text, latent
+        shown = {
+            "label_smoothing": config.label_smoothing > 0,
+            "z": config.z_loss > 0,
+            "text_weight": config.latent_weighting == "uncertainty",
+            "latent_weight": config.latent_weighting == "uncertainty",
+        }
+        self.extras = tuple(name for name, is_shown in shown.items() if is_shown)
+
+    def plain(self) -> Objective:
+        """The losses as they are shown, without what only training adds: for held-out samples."""
+        config = LossConfig(
+            text=self.config.text,
+            latent=self.config.latent,
+            huber_delta=self.config.huber_delta,
+            latent_weight=self.config.latent_weight,
+            length_weight=self.config.length_weight,
+        )
+        return Objective(config, self.text, self.latent)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Forward processes of both modalities; on the host, where `positions` has a known size."""
@@ -85,6 +149,14 @@ class Objective:
         trains_text = noise.mode != MODES.index("t2l")
         trains_latent = noise.mode != MODES.index("l2t")
         lengths = torch.tensor(batch.lengths)
+        token_weight = self.text.weights(noise.t_text, noise.importance) * trains_text
+        trained_token_weight = trained_latent_weight = None
+        if self.config.text_weight_limit is not None:
+            limited = self.text.weights(noise.t_text, noise.importance, self.config.text_weight_limit)
+            trained_token_weight = (limited * trains_text)[sample]
+        if self.config.latent_time_weighting == "min_snr":
+            by_time = self.latent.min_snr_weight(noise.t_latent, self.config.min_snr_gamma)
+            trained_latent_weight = by_time * trains_latent
         return NoisedBatch(
             noised_tokens=self.text.corrupt(batch.tokens, masked),
             noised_latents=self.latent.corrupt(batch.latents, noise.epsilon, noise.t_latent),
@@ -93,17 +165,19 @@ class Objective:
             layout=layout,
             positions=positions,
             targets=batch.tokens[positions],
-            token_weight=(self.text.weights(noise.t_text) * trains_text)[sample],
+            token_weight=token_weight[sample],
+            trained_token_weight=trained_token_weight,
             token_mode=noise.mode[sample],
             latent_target=self.latent.target(batch.latents, noise.epsilon, noise.t_latent),
             latent_weight=trains_latent.float(),
+            trained_latent_weight=trained_latent_weight,
             mode=noise.mode,
             length_target=lengths - 1,
             counts=self._counts(noise.mode, lengths, sample),
         )
 
     def _counts(self, mode: Tensor, lengths: Tensor, masked_sample: Tensor) -> Tensor:
-        """By mode: tokens that the text loss is spread over; samples whose latent is trained; all samples."""
+        """By mode: tokens that the text loss is spread over; samples whose latent is trained; all samples; extras."""
         t2l, l2t = MODES.index("t2l"), MODES.index("l2t")
         real_tokens = (
             lengths if self.text.loss_kind == "elbo" else torch.bincount(masked_sample, minlength=len(lengths))
@@ -112,32 +186,64 @@ class Objective:
         samples = torch.bincount(mode, minlength=len(MODES)).double()
         tokens[t2l], total = 0, samples.sum()
         samples[l2t] = 0
-        return torch.cat([tokens, samples, total[None]])
+        of_extras = {"label_smoothing": tokens.sum(), "z": tokens.sum()}  # a weight counts once a micro-batch
+        extras = [of_extras.get(name, torch.ones_like(total)) for name in self.extras]
+        return torch.cat([tokens, samples, torch.stack([total, *extras])])
 
     def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float]) -> tuple[Tensor, Tensor]:
         """(loss, sums): the micro-batch's share of the step's loss, and the detached sums behind it.
 
-        `totals` are the `counts` summed over the step's global batch. `sums` [2 * modes + 1] lie on the
-        device and are divided by their counts only when somebody looks, so a step waits for nothing.
+        `totals` are the `counts` summed over the step's global batch. `sums` [S] lie on the device and are
+        divided by their counts only when somebody looks, so a step waits for nothing.
         """
-        nll, latent_pred, length_logits = model(*noised.inputs)
-        modes = len(MODES)
+        text_terms, latent_pred, length_logits, *learned = model(*noised.inputs)
+        modes, config = len(MODES), self.config
+        extras: dict[str, Tensor] = {}
+        tokens, samples = max(1.0, sum(totals[:modes])), max(1.0, sum(totals[modes : 2 * modes]))
+        nll = text_terms[:, 0] if config.shapes_text else text_terms
         text = nll.new_zeros(modes).index_add(0, noised.token_mode, noised.token_weight * nll)
-        latent_losses = self.latent.losses(latent_pred, noised.latent_target) * noised.latent_weight
-        latent = nll.new_zeros(modes).index_add(0, noised.mode, latent_losses)
+        weight = noised.trained_token_weight
+        trained_text = text.sum() if weight is None else (weight * nll).sum()
+        weight = noised.token_weight if weight is None else weight
+        if config.label_smoothing:
+            # (1 - e) nll + e (mean over all tokens of their nll), as what it adds to nll.
+            extras["label_smoothing"] = config.label_smoothing * (weight * (text_terms[:, 2] - nll)).sum()
+        if config.z_loss:
+            extras["z"] = config.z_loss * (weight * text_terms[:, 1].square()).sum()
+        latent_losses = self.latent.losses(latent_pred, noised.latent_target)
+        latent = nll.new_zeros(modes).index_add(0, noised.mode, latent_losses * noised.latent_weight)
+        weight = noised.trained_latent_weight
+        trained_latent = latent.sum() if weight is None else (weight * latent_losses).sum()
         length = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
-        loss = (
-            text.sum() / max(1.0, sum(totals[:modes]))
-            + self.config.latent_weight * latent.sum() / max(1.0, sum(totals[modes : 2 * modes]))
-            + self.config.length_weight * length / max(1.0, totals[-1])
-        )
-        return loss, torch.cat([text, latent, length[None]]).detach()
+        text_loss, latent_loss = sum(extras.values(), trained_text) / tokens, trained_latent / samples
+        length_loss = config.length_weight * length / max(1.0, totals[2 * modes])
+        if config.latent_weighting == "fixed":
+            loss = text_loss + config.latent_weight * latent_loss + length_loss
+        else:
+            (log_variances,) = learned
+            weights = (-log_variances).exp()
+            own = noised.counts.tolist()
+            shares = (sum(own[:modes]) / tokens, sum(own[modes : 2 * modes]) / samples)
+            loss = weights[0] * text_loss + weights[1] * latent_loss + length_loss
+            loss = loss + 0.5 * (shares[0] * log_variances[0] + shares[1] * log_variances[1])
+            extras |= {"text_weight": weights[0], "latent_weight": weights[1]}
+        shown = [extras[name].view(1) for name in self.extras]
+        return loss, torch.cat([text, latent, length[None], *shown]).detach()
 
     def summary(self, sums: Tensor, counts: Tensor) -> dict[str, float]:
-        """Mean losses by name from sums and counts over any number of micro-batches; nats for text."""
+        """Mean losses by name from sums and counts over any number of micro-batches; nats for text.
+
+        The total has the weights of the config, also where others are learned, and no time weighting: so it can be
+        compared, with that of validation and of other runs.
+        """
         modes = len(MODES)
-        text, latent, length = sums[:modes], sums[modes : 2 * modes], sums[-1]
-        tokens, samples, total = counts[:modes], counts[modes : 2 * modes], counts[-1]
+        text, latent, length = sums[:modes], sums[modes : 2 * modes], sums[2 * modes]
+        tokens, samples, total = counts[:modes], counts[modes : 2 * modes], counts[2 * modes]
+        extras = {
+            name: float(value / count)
+            for name, value, count in zip(self.extras, sums[2 * modes + 1 :], counts[2 * modes + 1 :], strict=True)
+            if count > 0
+        }
         values: dict[str, float] = {}
         if tokens.sum() > 0:
             values["loss/text"] = float(text.sum() / tokens.sum())
@@ -148,7 +254,9 @@ class Objective:
             values.get("loss/text", 0.0)
             + self.config.latent_weight * values.get("loss/latent", 0.0)
             + self.config.length_weight * values["loss/length"]
+            + sum(extras.get(name, 0.0) for name in ("label_smoothing", "z"))
         )
+        values |= {f"loss/{name}": value for name, value in extras.items()}
         for index, name in enumerate(MODES):
             if tokens[index] > 0:
                 values[f"loss/text_{name}"] = float(text[index] / tokens[index])

@@ -88,13 +88,13 @@ def generate(
     for t, s in pairwise(grid):
         positions = (x == text.mask_id).nonzero().squeeze(1) if writes_text else x.new_empty(0)
         t_text, t_latent = times(t if writes_text else 0.0), times(t if writes_latent else 0.0)
-        logits, latent_pred, _ = model(x, z, t_text, t_latent, layout, positions, None)
+        logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
         if config.guidance != 1:
             if mode == "l2t":
-                free, _, _ = model(x, noise, t_text, times(1.0), layout, positions, None)
+                free, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
                 logits = free + config.guidance * (logits - free)
             else:
-                _, free, _ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
+                _, free, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
                 latent_pred = free + config.guidance * (latent_pred - free)
         if writes_latent:
             z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
@@ -123,6 +123,6 @@ def draw_lengths(
     layout = Layout((1,) * batch, latents.shape[1], device)
     tokens = torch.full((batch,), mask_id, device=device)
     ones = torch.ones(batch, device=device)
-    _, _, logits = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
+    _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
     drawn = torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=generator).squeeze(1)
     return tuple((drawn + 1).tolist())

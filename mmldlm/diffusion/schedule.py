@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Process = Literal["vp_cosine", "vp_linear", "vp_sigmoid", "rectified_flow"]
-TimeSampling = Literal["uniform", "logit_normal"]
+TimeSampling = Literal["uniform", "logit_normal", "mode"]
 
 
 class LatentPath(ABC):
@@ -142,9 +143,45 @@ def stratified_times(offset: float, strata: Tensor, count: int) -> Tensor:
     return (strata.double() / count + offset) % 1.0
 
 
-def shape_times(t: Tensor, sampling: TimeSampling) -> Tensor:
-    """Uniform times to the asked distribution; logit-normal(0, 1) is that of SD3 (arXiv 2403.03206, eq. 19)."""
-    if sampling == "uniform":
-        return t
-    inside = t.clamp(1e-6, 1 - 1e-6)
-    return torch.sigmoid(math.sqrt(2) * torch.erfinv(2 * inside - 1))
+@dataclass(frozen=True)
+class TimeSampler:
+    """Noise times from uniform numbers; both sampling functions are those of SD3 (arXiv 2403.03206)."""
+
+    kind: TimeSampling = "uniform"
+    location: float = 0.0  # of logit_normal: mean of the times' logits (SD3, eq. 19: m)
+    scale: float = 1.0  # of logit_normal: their deviation (s)
+    mode_scale: float = 1.29  # of mode: s of SD3, eq. 20
+    stratified: bool = True
+
+    def times(self, u: Tensor) -> Tensor:
+        if self.kind == "uniform":
+            return u
+        if self.kind == "mode":  # SD3's function of 1 - u, so that times rise with u
+            return u - self.mode_scale * (torch.sin(math.pi / 2 * u) ** 2 - u)
+        inside = u.clamp(1e-6, 1 - 1e-6)
+        return torch.sigmoid(self.location + self.scale * math.sqrt(2) * torch.erfinv(2 * inside - 1))
+
+    def importance(self, u: Tensor) -> Tensor:
+        """dt/du: one over the density of the times, by which a mean over them becomes that over uniform times.
+
+        Not of logit_normal, whose density is 0 at both ends: there the weight has no bound.
+        """
+        assert self.kind != "logit_normal"
+        if self.kind == "uniform":
+            return torch.ones_like(u)
+        return 1 + self.mode_scale * (1 - math.pi / 2 * torch.sin(math.pi * u))
+
+
+UNIFORM = TimeSampler()
+MOST_MODE_SCALE = 1.75  # from 2 / (pi - 2) = 1.752 on the times of mode sampling do not rise with u
+
+
+def check_sampler(sampler: TimeSampler) -> None:
+    """ValueError, naming the setting, where one is not at its default that does nothing under `time_sampling`."""
+    of_kind = {"location": "logit_normal", "scale": "logit_normal", "mode_scale": "mode"}
+    for name, kind in of_kind.items():
+        if sampler.kind != kind and getattr(sampler, name) != getattr(UNIFORM, name):
+            raise ValueError(
+                f"{name}: does nothing under time_sampling: {sampler.kind}, expected its default "
+                f"{getattr(UNIFORM, name):g} or time_sampling: {kind}"
+            )

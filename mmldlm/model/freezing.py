@@ -44,9 +44,11 @@ FEEDS: dict[Loss, tuple[Part, ...]] = {
 }
 
 
-def part_of(name: str) -> Part:
-    """The part that the parameter `name` of an `MMDiT` belongs to."""
+def part_of(name: str) -> Part | Literal["loss_weights"]:
+    """The part that the parameter `name` of an `MMDiT` belongs to; learned loss weights are none that can be frozen."""
     root, _, rest = name.partition(".")
+    if root == "loss_weights":
+        return "loss_weights"
     if root == "blocks":
         return "text_stream" if rest.split(".")[1] == "text" else "latent_stream"
     return _PARTS[root]

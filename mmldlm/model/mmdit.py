@@ -20,7 +20,7 @@ from mmldlm.batch import Layout
 from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.freezing import Part, part_of
 from mmldlm.model.fused import add_gated, modulate, of_rows
-from mmldlm.model.heads import LengthHead, TextHead
+from mmldlm.model.heads import LengthHead, LossWeights, TextHead
 from mmldlm.model.layers import (
     Adaptation,
     FeedForward,
@@ -76,9 +76,10 @@ class DataShape:
 class Prediction(NamedTuple):
     """All float32."""
 
-    text: Tensor  # [P] negative log likelihoods where targets were given, else logits [P, V]
+    text: Tensor  # [P] negative log likelihoods where targets were given, [P, 3] with `text_terms`, else logits [P, V]
     latent: Tensor  # [B, M, C], in the configured parametrisation
     length_logits: Tensor  # [B, max_length]; column i stands for length i + 1
+    log_variances: Tensor | None = None  # [2] of text and latent loss, in training, where they are learned
 
 
 class BlockStream(nn.Module):
@@ -195,7 +196,11 @@ class MMDiT(nn.Module):
         backend: Backend = "sdpa",
         memory: MemoryConfig = KEEP_ALL,
         precision: Precision = "fp32",
+        text_terms: bool = False,
+        first_weights: tuple[float, float] | None = None,
     ):
+        """What only training asks for: `text_terms` of the head beside likelihoods (`heads.chunked_token_terms`), and
+        learned weights of text and latent loss, which begin as `first_weights`."""
         super().__init__()
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
@@ -214,6 +219,8 @@ class MMDiT(nn.Module):
         self.latent_head = nn.Linear(latent_width, shape.latent_channels)
         self.latent_skip = nn.Linear(conditioning, shape.latent_channels)
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
+        self.text_terms = text_terms
+        self.loss_weights = None if first_weights is None else LossWeights(first_weights)
         self.init_weights()
 
     @torch.no_grad()
@@ -282,13 +289,16 @@ class MMDiT(nn.Module):
             hidden = self.text_out(text.index_select(0, positions), text_final, rows)
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
             hidden = hidden * of_rows(1 + text_final.gate, rows)
-            text_pred = self.text_head(hidden, self.token_embedding.weight, targets)
+            terms = self.training and self.text_terms
+            text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)
             latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
             latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, latent_rows)
             # Epsilon and v hold a part of z in full precision, no norm may touch it (c_skip of EDM, arXiv 2206.00364).
             skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
             latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip
-            return Prediction(text_pred, latent_pred, length_logits)
+            if self.loss_weights is None or not self.training:
+                return Prediction(text_pred, latent_pred, length_logits)
+            return Prediction(text_pred, latent_pred, length_logits, self.loss_weights())
 
 
 def count_parameters(model: MMDiT, trainable_only: bool = False) -> dict[str, int]:
@@ -296,5 +306,5 @@ def count_parameters(model: MMDiT, trainable_only: bool = False) -> dict[str, in
     counts: dict[str, int] = dict.fromkeys(get_args(Part), 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not trainable_only:
-            counts[part_of(name)] += parameter.numel()
+            counts[part_of(name)] = counts.get(part_of(name), 0) + parameter.numel()
     return counts

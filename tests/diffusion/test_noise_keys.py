@@ -7,7 +7,7 @@ import torch
 from toy_pairs import MASK, objective, random_pairs, select
 
 from mmldlm.diffusion.noise import MODES, Mode, Noise, draw_noise, mode_weights
-from mmldlm.diffusion.schedule import LogLinear, TimeSampling
+from mmldlm.diffusion.schedule import LogLinear, TimeSampler
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,11 @@ def by_slot(noise: Noise, slots: list[int], lengths: tuple[int, ...]) -> dict[in
     return {slot: [part.tolist() for part in parts] for slot, *parts in rows}
 
 
-@pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
+@pytest.mark.parametrize(
+    "samplers",
+    [(), (TimeSampler("mode"), TimeSampler("logit_normal")), (TimeSampler(stratified=False),) * 2],
+    ids=["uniform", "shaped", "alone"],
+)
 @pytest.mark.parametrize(
     "micro_batches",
     [
@@ -36,13 +40,13 @@ def by_slot(noise: Noise, slots: list[int], lengths: tuple[int, ...]) -> dict[in
     ids=str,
 )
 def test_any_split_and_order_gives_each_sample_the_same_noise(
-    micro_batches: list[list[int]], sampling: TimeSampling
+    micro_batches: list[list[int]], samplers: tuple[TimeSampler, ...]
 ) -> None:
-    whole = by_slot(draw_noise(PAIRS, 5, 17, SIZE, MIXED, sampling), list(range(SIZE)), LENGTHS)
+    whole = by_slot(draw_noise(PAIRS, 5, 17, SIZE, MIXED, *samplers), list(range(SIZE)), LENGTHS)
     parts: dict[int, list[object]] = {}
     for rows in micro_batches:
         part = select(PAIRS, rows)
-        parts |= by_slot(draw_noise(part, 5, 17, SIZE, MIXED, sampling), rows, part.lengths)
+        parts |= by_slot(draw_noise(part, 5, 17, SIZE, MIXED, *samplers), rows, part.lengths)
     assert parts == whole
 
 

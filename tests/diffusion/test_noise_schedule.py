@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_pairs import PROCESSES
 
-from mmldlm.diffusion.schedule import PATHS, LatentPath, LogLinear, shape_times, stratified_times
+from mmldlm.diffusion.schedule import PATHS, LatentPath, LogLinear, TimeSampler, stratified_times
 
 pytestmark = pytest.mark.quick
 
@@ -72,8 +72,8 @@ def test_one_time_in_each_stratum(offset: float) -> None:
 
 def test_logit_normal_times_have_its_quantiles() -> None:
     uniform = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
-    logits = torch.logit(shape_times(uniform, "logit_normal")[1:])
+    logits = torch.logit(TimeSampler("logit_normal").times(uniform)[1:])
     normal = torch.distributions.Normal(0.0, 1.0).icdf(uniform[1:])
     torch.testing.assert_close(logits, normal, rtol=0, atol=1e-6)
-    assert shape_times(torch.tensor([0.0, 1.0]), "logit_normal").isfinite().all()
-    assert math.isclose(float(shape_times(torch.tensor(0.3), "uniform")), 0.3, rel_tol=1e-6)
+    assert TimeSampler("logit_normal").times(torch.tensor([0.0, 1.0])).isfinite().all()
+    assert math.isclose(float(TimeSampler().times(torch.tensor(0.3))), 0.3, rel_tol=1e-6)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.model import heads
-from mmldlm.model.heads import CHUNK_ROWS, NEVER, chunked_token_nll
+from mmldlm.model.heads import CHUNK_ROWS, NEVER, chunked_token_nll, chunked_token_terms
 
 pytestmark = pytest.mark.quick
 
@@ -79,3 +79,46 @@ def test_no_more_than_a_chunk_of_logits_is_ever_made(monkeypatch: pytest.MonkeyP
     chunked_token_nll(*leaves(4 * CHUNK_ROWS)).sum().backward()
     assert max(rows) <= CHUNK_ROWS
     assert len(rows) == 8  # forward, and once more for the backward
+
+
+def full_terms(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+    logits = (hidden @ weight.T).float() + bias
+    log_p = logits.log_softmax(-1)
+    nll = -log_p.gather(1, targets[:, None]).squeeze(1)
+    return torch.stack([nll, logits.exp().sum(-1).log(), -log_p[:, : VOCAB - 2].mean(-1)], 1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, CHUNK_ROWS, 3 * CHUNK_ROWS + 7])
+def test_chunked_terms_equal_those_of_full_logits(rows: int) -> None:
+    """Likelihood, denominator and mean over all possible tokens, with their gradients."""
+    hidden, weight, bias, targets = leaves(rows)
+    weigh = torch.rand(rows, 3, generator=torch.Generator().manual_seed(1))
+    results = []
+    for terms_of in (chunked_token_terms, full_terms):
+        terms = terms_of(hidden, weight, bias, targets)
+        results.append((terms, *torch.autograd.grad((terms.square() * weigh).sum(), [hidden, weight])))
+    for chunked, whole in zip(*results, strict=True):
+        assert chunked.dtype == torch.float32 and chunked.shape == whole.shape
+        torch.testing.assert_close(chunked, whole, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(results[0][0][:, 0], chunked_token_nll(hidden, weight, bias, targets))
+
+
+def test_terms_never_make_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    logits = heads._logits
+
+    def counted(hidden: Tensor, *rest: Tensor) -> Tensor:
+        rows.append(len(hidden))
+        return logits(hidden, *rest)
+
+    monkeypatch.setattr(heads, "_logits", counted)
+    chunked_token_terms(*leaves(4 * CHUNK_ROWS)).sum().backward()
+    assert max(rows) <= CHUNK_ROWS and len(rows) == 8
+
+
+def test_terms_are_float32_under_autocast() -> None:
+    inputs = leaves(2 * CHUNK_ROWS + 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = chunked_token_terms(*inputs)
+    assert terms.dtype == torch.float32
+    assert (terms - full_terms(*inputs)).norm() <= 0.02 * terms.norm()
