@@ -147,7 +147,7 @@ class OldPractice(Training):
         if "head" in self.practices:
             rows = torch.arange(len(tokens), device=tokens.device)
             labels = torch.full_like(tokens, IGNORED).index_copy(0, positions, targets)
-        logits, latent, length_logits = self.runtime.forward(tokens, latents, t_text, t_latent, layout, rows)
+        logits, latent, length_logits, *_ = self.runtime.forward(tokens, latents, t_text, t_latent, layout, rows)
         nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         if "reads" in self.practices:
             self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]
