@@ -23,7 +23,9 @@ def encode_texts(run: LoadedRun, texts: list[str]) -> np.ndarray:
     latents = load_encoder(run.store.path / "encoder").encode(texts)
     for text, latent in zip(texts, latents, strict=True):
         if not np.isfinite(latent).all():
-            raise DataError(f"the encoder has no latent for {text!r}: expected words that its corpus knows")
+            raise DataError(
+                f"the encoder has no latent for {text!r}: expected words that its corpus knows, or --latents"
+            )
     return latents
 
 

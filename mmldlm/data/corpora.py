@@ -7,24 +7,71 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
 
 from mmldlm.errors import DataError
 
-Format = Literal["lines", "blocks", "jsonl"]
-FORMATS: tuple[Format, ...] = ("lines", "blocks", "jsonl")
-SUFFIXES: dict[str, Format] = {".txt": "lines", ".text": "lines", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-ProblemKind = Literal["empty", "unreadable", "invalid", "unencodable", "no_latent", "too_short"]
+Format = Literal[
+    "lines",
+    "blocks",
+    "jsonl",
+    "parquet",
+    "arrow",
+    "datasets",
+    "predecessor",
+    "predecessor-pairs",
+    "predecessor-batches",
+    "predecessor-dat",
+    "predecessor-texts",
+]
+FORMATS: tuple[Format, ...] = get_args(Format)
+SUFFIXES: dict[str, Format] = {
+    ".txt": "lines",
+    ".text": "lines",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+ProblemKind = Literal[
+    "empty",
+    "unreadable",
+    "invalid",
+    "mismatch",
+    "unencodable",
+    "no_latent",
+    "too_short",
+    "too_long",
+    "unused_latent",
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one input that can be read by itself: bytes of a text file, rows of a table."""
+
+    path: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it was found. Documents of one `group` lie on one side of the split."""
+    """A text and where it was found. Documents of one `group` lie on one side of the split.
+
+    What it may bring along: `tokens` [L], already tokenised ids, for which `text` may be empty; `latents` float [M, C],
+    already encoded; `key`, an id of the sample.
+    """
 
     text: str
     source: str
     line: int
     group: str = ""
+    tokens: np.ndarray | None = None
+    latents: np.ndarray | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +86,7 @@ class Problem:
     @property
     def harmless(self) -> bool:
         """Counted and told, but no reason to stop: nothing of the user's text is lost that was asked for."""
-        return self.kind in ("empty", "too_short")
+        return self.kind in ("empty", "too_short", "unused_latent")
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}: {self.reason}"
@@ -67,28 +114,42 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_file(path: Path, format: Format | None = None, field: str = "text") -> Iterator[Document | Problem]:
-    """The documents of one file, in order, and a `Problem` in the place of each that cannot be had.
+def read_file(
+    path: Path, format: Format | None = None, field: str = "text", key_field: str | None = None
+) -> Iterator[Document | Problem]:
+    """The documents of one text file, in order, and a `Problem` in the place of each that cannot be had.
 
-    Lines end in \\n or \\r\\n alone; `format` defaults to what the suffix says, or `lines`. DataError where
-    the file cannot be opened.
+    Lines end in \\n or \\r\\n alone; `format` defaults to what the suffix says, or `lines`. JSON lines have their
+    document's key in `key_field`. DataError where the file cannot be opened.
     """
     chosen = format or SUFFIXES.get(path.suffix, "lines")
-    reader = {"lines": _read_lines, "blocks": _read_blocks, "jsonl": lambda lines: _read_jsonl(lines, field)}[chosen]
+    reader = {
+        "lines": _read_lines,
+        "blocks": _read_blocks,
+        "jsonl": lambda lines: _read_jsonl(lines, field, key_field),
+    }[chosen]
     try:
         with path.open("rb") as file:
             for line, found in reader(enumerate(file, start=1)):
                 if isinstance(found, tuple):
                     yield Problem(str(path), line, *found)
+                elif isinstance(found, _Keyed):
+                    yield Document(found.text, str(path), line, key=found.key)
                 else:
                     yield Document(found, str(path), line)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror}") from None
 
 
+@dataclass(frozen=True)
+class _Keyed:
+    text: str
+    key: str
+
+
 # A reader yields the line number and either the text or (kind, reason).
 _Text: TypeAlias = "str | tuple[ProblemKind, str]"
-_Found: TypeAlias = Iterator[tuple[int, _Text]]
+_Found: TypeAlias = "Iterator[tuple[int, _Text | _Keyed]]"
 _EMPTY: tuple[ProblemKind, str] = ("empty", "empty document")
 
 
@@ -125,12 +186,23 @@ def _read_blocks(lines: Iterable[tuple[int, bytes]]) -> _Found:
             start, block, problem = 0, [], None
 
 
-def _read_jsonl(lines: Iterable[tuple[int, bytes]], field: str) -> _Found:
+def _read_jsonl(lines: Iterable[tuple[int, bytes]], field: str, key_field: str | None) -> _Found:
     for number, line in lines:
         text = _decode(line)
-        if isinstance(text, str):
-            text = _json_field(text, field) if text.strip() else _EMPTY
-        yield number, text
+        yield number, text if isinstance(text, tuple) else _json_row(text, field, key_field) if text.strip() else _EMPTY
+
+
+def _json_row(line: str, field: str, key_field: str | None) -> _Text | _Keyed:
+    text = _json_field(line, field)
+    if isinstance(text, tuple) or key_field is None:
+        return text
+    key = json.loads(line).get(key_field)
+    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
+        return (
+            "invalid",
+            f"field {key_field!r} is {type(key).__name__}, expected the document's id, a string or integer",
+        )
+    return _Keyed(text, str(key))
 
 
 def _json_field(line: str, field: str) -> _Text:

@@ -1,6 +1,7 @@
 """Latent encoders: text to the latents that are diffused.
 
-`LsaEncoder` needs nothing but the corpus; `SentenceTransformerEncoder` is the extra `encoders`.
+`LsaEncoder` needs nothing but the corpus; `SentenceTransformerEncoder` is the extra `encoders`; `ImportedLatents`
+stands for latents that were brought along; `StretchEncoder` makes M latent tokens of any encoder that gives one.
 Shape letters: n texts, M latent tokens of a sample, C latent channels.
 """
 
@@ -11,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +20,19 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
+from mmldlm.data.encoder_files import unit_rows, write_description
+from mmldlm.data.imported_latents import ImportedLatents
+from mmldlm.data.sentence_encoder import SentenceTransformerEncoder
 from mmldlm.errors import DataError, UsageError
+
+__all__ = [
+    "ImportedLatents",
+    "LatentEncoder",
+    "LsaEncoder",
+    "SentenceTransformerEncoder",
+    "StretchEncoder",
+    "load_encoder",
+]
 
 _WORD = re.compile(r"\w+")
 
@@ -124,11 +138,11 @@ class LsaEncoder:
         projected = torch.nn.functional.embedding_bag(
             ids, self._projection, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )
-        return _unit_rows(projected.numpy())[:, None, :]
+        return unit_rows(projected.numpy())[:, None, :]
 
     def save(self, folder: Path | str) -> None:
         folder = Path(folder)
-        _write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
+        write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
         arrays = {"idf": self._idf.numpy(), "projection": self._projection.numpy()}
         save_file(arrays, folder / "lsa.safetensors")
 
@@ -138,88 +152,44 @@ class LsaEncoder:
         return cls(description["terms"], arrays["idf"], arrays["projection"], description["seed"])
 
 
-class SentenceTransformerEncoder:
-    """A model of the sentence-transformers library, by folder or by name; M = 1.
+class StretchEncoder:
+    """M latents of a text: those that another encoder gives of M stretches of equally many words, in their order.
 
-    Vectors may be truncated to the first `channels` (Matryoshka models are trained for that) and are
-    then normalised. `prompt` is put before each text: E5, for one, expects "query: " or "passage: ".
+    Words are what white space separates. Of a text of fewer than M words, some are in several stretches.
     """
 
-    kind = "sentence-transformers"
-    latent_tokens = 1
+    kind = "stretches"
 
-    def __init__(
-        self, name_or_folder: str, channels: int | None = None, prompt: str | None = None, normalise: bool = True
-    ):
-        """UsageError where the library is not installed, DataError where the model cannot be read."""
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError:
-            raise UsageError(
-                f"--encoder {self.kind}:{name_or_folder} needs sentence-transformers: pip install mmldlm[encoders]"
-            ) from None
-        try:
-            self._model = SentenceTransformer(name_or_folder, trust_remote_code=False)
-        except Exception as error:  # the library raises many kinds: OSError, ValueError, HTTP errors
-            reason = " ".join(str(error).split())[:300]
-            raise DataError(f"--encoder {self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
-        self._model.eval()
-        self.name, self.prompt, self.normalise = name_or_folder, prompt, normalise
-        dimension = self._model.encode(["dimension"], show_progress_bar=False).shape[1]
-        self.channels = dimension if channels is None else channels
-        if not 1 <= self.channels <= dimension:
-            raise UsageError(f"--channels {channels}: {name_or_folder} has {dimension}, expected 1 to {dimension}")
+    def __init__(self, inner: LatentEncoder, latent_tokens: int):
+        assert inner.latent_tokens == 1
+        self.inner, self.latent_tokens, self.channels = inner, latent_tokens, inner.channels
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "revision": self._revision(),
-            "prompt": self.prompt,
-            "normalisation": "l2" if self.normalise else None,
-            "dim": self.channels,
-        }
-
-    def _revision(self) -> str | None:
-        """Hash of a local folder's files; the commit of a downloaded model where it is known."""
-        folder = Path(self.name)
-        if not folder.is_dir():
-            config = getattr(getattr(self._model[0], "auto_model", None), "config", None)
-            return getattr(config, "_commit_hash", None)
-        digest = hashlib.sha256()
-        for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        return digest.hexdigest()
+        return self.inner.identity | {"stretches": self.latent_tokens}
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, 1, C]; NaN where the model gives no finite vector or zeros."""
-        with torch.inference_mode():
-            found = self._model.encode(
-                list(texts), prompt=self.prompt, show_progress_bar=False, convert_to_numpy=True, batch_size=32
-            )
-        vectors = np.asarray(found, np.float32).reshape(len(texts), -1)[:, : self.channels]
-        unit = _unit_rows(vectors)
-        return (unit if self.normalise else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
+        """float32 [n, M, C]; NaN where the encoder has none for one of the stretches."""
+        stretches = [stretch for text in texts for stretch in self.stretches(text)]
+        return self.inner.encode(stretches).reshape(len(texts), self.latent_tokens, self.channels)
+
+    def stretches(self, text: str) -> list[str]:
+        words = text.split()
+        ends = [place * len(words) // self.latent_tokens for place in range(self.latent_tokens + 1)]
+        return [" ".join(words[begin : max(end, begin + 1)]) for begin, end in pairwise(ends)]
 
     def save(self, folder: Path | str) -> None:
-        """Records which model it is; the model's own files are not copied."""
-        description = {"kind": self.kind, "normalise": self.normalise, **self.identity}
-        _write_description(Path(folder), description)
+        self.inner.save(Path(folder) / "inner")
+        write_description(Path(folder), {"kind": self.kind, "latent_tokens": self.latent_tokens})
 
     @classmethod
-    def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
-        encoder = cls(description["name"], description["dim"], description["prompt"], description["normalise"])
-        found = encoder._revision()
-        if found != description["revision"]:
-            raise DataError(
-                f"{folder / 'encoder.json'}: the model {encoder.name} has revision {found}, "
-                f"expected {description['revision']}, with which the store was prepared"
-            )
-        return encoder
+    def load(cls, folder: Path, description: dict[str, Any]) -> StretchEncoder:
+        return cls(load_encoder(folder / "inner"), description["latent_tokens"])
 
 
-_KINDS = {kind.kind: kind for kind in (LsaEncoder, SentenceTransformerEncoder)}
+_KINDS: dict[str, Any] = {
+    kind.kind: kind for kind in (LsaEncoder, SentenceTransformerEncoder, ImportedLatents, StretchEncoder)
+}
 
 
 def load_encoder(folder: Path | str) -> LatentEncoder:
@@ -236,15 +206,3 @@ def load_encoder(folder: Path | str) -> LatentEncoder:
         raise
     except Exception as error:  # JSON, a missing key, safetensors' own error type
         raise DataError(f"{path}: not a readable encoder ({' '.join(str(error).split())})") from None
-
-
-def _unit_rows(vectors: np.ndarray) -> np.ndarray:
-    """Rows over their norms; NaN where that is zero or not finite."""
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    norms[~((norms > 1e-9) & np.isfinite(norms))] = np.nan
-    return (vectors / norms).astype(np.float32)
-
-
-def _write_description(folder: Path, description: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "encoder.json").write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,23 +8,30 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mmldlm.data import python_docs
-from mmldlm.data.corpora import Document, Problem, find_files, read_file
+from mmldlm.data.corpora import Document, Problem
 from mmldlm.data.duplicates import exact_groups, near_duplicate_groups
-from mmldlm.data.encoders import LatentEncoder, LsaEncoder, SentenceTransformerEncoder
+from mmldlm.data.encoders import (
+    ImportedLatents,
+    LatentEncoder,
+    LsaEncoder,
+    SentenceTransformerEncoder,
+    StretchEncoder,
+)
+from mmldlm.data.imported_latents import LatentFile
+from mmldlm.data.inputs import described, find_inputs, read_inputs
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest
 from mmldlm.data.options import PrepareConfig, add_arguments, from_args
 from mmldlm.data.reporting import Problems, Progress, say
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import SPLITS, StoreWriter
 from mmldlm.errors import DataError, run_command
-from mmldlm.files import file_info
 
 __all__ = ["PrepareConfig", "add_arguments", "from_args", "main", "prepare", "summary"]
 
@@ -48,15 +55,13 @@ def prepare(config: PrepareConfig, progress: bool = True) -> Manifest:
     samples, or an existing store of other data.
     """
     config.check()
-    files = find_files(config.inputs)
-    sources = python_docs.sources() if config.corpus else [_source(path) for path in files]
+    inputs = find_inputs(config)
+    sources = python_docs.sources() if config.corpus else described(inputs, config)
     if (existing := _existing(config, sources)) is not None:
         return existing
     problems = Problems(config)
     bar = Progress(progress)
-    stream = (
-        python_docs.read_python_docs() if config.corpus else (found for path in files for found in _read(path, config))
-    )
+    stream = python_docs.read_python_docs() if config.corpus else read_inputs(inputs, config)
     documents: list[Document] = []
     for found in bar(stream, "reading documents"):
         if isinstance(found, Problem):
@@ -83,7 +88,7 @@ def prepare(config: PrepareConfig, progress: bool = True) -> Manifest:
     problems.settle()
     if not pieces["train"]:
         raise DataError("split train has no samples; expected documents of at least --min-length tokens")
-    encoder = _encoder(config, [piece.text for piece in pieces["train"]])
+    encoder = _encoder(config, sources, pieces["train"])
     with StoreWriter(config.out, tokenizer, encoder, config.latent_dtype, overwrite=config.overwrite) as writer:
         for split in SPLITS:
             for batch in batches(bar(pieces[split], f"encoding {split}")):
@@ -117,17 +122,6 @@ def summary(manifest: Manifest) -> str:
         f"{manifest.latent.tokens} x {manifest.latent.channels} of {manifest.encoder['name']}; problems: {problems}"
     )
     return "\n".join(rows)
-
-
-def _read(path: Path, config: PrepareConfig) -> Iterator[Document | Problem]:
-    return read_file(path, config.format, config.field)
-
-
-def _source(path: Path) -> dict[str, Any]:
-    try:
-        return {"file": str(path), **asdict(file_info(path))}
-    except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror}") from None
 
 
 def _existing(config: PrepareConfig, sources: list[dict[str, Any]]) -> Manifest | None:
@@ -184,11 +178,28 @@ def _tokenizer(config: PrepareConfig, texts: Sequence[str]) -> Tokenizer:
     return Tokenizer.characters() if config.tokenizer == "characters" else Tokenizer.load(config.tokenizer)
 
 
-def _encoder(config: PrepareConfig, texts: Sequence[str]) -> LatentEncoder:
-    if config.encoder == "lsa":
-        return LsaEncoder.fit(texts, config.channels or 64, config.seed)
-    name = config.encoder.partition(":")[2]
-    return SentenceTransformerEncoder(name, config.channels, config.prompt, config.normalise)
+def _encoder(config: PrepareConfig, sources: list[dict[str, Any]], pieces: Sequence[_Piece]) -> LatentEncoder:
+    kind, _, name = config.encoder.partition(":")
+    if config.imports_latents:
+        digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
+        revision = digest if kind == "included" else LatentFile(name, config.latent_ids).revision
+        shape = pieces[0].document.latents.shape  # type: ignore[union-attr]
+        return ImportedLatents(config.latents_of or kind, revision, shape, config.channels, config.normalise)
+    encoder: LatentEncoder
+    if kind == "lsa":
+        encoder = LsaEncoder.fit([piece.text for piece in pieces], config.channels or 64, config.seed)
+    else:
+        encoder = SentenceTransformerEncoder(
+            name,
+            config.channels,
+            config.prompt,
+            config.normalise,
+            config.prompt_name,
+            config.encoder_revision,
+            config.encoder_batch_size,
+            config.encoder_device,
+        )
+    return StretchEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
 
 
 def _pieces(
@@ -197,7 +208,9 @@ def _pieces(
     """The samples of `documents` and how many of these were too long."""
     pieces, over_length = [], 0
     for batch in batches(documents):
-        for document, ids in zip(batch, _encode(batch, tokenizer, problems), strict=True):
+        encoded = iter(_encode([document for document in batch if document.tokens is None], tokenizer, problems))
+        for document in batch:
+            ids = next(encoded) if document.tokens is None else document.tokens
             if ids is None:
                 continue
             tokens = np.asarray(ids, np.int64)
@@ -206,6 +219,12 @@ def _pieces(
                 problems.add(Problem(document.source, document.line, "too_short", reason))
             elif len(tokens) <= config.max_length:
                 pieces.append(_Piece(document, document.text, tokens))
+            elif document.latents is not None and config.over_length == "split":
+                reason = (
+                    f"{len(tokens)} tokens, but one latent, which cannot be split: expected at most --max-length "
+                    f"{config.max_length}, or --over-length cut"
+                )
+                problems.add(Problem(document.source, document.line, "too_long", reason))
             else:
                 over_length += 1
                 # Parts of equal size, so that no crumb of a few tokens is left over.
@@ -230,7 +249,10 @@ def _encode(documents: Sequence[Document], tokenizer: Tokenizer, problems: Probl
 def _write(
     writer: StoreWriter, split: str, pieces: Sequence[_Piece], encoder: LatentEncoder, problems: Problems
 ) -> None:
-    latents = encoder.encode([piece.text for piece in pieces])
+    if isinstance(encoder, ImportedLatents):
+        latents = encoder.take([piece.document.latents for piece in pieces if piece.document.latents is not None])
+    else:
+        latents = encoder.encode([piece.text for piece in pieces])
     finite = np.isfinite(latents).all(axis=(1, 2))
     for index in np.flatnonzero(~finite).tolist():
         document = pieces[index].document

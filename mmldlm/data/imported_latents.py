@@ -1,0 +1,215 @@
+"""Latents that others have computed: files of them with ids, and the encoder that stands for them in a store.
+
+Shape letters: n latents, M latent tokens of a sample, C latent channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mmldlm.data.corpora import Document, Problem
+from mmldlm.data.encoder_files import unit_rows, write_description
+from mmldlm.data.predecessor_samples import as_latents
+from mmldlm.data.tables import read_latent_table
+from mmldlm.errors import DataError, UsageError
+from mmldlm.files import sha256
+
+POSITION = "position"  # in place of a file of ids: row i belongs to the i-th document
+IDS_NEEDED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
+
+
+class ImportedLatents:
+    """The encoder of a store whose latents were brought along. It has none for any other text.
+
+    Latents stay as they are, unless `channels` truncates them: then each vector is normalised again, if `normalise`.
+    """
+
+    kind = "imported"
+
+    def __init__(
+        self,
+        name: str,
+        revision: str,
+        shape: tuple[int, int],
+        channels: int | None = None,
+        normalise: bool = True,
+    ):
+        """`name` is what made them and `revision` tells their sources apart; `shape` is that of the sources, [M, C]."""
+        self.name, self.revision = name, revision
+        self.latent_tokens, self.source_channels = shape
+        self.channels = channels or self.source_channels
+        if not 1 <= self.channels <= self.source_channels:
+            most = self.source_channels
+            raise UsageError(f"--channels {channels}: the latents have {most}, expected 1 to {most}")
+        self.normalise = normalise and self.channels < self.source_channels
+
+    def take(self, latents: Sequence[np.ndarray]) -> np.ndarray:
+        """float32 [n, M, C] of the sources' [M, C]; NaN where one is not finite, or cannot be normalised."""
+        found = np.stack(latents)[..., : self.channels].astype(np.float32)
+        return unit_rows(found.reshape(-1, self.channels)).reshape(found.shape) if self.normalise else found
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "prompt": None,
+            "normalisation": "l2" if self.normalise else None,
+            "dim": self.channels,
+        }
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """NaN [n, M, C]: there is no encoder for new text."""
+        return np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)
+
+    def save(self, folder: Path | str) -> None:
+        shape = {"latent_tokens": self.latent_tokens, "source_channels": self.source_channels}
+        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalise, **shape, **self.identity})
+
+    @classmethod
+    def load(cls, folder: Path, description: dict[str, Any]) -> ImportedLatents:
+        del folder
+        shape = (description["latent_tokens"], description["source_channels"])
+        return cls(description["name"], description["revision"], shape, description["dim"], description["normalise"])
+
+
+class LatentFile:
+    """Latents by id: `.npy` or `.safetensors` [n, C] or [n, M, C] with a file of ids, or a `.parquet` that has both.
+
+    Rows are read when they are asked for, but those of `.parquet`, which are held in memory.
+    """
+
+    def __init__(self, path: Path | str, ids: str | None = None):
+        """DataError where a file cannot be read, counts differ or an id occurs twice; UsageError without ids."""
+        self.path, self.by_position = Path(path), ids == POSITION
+        if not self.path.is_file():
+            raise DataError(f"{self.path}: no such file; expected latents in .npy, .safetensors or .parquet")
+        if (self.path.suffix == ".parquet") == (ids is not None):
+            raise UsageError(
+                f"--latent-ids {ids}: {self.path} has its own, in the column 'id'"
+                if ids
+                else f"--encoder precomputed:{self.path} needs {IDS_NEEDED}"
+            )
+        if self.path.suffix not in (".npy", ".safetensors", ".parquet"):
+            raise UsageError(f"--encoder precomputed:{self.path}: expected .npy, .safetensors or .parquet")
+        names: list[str] | None = None
+        self._rows: np.ndarray | _Tensor
+        if self.path.suffix == ".parquet":
+            names, self._rows = read_latent_table(self.path)
+        else:
+            self._rows = _mapped(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
+        shape = tuple(self._rows.shape)
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise DataError(f"{self.path}: shape {list(shape)}, expected [n, C] or [n, M, C]")
+        self.shape: tuple[int, int] = (shape[1], shape[2]) if len(shape) == 3 else (1, shape[1])
+        if names is None:
+            names = [str(row) for row in range(shape[0])] if self.by_position else _read_ids(Path(str(ids)))
+        if len(names) != shape[0]:
+            raise DataError(f"{ids}: {len(names)} ids, expected {shape[0]}, the rows of {self.path}")
+        self.rows: dict[str, int] = {}
+        for row, name in enumerate(names):
+            if (first := self.rows.setdefault(name, row)) != row:
+                raise DataError(
+                    f"{self.path}: id {name!r} of row {row} is that of row {first} already; expected each once"
+                )
+        self._ids = None if ids is None or self.by_position else Path(ids)
+
+    @property
+    def revision(self) -> str:
+        """SHA-256 over the contents of the files."""
+        parts = [sha256(path) for path in (self.path, self._ids) if path]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def attach(self, found: Iterator[Document | Problem]) -> Iterator[Document | Problem]:
+        """The documents with their latents; a problem in the place of each that has none, and for each latent of none.
+
+        Documents are known by `key`, or by their place among all that is found, problems counted. DataError where
+        places are counted and there are more or fewer than latents.
+        """
+        seen: dict[str, str] = {}
+        place = -1
+        for place, item in enumerate(found):
+            key = str(place) if self.by_position else getattr(item, "key", "")
+            if isinstance(item, Problem):
+                seen.setdefault(key, "")
+                yield item
+                continue
+            where = f"{item.source}:{item.line}"
+            if not key:
+                yield Problem(item.source, item.line, "no_latent", "no id; expected one in the field --key-field")
+            elif key not in self.rows:
+                yield Problem(item.source, item.line, "no_latent", f"id {key!r} has no latent in {self.path}")
+            elif seen.setdefault(key, where) != where:
+                yield Problem(item.source, item.line, "mismatch", f"id {key!r} is that of {seen[key]} already")
+            else:
+                yield self._with_latents(item, self.rows[key])
+        if self.by_position and place + 1 != len(self.rows):
+            raise DataError(f"{self.path}: {len(self.rows)} latents, expected {place + 1}, one for each document found")
+        for key, row in self.rows.items():
+            if key not in seen:
+                yield Problem(str(self.path), row + 1, "unused_latent", f"id {key!r} belongs to no document")
+
+    def _with_latents(self, document: Document, row: int) -> Document | Problem:
+        latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
+        if isinstance(latents, tuple):
+            return Problem(document.source, document.line, latents[0], f"{self.path}: row {row}: {latents[1]}")
+        return replace(document, latents=latents)
+
+
+class _Tensor:
+    """The tensor `latents`, or the only one, of a safetensors file; sliced without reading the rest."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._file = safe_open(str(path), framework="numpy")
+            names = list(self._file.keys())
+            if "latents" not in names and len(names) != 1:
+                raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
+            self._slice = self._file.get_slice("latents" if "latents" in names else names[0])
+            self.shape = tuple(self._slice.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: not readable as safetensors ({error})") from None
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        try:
+            return self._slice[rows]
+        except (SafetensorError, TypeError) as error:  # a type that NumPy does not have, such as bfloat16
+            raise DataError(
+                f"{self._path}: cannot read row {rows.start} ({error}); expected float16 or float32"
+            ) from None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: not a readable array ({error})") from None
+    if not isinstance(found, np.ndarray):
+        raise DataError(f"{path}: an archive of arrays, expected one array")
+    return found
+
+
+def _read_ids(path: Path) -> list[str]:
+    """Ids in the order of rows: a JSON list, lines of text, or an array of integers or text."""
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, allow_pickle=False)
+            found = array.tolist() if array.ndim == 1 and array.dtype.kind in "iuU" else None
+        elif path.suffix == ".json":
+            found = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            found = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"--latent-ids {path}: cannot be read ({error})") from None
+    if not isinstance(found, list) or not all(isinstance(name, (str, int)) and name != "" for name in found):
+        raise DataError(f"--latent-ids {path}: expected ids, text or integers, one for each latent and none empty")
+    return [str(name) for name in found]

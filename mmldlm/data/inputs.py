@@ -1,0 +1,191 @@
+"""What a preparation reads: its inputs by format, and what their documents bring along beside text.
+
+A format is a pair of functions: `parts(path, target_bytes)` cuts an input into stretches that can be read by
+themselves, and `read(part, field)` reads one.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mmldlm.data.corpora import SUFFIXES, Document, Format, Part, Problem, find_files, read_file
+from mmldlm.data.imported_latents import POSITION, LatentFile
+from mmldlm.data.options import PrepareConfig
+from mmldlm.data.predecessor import predecessor_parts, read_predecessor
+from mmldlm.data.predecessor_arrays import DatShapes
+from mmldlm.data.tables import (
+    Columns,
+    arrow_parts,
+    datasets_parts,
+    is_datasets_folder,
+    parquet_parts,
+    read_arrow,
+    read_parquet,
+)
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import DataError
+from mmldlm.files import file_info
+
+Found: TypeAlias = "Iterator[Document | Problem]"
+_TARGET_BYTES = 64 << 20
+_BATCH = 512
+
+
+class FormatReader(NamedTuple):
+    """How inputs of one format are cut into parts, and how a part is read."""
+
+    parts: Callable[[Path, int], list[Part]]
+    read: Callable[[Part, str], Found]
+
+
+def reader(format: Format, config: PrepareConfig) -> FormatReader | None:
+    """Of a table or a predecessor's folder; None for text, which `read_file` reads."""
+    columns = Columns(config.tokens_field, config.latents_field, config.key_field)
+    tables: dict[str, FormatReader] = {
+        "parquet": FormatReader(parquet_parts, partial(read_parquet, columns=columns)),
+        "arrow": FormatReader(arrow_parts, partial(read_arrow, columns=columns)),
+        "datasets": FormatReader(datasets_parts, partial(read_arrow, columns=columns)),
+    }
+    if not format.startswith("predecessor"):
+        return tables.get(format)
+    shapes = DatShapes(config.dat_samples, config.dat_tokens, config.dat_latents, config.dat_pad_id)
+    layout = format.removeprefix("predecessor").removeprefix("-") or None
+    return FormatReader(
+        partial(predecessor_parts, layout=layout, shapes=shapes), partial(read_predecessor, shapes=shapes)
+    )
+
+
+def find_inputs(config: PrepareConfig) -> list[tuple[Path, Format]]:
+    """Every file or folder to read, with its format; DataError where an input names nothing."""
+    found: list[tuple[Path, Format]] = []
+    for name in config.inputs:
+        if config.format and (config.format == "datasets" or config.format.startswith("predecessor")):
+            folders = [Path(name)] if Path(name).is_dir() else sorted(map(Path, glob.glob(name)))  # noqa: PTH207
+            if not folders or not all(folder.is_dir() for folder in folders):
+                raise DataError(f"{name}: no such folder; expected one, as --format is {config.format}")
+            found += [(folder, config.format) for folder in folders]
+        elif not config.format and is_datasets_folder(Path(name)):
+            found.append((Path(name), "datasets"))
+        else:
+            found += [(path, config.format or SUFFIXES.get(path.suffix, "lines")) for path in find_files([name])]
+    return list(dict.fromkeys(found))
+
+
+def described(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
+    """What a store is made of, as its manifest names it: the inputs, and latents that were precomputed."""
+    kind, _, latents = config.encoder.partition(":")
+    beside = [Path(latents)] if kind == "precomputed" else []
+    if config.latent_ids not in (None, POSITION):
+        beside.append(Path(str(config.latent_ids)))
+    for path in beside:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
+    return [_source(path) for path in (*(path for path, _ in inputs), *beside)]
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """A file or folder by name, size and hash; a folder's hash is that of its files' names and hashes."""
+    try:
+        if path.is_file():
+            return {"file": str(path), **asdict(file_info(path))}
+        digest, total, count = hashlib.sha256(), 0, 0
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            info = file_info(file)
+            digest.update(f"{file.relative_to(path).as_posix()}\0{info.sha256}\n".encode())
+            total, count = total + info.bytes, count + 1
+        return {"folder": str(path), "files": count, "bytes": total, "sha256": digest.hexdigest()}
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot read: {error.strerror}") from None
+
+
+def read_inputs(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> Found:
+    """The documents of all inputs, each with text, tokens and latents as far as they are asked for, or its problem."""
+    found = with_texts(_read(inputs, config), config)
+    if not config.imports_latents:
+        return (replace(item, latents=None) if isinstance(item, Document) else item for item in found)
+    if config.encoder == "included":
+        return _of_one_shape(found)
+    return LatentFile(config.encoder.partition(":")[2], config.latent_ids).attach(found)
+
+
+def _read(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> Found:
+    for path, format in inputs:
+        if chosen := reader(format, config):
+            for part in chosen.parts(path, _TARGET_BYTES):
+                yield from chosen.read(part, config.field)
+        else:
+            yield from read_file(path, format, config.field, config.key_field)
+
+
+def with_texts(found: Found, config: PrepareConfig) -> Found:
+    """The same, with the text of tokens where there is none. DataError without the tokenizer that made them."""
+    tokenizer: Tokenizer | None = None
+    batch: list[Document | Problem] = []
+    for item in found:
+        if isinstance(item, Document) and item.tokens is not None:
+            if config.tokenizer in ("bpe", "characters"):
+                raise DataError(
+                    f"{item.source}: holds tokens, so --tokenizer is needed: the tokenizer.json that made them, or its "
+                    f"folder; found {config.tokenizer}"
+                )
+            tokenizer = tokenizer or Tokenizer.load(config.tokenizer)
+        batch.append(item)
+        if len(batch) == _BATCH:
+            yield from _spelled(batch, tokenizer)
+            batch = []
+    yield from _spelled(batch, tokenizer)
+
+
+def _spelled(batch: list[Document | Problem], tokenizer: Tokenizer | None) -> Found:
+    if tokenizer is None:
+        yield from batch
+        return
+    checked = [_known(item, tokenizer) for item in batch]
+    silent = [item for item in checked if isinstance(item, Document) and item.tokens is not None and not item.text]
+    texts = iter(tokenizer.decode_batch([item.tokens.tolist() for item in silent]))  # type: ignore[union-attr]
+    waiting = {id(item) for item in silent}
+    for item in checked:
+        if isinstance(item, Document) and id(item) in waiting:
+            text = next(texts)
+            empty = Problem(item.source, item.line, "empty", "its tokens spell nothing")
+            yield replace(item, text=text) if text.strip() else empty
+        else:
+            yield item
+
+
+def _known(item: Document | Problem, tokenizer: Tokenizer) -> Document | Problem:
+    """A problem where tokens are not the tokenizer's, or stand for no text."""
+    if isinstance(item, Problem) or item.tokens is None:
+        return item
+    bad = (item.tokens < 0) | (item.tokens >= tokenizer.vocab_size)
+    bad |= (item.tokens == tokenizer.mask_id) | (item.tokens == tokenizer.pad_id)
+    if not bad.any():
+        return item
+    place = int(np.argmax(bad))
+    token = int(item.tokens[place])
+    what = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}.get(token, f"not below {tokenizer.vocab_size}")
+    reason = f"sample {item.key}: token {place} is {token}, {what}; expected ids of text by --tokenizer"
+    return Problem(item.source, item.line, "mismatch", reason)
+
+
+def _of_one_shape(found: Found) -> Found:
+    """The same, with a problem in the place of each document whose latents are not shaped like the first ones."""
+    shape: tuple[int, ...] | None = None
+    for item in found:
+        if isinstance(item, Problem):
+            yield item
+        elif item.latents is None:
+            yield Problem(item.source, item.line, "no_latent", "comes without a latent, which --encoder included needs")
+        elif item.latents.shape != (shape := shape or item.latents.shape):
+            reason = f"sample {item.key}: latents {list(item.latents.shape)}, expected {list(shape)} as the first has"
+            yield Problem(item.source, item.line, "mismatch", reason)
+        else:
+            yield item
