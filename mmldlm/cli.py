@@ -11,6 +11,7 @@ from mmldlm.errors import ExitCode, run_command
 
 COMMANDS = {
     "prepare": ("mmldlm.data.prepare", "raw text to a data store"),
+    "data": ("mmldlm.data.command", "look at a data store, or verify it"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.sample", "write texts from latents, find latents of texts"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),

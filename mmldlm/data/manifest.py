@@ -5,6 +5,7 @@ Shape letters: V vocabulary, M latent tokens of a sample, C latent channels.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -14,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.files import FileInfo
+from mmldlm.files import FileInfo, write_atomically
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+SEAL_NAME = "manifest.sha256"  # as sha256sum writes and reads it
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,14 @@ class Manifest:
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
+    def write(self, store: Path) -> None:
+        """Durably, with its seal, the hash of the manifest itself. The manifest comes last."""
+        content = self.to_json()
+        write_atomically(store / SEAL_NAME, seal_of(hashlib.sha256(content.encode()).hexdigest()))
+        write_atomically(store / MANIFEST_NAME, content)
+
     def all_files(self) -> Iterator[tuple[str, FileInfo]]:
-        """Every file of the store but the manifest, by name."""
+        """Every file of the store but the manifest and its seal, by name."""
         for split in self.splits.values():
             for shard in split.shards:
                 yield from ((f"{shard.name}.{suffix}", info) for suffix, info in shard.files.items())
@@ -118,6 +126,11 @@ class Manifest:
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: {error}; expected a complete manifest of format {FORMAT}") from None
+
+
+def seal_of(digest: str) -> str:
+    """What the seal of a manifest of this SHA-256 holds."""
+    return f"{digest}  {MANIFEST_NAME}\n"
 
 
 def _checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +24,7 @@ _EXPONENT = {2: 0x7C00, 4: 0x7F800000}  # bits that are all set in a float of so
 
 
 class BadSample(NamedTuple):
-    """A row of split `SPLITS[split]` that nobody can train on, in a store that was written so."""
+    """A row that nobody can train on, in a store that was written so; `split` counts those that were read."""
 
     split: int
     row: int
@@ -63,38 +63,48 @@ def read_part(store: Store, part: int = 0, parts: int = 1, keep: int = 1) -> tup
 
     DataError naming the first file that is not what was written.
     """
+    found = read_items(store, deal(store.manifest, parts)[part], keep)
+    for name in SPLITS:
+        _ = store.split(name).lengths  # refuses offsets that do not rise
+    return found
+
+
+def read_items(
+    store: Store, items: Sequence[tuple[int, int, str]], keep: int, splits: Sequence[str] = SPLITS
+) -> tuple[int, list[BadSample]]:
+    """Read these shards and files, as `deal` gives them for `splits`: the number of bad samples, and the first `keep`.
+
+    DataError naming the first file that is not what was written.
+    """
     count, bad = 0, list[BadSample]()
-    for split, index, name in sorted(deal(store.manifest, parts)[part]):
-        if split < len(SPLITS):
-            found = _read_shard(store, split, index)
+    for split, index, name in sorted(items):
+        if split < len(splits):
+            found = _read_shard(store.split(splits[split]), split, index)
             count, bad = count + len(found), (bad + found)[:keep]
         else:
             for _ in _chunks(store.path / name, store.manifest.files[name]):
                 pass
-    for name in SPLITS:
-        _ = store.split(name).lengths  # refuses offsets that do not rise
     return count, bad
 
 
-def deal(manifest: Manifest, parts: int) -> list[list[tuple[int, int, str]]]:
+def deal(manifest: Manifest, parts: int, splits: Sequence[str] = SPLITS) -> list[list[tuple[int, int, str]]]:
     """(split, shard, name) of all shards and other files in `parts` of nearly equal size, the same on every rank."""
-    sizes = {(len(SPLITS), 0, name): info.bytes for name, info in manifest.files.items()}
-    for split, name in enumerate(SPLITS):
+    sizes = {(len(splits), 0, name): info.bytes for name, info in manifest.files.items()}
+    for split, name in enumerate(splits):
         for index, shard in enumerate(manifest.splits[name].shards):
             sizes[split, index, shard.name] = sum(info.bytes for info in shard.files.values())
     return share_out(sizes, parts)
 
 
-def _read_shard(store: Store, number: int, index: int) -> list[BadSample]:
+def _read_shard(split: Split, number: int, index: int) -> list[BadSample]:
     """Hash the files of a shard and look at every token and latent."""
-    split = store.split(SPLITS[number])
     shard, why = split.shards[index], dict[int, str]()
-    for suffix, info in store.manifest.splits[split.name].shards[index].files.items():
+    for suffix, info in split.manifest.splits[split.name].shards[index].files.items():
         kind = suffix.removesuffix(".npy")
         array = getattr(shard, kind)
         size = array[0].nbytes  # of a token, of a sample's latents
         first = 0
-        for chunk in _chunks(store.path / f"{shard.name}.{suffix}", info, info.bytes - array.nbytes, size):
+        for chunk in _chunks(split.store / f"{shard.name}.{suffix}", info, info.bytes - array.nbytes, size):
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
             if kind == "tokens":
                 why.update(_bad_tokens(split, index, rows, first))

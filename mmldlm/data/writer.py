@@ -25,7 +25,7 @@ from mmldlm.data.manifest import (
 )
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.files import FileInfo, file_info, fsync, write_atomically
+from mmldlm.files import FileInfo, file_info, fsync
 
 SPLITS = ("train", "validation", "test")
 
@@ -170,7 +170,7 @@ class StoreWriter:
             },
             files=self._other_files(),
         )
-        write_atomically(self.folder / MANIFEST_NAME, manifest.to_json())
+        manifest.write(self.folder)
         self._publish()
         return manifest
 

@@ -9,7 +9,7 @@ import pytest
 from sample_corpus import write_store
 
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME
 from mmldlm.data.shards import Store, StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import read_part
@@ -69,7 +69,7 @@ def all_files(path: Path) -> list[str]:
 
 def test_every_truncated_missing_or_changed_file_is_named(copy: Path) -> None:
     for name in all_files(copy):
-        if name in (MANIFEST_NAME, "problems.jsonl"):
+        if name in (MANIFEST_NAME, SEAL_NAME, "problems.jsonl"):
             continue
         path = copy / name
         content = path.read_bytes()
