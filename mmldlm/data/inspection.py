@@ -88,8 +88,8 @@ def describe(found: dict[str, Any]) -> str:
         f"{found['token_dtype']}, longest sample {found['max_length']}",
         f"encoder    {', '.join(f'{key} {_short(value)}' for key, value in encoder.items())}",
         f"latents    {latent['tokens']} x {latent['channels']} {found['latent_dtype']}; centred rms "
-        f"{latent['rms']:.4g}, norm of the mean {latent['norm_of_mean']:.4g}, largest standardised norm {latent['max_norm']:.4g} "
-        f"(sqrt(C) is {latent['channels'] ** 0.5:.4g})",
+        f"{latent['rms']:.4g}, norm of the mean {latent['norm_of_mean']:.4g}, largest standardised norm "
+        f"{latent['max_norm']:.4g} (sqrt(C) is {latent['channels'] ** 0.5:.4g})",
     ]
     for name, split in found["splits"].items():
         lengths, norms = split["lengths"], split["latent_norms"]
