@@ -32,7 +32,7 @@ def batches_parts(folder: Path, target_bytes: int) -> list[Part]:
     """Stretches of every file of tokens. DataError where its meta is missing, of another count, or repeats a latent."""
     for cache in (_latent_rows, _latent_files, _stacked_latents, _stack):
         cache.cache_clear()
-    parts, owners = [], dict[tuple[str, int], str]()
+    parts, owners = [], dict[tuple[Path | None, int], tuple[Path, int]]()
     for path in token_batches(folder):
         array = _mapped(path)
         if array.ndim != 3 or array.shape[1] != 2 or array.dtype.kind not in "iu":
@@ -42,11 +42,14 @@ def batches_parts(folder: Path, target_bytes: int) -> list[Part]:
             raise DataError(
                 f"{_meta_path(path)}: {len(rows)} latent_idx, expected {len(array)}, the rows of {path.name}"
             )
-        stacked = str(_stacked_latents(path) or "")
+        stacked = _stacked_latents(path)
         for row, index in enumerate(rows):
-            here = f"row {row} of {path}"
-            if (other := owners.setdefault((stacked, index), here)) != here:
-                raise DataError(f"{here}: latent_idx {index}, which is that of {other} already; expected each once")
+            other, at = owners.setdefault((stacked, index), (path, row))
+            if (other, at) != (path, row):
+                raise DataError(
+                    f"row {row} of {path}: latent_idx {index}, which is that of row {at} of {other} already; expected "
+                    "each once"
+                )
         parts += even_parts(path, len(array), array.nbytes / max(1, len(array)), target_bytes)
     return parts
 

@@ -140,15 +140,24 @@ def test_encoder_revision_is_for_models_by_name(folder: Path) -> None:
         SentenceTransformerEncoder(str(folder), revision="abc")
 
 
-def test_a_store_of_minilm_in_two_stretches(folder: Path, tmp_path: Path) -> None:
+def test_a_store_of_minilm_in_two_stretches_with_the_models_prompt(folder: Path, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 60)
-    config = small_config(tmp_path / "store", corpus, encoder=f"sentence-transformers:{folder}", channels=32)
-    manifest = prepare(replace(config, latent_tokens=2, latent_dtype="float32"), progress=False)
+    with_prompts(folder)
+    config = small_config(
+        tmp_path / "store", corpus, encoder=f"sentence-transformers:{folder}", channels=32, prompt_name="query",
+        latent_tokens=2, latent_dtype="float32", encoder_device="cpu", encoder_batch_size=8,
+    )  # fmt: skip
+    manifest = prepare(config, progress=False)
     assert (manifest.latent.tokens, manifest.latent.channels) == (2, 32)
+    assert manifest.encoder["prompt"].startswith("Instruct: ")
     split = Store.open(tmp_path / "store").split("train")
     (text,) = Tokenizer.load(tmp_path / "store/tokenizer").decode_batch([split.tokens(0).tolist()])
     words = text.split()
     halves = [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
-    expected = library(folder, truncate_dim=32).encode(halves, normalize_embeddings=True)
+    expected = library(folder, truncate_dim=32).encode(halves, prompt_name="query", normalize_embeddings=True)
     assert np.allclose(split.latents(0), expected, atol=1e-5)
     assert faults(tmp_path / "store") == []
+    # Neither is recorded, as neither changes a latent: this is the same store.
+    assert prepare(replace(config, encoder_device=None, encoder_batch_size=4), progress=False) == manifest
+    with pytest.raises(DataError, match="cannot load the model"):
+        prepare(replace(config, encoder_device="nonsense", overwrite=True), progress=False)
