@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.objective import Objective
+from mmldlm.ema import WORDS, Weights
 from mmldlm.errors import DataError
 from mmldlm.model.attention import resolve_backend
 from mmldlm.model.freezing import freeze_parts
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.resume import check_fits, data_shape
+from mmldlm.resume import check_fits, data_shape, saved_average
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
@@ -60,12 +62,22 @@ class LoadedRun:
     objective: Objective
     device: torch.device
     step: int
+    weights: Weights  # which of them the model has
+    has_average: bool  # whether the checkpoint has both
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {WORDS[self.weights]}"
 
 
-def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: str | None = None) -> LoadedRun:
+def load_run(
+    run_dir: Path | str, checkpoint: Path | str | None = None, data: str | None = None, weights: Weights | None = None
+) -> LoadedRun:
     """The newest good checkpoint of a run, or a given one; `data` replaces the config's data.path.
 
-    Raises `DataError` where the folder is no run, has no checkpoint, or its data store has changed.
+    Where `weights` says nothing, their average is taken if the checkpoint has one, unless `ema.evaluate` is false.
+
+    Raises `DataError` where the folder is no run, has no checkpoint or no average that was asked for, or its data store
+    has changed.
     """
     folder = Path(run_dir)
     if not (folder / "config.yaml").is_file():
@@ -81,7 +93,12 @@ def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: st
     check_fits(found, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(config, store.manifest, device.type)
-    load_model_state(model, TensorFiles.open(found, "model"))
+    average = saved_average(found, model)
+    if weights == "ema" and average is None:
+        raise DataError(f"{found.path}: has no average of the weights (ema.decay); expected --weights trained")
+    weights = weights or ("ema" if average is not None and config.ema.evaluate else "trained")
+    chosen = average if average is not None and weights == "ema" else {}
+    load_model_state(model, ChainMap(chosen, TensorFiles.open(found, "model")))  # type: ignore[arg-type]
     return LoadedRun(
         folder=folder,
         config=config,
@@ -91,4 +108,6 @@ def load_run(run_dir: Path | str, checkpoint: Path | str | None = None, data: st
         objective=build_objective(config, store.manifest),
         device=device,
         step=found.step,
+        weights=weights,
+        has_average=average is not None,
     )

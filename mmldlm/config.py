@@ -16,6 +16,7 @@ from mmldlm.diffusion.masked import TextConfig
 from mmldlm.diffusion.noise import ModeShares, trained_modes
 from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
+from mmldlm.ema import EmaConfig
 from mmldlm.errors import ConfigError
 from mmldlm.learning_rate import ScheduleConfig
 from mmldlm.model.attention import AttentionConfig
@@ -98,6 +99,7 @@ class RunConfig:
     loss: LossConfig = setting(LossConfig(), "the losses")
     optim: OptimConfig = setting(OptimConfig(), "the optimizer")
     schedule: ScheduleConfig = setting(ScheduleConfig(), "courses over the steps")
+    ema: EmaConfig = setting(EmaConfig(), "an exponential moving average of the trained weights, in float32")
     train: TrainConfig = setting(TrainConfig(), "length and batch")
     precision: Literal["fp32", "bf16"] = setting("fp32", "of matrix products; weights, moments and losses are float32")
     sampling: SamplingConfig = setting(SamplingConfig(), "generation in training, `evaluate` and `sample`")

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import flop_registry
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.mmdit import MMDiT
 
-Kind = Literal["weights", "gradients", "moments", "batches", "activations", "update"]  # update: what it needs meanwhile
+# ema: the average of the weights; update: what it needs meanwhile
+Kind = Literal["weights", "ema", "gradients", "moments", "batches", "activations", "update"]
 
 _ATEN = torch.ops.aten
 _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie
@@ -90,13 +91,17 @@ class Costs(TorchDispatchMode):
 class StepCosts:
     """Optimizer steps, called as the trainer calls them, and what they cost.
 
-    `model` may have fake tensors. In DDP's buckets `gradients_stay` from step to step.
+    `model` may have fake tensors. In DDP's buckets `gradients_stay` from step to step. `ema`: an average of the trained
+    weights lies beside them, whose update needs no memory of its own.
     """
 
-    def __init__(self, model: MMDiT, objective: Objective, gradients_stay: bool = False):
+    def __init__(self, model: MMDiT, objective: Objective, gradients_stay: bool = False, ema: bool = False):
         self.model, self.objective, self.gradients_stay = model, objective, gradients_stay
         self.costs = Costs()
         self.costs.are("weights", [*model.parameters(), *model.buffers()])
+        with self._watched("ema"):
+            trained = model.parameters() if ema else ()
+            self._average = [torch.zeros_like(parameter) for parameter in trained if parameter.requires_grad]
         self._name_gradients()
         if gradients_stay:
             self._begin_gradients()

@@ -31,11 +31,12 @@ from mmldlm.runtime.launch import ENGINES, asked_world_size
 from mmldlm.schema import to_yaml
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
-BYTES_PER_MOMENT = BYTES_PER_FROZEN = 4
+BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_OF_AVERAGE = 4
 MIB = 2**20
 FURTHEST = 4096  # steps of a stage that are looked through for the largest micro-batch
 NAMES: dict[Kind, str] = {
     "weights": "weights",
+    "ema": "average of the weights",
     "gradients": "gradients",
     "moments": "moments",
     "batches": "batches",
@@ -52,11 +53,12 @@ class Estimate:
     flops_per_step: float  # of matrix products, forward and backward, over all ranks; mean over the run
     batches: dict[int, BatchSize]  # by the step that they begin at
     world_size: int
-    state_mib: float  # weights, gradients, moments; on one rank
+    state_mib: float  # weights, their average, gradients, moments; on one rank
     activations_mib: float  # at their own peak in forward and backward, of the largest micro-batch looked at
     peak_mib: Mapping[Kind, float] = field(default_factory=dict)  # what is there when all of it is the most
     optimizer: str = ""  # the implementation
     one_moment: int = 0  # trained parameters of which the optimizer keeps one moment, not two: Muon's
+    ema: bool = False  # whether an average of the trained weights is kept
 
     @property
     def total_mib(self) -> float:
@@ -65,8 +67,8 @@ class Estimate:
 
     @property
     def checkpoint_mib(self) -> float:
-        """Of the host: copies of this process's share of weights and moments, kept from the first checkpoint on."""
-        weights = sum(self.parameters.values()) + 2 * self.trainable - self.one_moment
+        """Of the host: copies of this process's share of weights, average and moments, from the first checkpoint on."""
+        weights = sum(self.parameters.values()) + (3 if self.ema else 2) * self.trainable - self.one_moment
         return weights * BYTES_PER_MOMENT / self.world_size / MIB
 
 
@@ -94,7 +96,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         model = build_model(config, store.manifest, "cpu")
     objective = build_objective(config, store.manifest)
     optimizer, name, one_moment = _optimizer(model, config.optim, device)
-    trial = StepCosts(model, objective, gradients_stay=world_size > 1)
+    trial = StepCosts(model, objective, gradients_stay=world_size > 1, ema=config.ema.decay > 0)
     steps = config.train.steps
     batches = config.train.batch_stages(world_size)
     starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
@@ -121,6 +123,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
     state = trainable * BYTES_PER_PARAMETER - one_moment * BYTES_PER_MOMENT + frozen * BYTES_PER_FROZEN
+    state += trainable * BYTES_OF_AVERAGE if config.ema.decay else 0
     return Estimate(
         parameters=parameters,
         trainable=trainable,
@@ -133,6 +136,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         peak_mib={kind: size / MIB for kind, size in trial.costs.peak().items()},
         optimizer=name,
         one_moment=one_moment,
+        ema=config.ema.decay > 0,
     )
 
 
@@ -187,14 +191,15 @@ def print_estimate(config: RunConfig) -> None:
     print(f"memory per process   {found.total_mib:,.0f} MiB = {' + '.join(parts)}")
     print(f"  on the host        {found.checkpoint_mib:,.0f} MiB more from the first checkpoint on, to write it from")
     if found.world_size > 1:
-        print(f"  weights, gradients and moments by engine, MiB on each of {found.world_size} devices, and on the host")
+        what = "weights, average, gradients and moments" if found.ema else "weights, gradients and moments"
+        print(f"  {what} by engine, MiB on each of {found.world_size} devices, and on the host")
         for engine in filter(engines_of(config.optim.name).__contains__, ENGINES):
             device, host = state_mib(engine, found, config.precision)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
 
 
 def state_mib(engine: str, of: Estimate, precision: str) -> tuple[float, float]:
-    """MiB of weights, gradients, masters and moments on (a device, the host) for each process.
+    """MiB of weights, their average, gradients, masters and moments on (a device, the host) for each process.
 
     Not in it: communication buckets, and the blocks that FSDP2 and ZeRO-3 hold gathered for a moment.
     """
@@ -213,6 +218,11 @@ def state_mib(engine: str, of: Estimate, precision: str) -> tuple[float, float]:
     whole = engine not in ("fsdp2", "zero3", "zero3_offload")
     width = low if engine.startswith("zero") else BYTES_PER_FROZEN
     still = frozen * width * (1 if whole else share)
+    average = BYTES_OF_AVERAGE * (1 if engine == "ddp" else share) if of.ema else 0.0  # shared out as the masters are
+    if engine.endswith("_offload"):
+        host += average
+    else:
+        device += average
     spared = of.one_moment * BYTES_PER_MOMENT * (1 if whole else share)  # of Muon, which runs where no host steps
     on_host = engine == "zero3_offload"
     return (

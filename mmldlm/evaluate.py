@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mmldlm.build import LoadedRun, load_run
 from mmldlm.data.encoders import load_encoder
 from mmldlm.diffusion.noise import trained_modes
+from mmldlm.ema import WORDS, add_weights_option
 from mmldlm.evaluation import (
     Evaluation,
     EvaluationConfig,
@@ -36,7 +37,7 @@ def evaluate(run: LoadedRun, config: EvaluationConfig) -> dict[str, Any]:
             bar.set_description(what)
             bar.update()
 
-        result = {"step": run.step, **asdict(config), **likelihood(evaluation, progress)}
+        result = {"step": run.step, "weights": run.weights, **asdict(config), **likelihood(evaluation, progress)}
         result["l2t"] |= text_metrics(evaluation, encoder, progress)
         result["t2l"] = latent_metrics(evaluation, progress)
         if "joint" in trained:
@@ -86,7 +87,8 @@ def table(result: dict[str, Any]) -> str:
         ("t2l recall@1", t2l["recall_at_1"], f"chance {chance:.4f} ({t2l['candidates']} candidates)"),
         ("t2l recall@10", t2l["recall_at_10"], f"chance {10 * chance:.4f}"),
     ]
-    lines = [f"step {result['step']}, {result['samples']} documents of split {result['split']}"]
+    what = f"step {result['step']}, {WORDS[result['weights']]}"
+    lines = [f"{what}: {result['samples']} documents of split {result['split']}"]
     lines += [f"  {name:<34}{_number(value):>9}   control: {control}" for name, value, control in rows]
     return "\n".join(lines)
 
@@ -97,7 +99,7 @@ def _number(value: float | None) -> str:
 
 def samples_markdown(result: dict[str, Any]) -> str:
     """`samples.md`: references beside generations, and texts of the model's own."""
-    lines = [f"# Samples at step {result['step']}", "", "## Latent to text", ""]
+    lines = [f"# Samples at step {result['step']}, {WORDS[result['weights']]}", "", "## Latent to text", ""]
     for pair in result["l2t"]["samples"]:
         lines += [f"- reference:  `{_inline(pair['reference'])}`", f"  generation: `{_inline(pair['generation'])}`"]
     if "joint" in result:
@@ -117,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; default: the newest good one")
     parser.add_argument("--data", help="data store, where it is no longer at the config's data.path")
+    add_weights_option(parser)
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
     for name, what in (
         ("samples", "documents of the bound, candidates of the retrieval"),
@@ -131,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("samples", "texts", "times"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: expected at least 1, found {getattr(options, name)}")
-    run = load_run(options.run, options.checkpoint, options.data)
+    run = load_run(options.run, options.checkpoint, options.data, options.weights)
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed)
     result = evaluate(run, config)
     (options.run / "samples.md").write_text(samples_markdown(result), encoding="utf-8")

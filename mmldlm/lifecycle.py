@@ -14,6 +14,7 @@ import torch
 
 from mmldlm.checkpoint import CheckpointStore, RunLock, TrainState
 from mmldlm.config import RunConfig, write_config
+from mmldlm.ema import check_ema
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.files import write_atomically
 from mmldlm.guard import Guard, skips_file
@@ -104,6 +105,7 @@ class RunLifecycle:
         config.train.check_batches(self.launch.world_size)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         check_optimizer(config.optim, self.launch.engine, self.launch.offloads_optimizer, device_type)
+        check_ema(config.ema, self.launch.deepspeed)
         check_auto_micro_batch(config.train, self.launch.engine)
         check_compile(config.compile, self.launch.engine)
         if config.memory.keep_freed and device_type == "cpu":
@@ -144,6 +146,8 @@ class RunLifecycle:
             runtime.load_optimizer_state(restored.moments)
             if runtime.is_main:
                 self.checkpoints.set_aside_after(restored.state.step)
+        if config.ema.decay:
+            runtime.keep_average(restored.average)
         self.state = restored.state
         if config.resume == "auto" and self.state.step:
             self.saved_at = self.state.step  # it came from this very folder

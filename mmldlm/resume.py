@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mmldlm.checkpoint import (
     CheckpointStore,
     TensorFiles,
     TrainState,
+    check_average,
     clean_name,
     load_model_state,
     verify,
@@ -94,6 +95,7 @@ class Restored:
     state: TrainState
     notes: list[str]  # for the user
     moments: Mapping[str, Tensor] | None = None  # the optimizer's state; None for a run from step 0
+    average: Mapping[str, Tensor] = field(default_factory=dict)  # of the weights; those not in it begin theirs anew
 
 
 def choose(checkpoints: CheckpointStore, config: RunConfig) -> Path | None:
@@ -129,7 +131,28 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if anew:
         notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")
-    return Restored(state, notes, moments)
+    average = saved_average(found, model)
+    if not config.ema.decay:
+        if average is not None:
+            notes.append("ema: the checkpoint's average of the weights ends here (ema.decay: 0)")
+        return Restored(state, notes, moments)
+    kept = {} if average is None else average.where(_trained(model).__contains__)
+    if average is None:
+        notes.append("ema: the checkpoint has no average of the weights; it begins here, as the weights are now")
+    elif anew:
+        notes.append("ema: the average of parameters that train from here on begins as they are now")
+    return Restored(state, notes, moments, kept)
+
+
+def saved_average(checkpoint: Checkpoint, model: nn.Module) -> TensorFiles | None:
+    """The average of the trained weights, for the bare `model`; None where the checkpoint has none.
+
+    Raises `DataError` where it is not that of what was trained.
+    """
+    average = TensorFiles.find(checkpoint, "ema")
+    if average is not None:
+        check_average(model, average, TensorFiles.open(checkpoint, "optimizer"))
+    return average
 
 
 def _saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -144,8 +167,12 @@ def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[Mapping[s
     names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
     kept = files.where(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
-    anew = [name for name, trained in names.items() if trained and name not in known]
+    anew = [name for name in _trained(model) if name not in known]
     return ChainMap({f"{name}/{NO_STATE}": torch.empty(0) for name in anew}, kept), len(anew)  # type: ignore[arg-type]
+
+
+def _trained(model: nn.Module) -> list[str]:
+    return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def check_resume(resume: str) -> None:

@@ -13,6 +13,7 @@ from mmldlm.build import LoadedRun, load_run
 from mmldlm.data.encoders import load_encoder
 from mmldlm.diffusion.noise import MODES, Mode, trained_modes
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
+from mmldlm.ema import add_weights_option
 from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.evaluation import cosine
 from mmldlm.schema import build, dump
@@ -123,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; default: the newest good one")
     parser.add_argument("--data", help="data store, where it is no longer at the config's data.path")
+    add_weights_option(parser)
     group = parser.add_argument_group("sampling (default: the run's own `sampling` settings)")
     group.add_argument("--steps", type=int, help="reverse steps")
     group.add_argument("--temperature", type=float, help="0: the likeliest token")
@@ -155,12 +157,14 @@ def _check(options: argparse.Namespace, run: LoadedRun) -> SamplingConfig:
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    run = load_run(options.run, options.checkpoint, options.data)
+    run = load_run(options.run, options.checkpoint, options.data, options.weights)
     config = _check(options, run)
     raw = None
     if options.mode == "l2t":
         raw = read_latents(run, options.latents) if options.latents else encode_texts(run, options.text)
     made, texts = sample(run, options.mode, config, options.seed, raw, options.text, options.count, options.length)
+    if run.has_average:
+        print(f"{run}:")
     if options.mode == "t2l":
         truth = np.repeat(encode_texts(run, options.text), options.count, axis=0)
         for text, similar in zip(

@@ -21,6 +21,7 @@ from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
+from mmldlm.ema import EmaConfig
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
@@ -177,6 +178,7 @@ def startup_report(
         "compile": parts.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
         "optimizer": _optimizer_name(runtime, config),
+        "ema": _average(config.ema),
         "parameters": parts.parameters,
         "parameters_total": sum(parts.parameters.values()),
         "parameters_trainable": parts.trainable,
@@ -209,6 +211,14 @@ def _optimizer_name(runtime: Runtime, config: RunConfig) -> str:
     return name
 
 
+def _average(config: EmaConfig) -> str:
+    """What is kept of the weights' average, for the user."""
+    if not config.decay:
+        return "none"
+    measured = "the average" if config.measured == "ema" else "the trained weights"
+    return f"decay {config.decay:g}{', with a warm-up' if config.warmup else ''}; validations measure {measured}"
+
+
 def report_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
     hosts = sorted({rank["host"] for rank in report["ranks"]})
@@ -234,6 +244,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f"optimizer    {report['optimizer']}; data: {report['data_order']}",
         f"rate         {report['learning_rate']}",
     ]
+    if report["ema"] != "none":
+        lines.append(f"ema          {report['ema']}")
     if report["world_size"] > 1:
         lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")
     lines.append(

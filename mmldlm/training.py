@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from mmldlm.batch import Batch
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
+from mmldlm.ema import decay_at
 from mmldlm.errors import StoppedBySignal
 from mmldlm.guard import Skip, account, poisoned
 from mmldlm.learning_rate import batch_scale, lr_at
@@ -107,8 +109,12 @@ class Training(RunLifecycle):
 
     @phase("update")
     def update(self, lr: float) -> Tensor:
-        """The optimizer's step, or none where the gradients' norm is not fit; that norm, on the device."""
-        return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit)
+        """The optimizer's step, and that of the weights' average, or none where the gradients' norm is not fit.
+
+        Returns that norm, on the device.
+        """
+        decay = decay_at(self.state.step, self.config.ema)
+        return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit, decay)
 
     def finish_step(self, lr: float, norm: Tensor, micro_batches: Sequence[Batch]) -> None:
         """Count the step; log, validate and save where they are due."""
@@ -205,16 +211,16 @@ class Training(RunLifecycle):
         paused = time.perf_counter()
         self.tracker.heartbeat(self.state.step, "validation")
         parts, runtime = self.parts, self.runtime
-        model = runtime.bare_model
+        model, measured = runtime.bare_model, self.config.ema.measured
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), runtime.averaged() if measured == "ema" else nullcontext():
             values = validation_losses(parts.objective, parts.store, parts.validation_ids, self.config, runtime)
             # Where a forward pass is collective, all ranks write the same texts.
             if self.config.validation.text_samples and (runtime.is_main or runtime.shards_parameters):
                 rows = text_samples(parts.objective, parts.store, parts.tokenizer, self.config, runtime)
                 self.tracker.samples(self.state.step, rows, "l2t")
         model.train()
-        self.tracker.validation(self.state.step, values)
+        self.tracker.validation(self.state.step, {**values, "weights": measured})
         self.meter.began += time.perf_counter() - paused
         loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
         if self.plateau is not None:

@@ -6,6 +6,7 @@ from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.state import (
     NO_STATE,
     TrainState,
+    check_average,
     clean_name,
     load_model_state,
     load_optimizer_state,
@@ -23,6 +24,7 @@ __all__ = [
     "RunLock",
     "TensorFiles",
     "TrainState",
+    "check_average",
     "clean_name",
     "file_name",
     "load_model_state",

@@ -93,13 +93,19 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     targets = dict(_model_tensors(model))
     _check_names("the model", targets.keys(), tensors.keys())
-    for name, target in targets.items():
-        found, expected = _kind(tensors[name]), _kind(target)
-        if found != expected:
-            raise DataError(f"{name} is {found} in the checkpoint, {expected} in the model")
+    _check_kinds(targets, tensors)
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(tensors[name])
+
+
+def check_average(model: nn.Module, average: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    """DataError where `average` is not of exactly the parameters that the saved `optimizer` state is of.
+
+    It is checked against the shapes of the bare `model`.
+    """
+    _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, average.keys())
+    _check_kinds({name: tensor for name, tensor in _model_tensors(model) if name in average}, average)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -173,6 +179,13 @@ def _optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(id(parameter) in names for parameter in parameters), "the optimizer holds parameters of another model"
     return {names[id(parameter)]: parameter for parameter in parameters}
+
+
+def _check_kinds(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        found, expected = _kind(tensors[name]), _kind(target)
+        if found != expected:
+            raise DataError(f"{name} is {found} in the checkpoint, {expected} in the model")
 
 
 def _kind(tensor: Tensor) -> str:

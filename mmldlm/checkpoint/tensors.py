@@ -58,11 +58,19 @@ class TensorFiles(Mapping[str, Tensor]):
     @classmethod
     def open(cls, checkpoint: Checkpoint, group: str) -> TensorFiles:
         """DataError where the checkpoint has no file of that group, or one that is not safetensors, or a name twice."""
+        found = cls.find(checkpoint, group)
+        if found is None:
+            files = cut(", ".join(checkpoint.files), 400)
+            raise DataError(f"{checkpoint.path} has no {group}.safetensors; it has {files}")
+        return found
+
+    @classmethod
+    def find(cls, checkpoint: Checkpoint, group: str) -> TensorFiles | None:
+        """The same, but None where the checkpoint has no file of that group."""
         pattern = re.compile(rf"{re.escape(group)}(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
         names = sorted(name for name in checkpoint.files if pattern.fullmatch(name))
         if not names:
-            found = cut(", ".join(checkpoint.files), 400)
-            raise DataError(f"{checkpoint.path} has no {group}.safetensors; it has {found}")
+            return None
         places: dict[str, Any] = {}
         for name in names:
             file = _open(checkpoint.file(name))

@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from mmldlm.checkpoint.state import load_optimizer_state, model_state, optimizer_state
+from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
 from mmldlm.errors import MmldlmError, error_of
+from mmldlm.runtime.average import WeightAverage
 from mmldlm.runtime.launch import DDP, Launch
 from mmldlm.runtime.watchdog import Watchdog
 
@@ -46,6 +47,7 @@ class Runtime:
 
     shards_parameters = False  # whether a forward pass is itself collective
     exchange_bytes = 0  # memory of the device that the engine takes within a backward pass and gives back after it
+    average: WeightAverage | None = None  # of the trained weights, see `keep_average`
 
     def __init__(self, accelerator: Accelerator, launch: Launch, watchdog: Watchdog | None):
         self.accelerator, self.launch, self.watchdog = accelerator, launch, watchdog
@@ -115,11 +117,12 @@ class Runtime:
         with self.waiting("backward: reduction of the gradients"):
             self.accelerator.backward(loss * self.world_size)
 
-    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Tensor:
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
         """Clip and step at learning rate `lr`. Returns the norm before clipping [], on the device, equal on all ranks.
 
         A norm that does not fit changes no weight and no moment. That is decided on the device, for which the host does
         not wait; it does where the optimizer is not fused, and where DDP's hook keeps something of the gradients.
+        `decay` is the share that stays of the weights' average, where one is kept.
         """
         with self.waiting("norm of the gradients"):
             norm = self._whole(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
@@ -127,6 +130,8 @@ class Runtime:
         self._step(norm, norm_limit)
         self._forget_errors(norm, norm_limit)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.follow(fits(norm, norm_limit), decay)
         return norm
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
@@ -154,6 +159,52 @@ class Runtime:
         for group in self.bare_optimizer.param_groups:
             group["lr"] = lr
 
+    # --- the average of the weights ------------------------------------------------------------------------
+
+    def keep_average(self, saved: Mapping[str, Tensor]) -> None:
+        """Collective, after `prepare`: from here on `update` keeps a moving average of the trained weights.
+
+        It begins as `saved`, whole tensors by clean name, and for weights that are not there as they are now.
+        """
+        self.average = WeightAverage(self._masters())
+        self.average.exchange()
+        with self.waiting("setting the average of the weights"), torch.no_grad():
+            for name, parameter in self._trained():
+                if name in saved:
+                    self._set_master(parameter, saved[name])
+        self.average.exchange()
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Collective: within it the network computes with the average of its weights.
+
+        An error within it ends the run, so nothing is put back then, which might wait for ranks that are lost.
+        """
+        assert self.average is not None
+        self.average.exchange()
+        self._show_masters()
+        yield
+        self.average.exchange()
+        self._show_masters()
+
+    def _masters(self) -> list[Tensor]:
+        """This rank's tensors that the optimizer steps."""
+        return [parameter for group in self.bare_optimizer.param_groups for parameter in group["params"]]
+
+    def _show_masters(self) -> None:
+        """Collective: have the network compute with the masters as they are now."""
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((clean_name(n), p) for n, p in self.bare_model.named_parameters() if p.requires_grad)
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        """Collective: a trained parameter, whole, in float32."""
+        return self._whole(parameter.detach())
+
+    def _set_master(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Collective: the same, written; every rank has it."""
+        parameter.copy_(whole)
+
     # --- state, by parameter name and the same under every engine ------------------------------------------
 
     def sizes(self) -> dict[str, int]:
@@ -164,6 +215,7 @@ class Runtime:
         """Collective, to be exhausted: what this rank owns of the state, as (group, entry, whole tensor).
 
         "model": float32 weights by clean name. "optimizer": state of the weights in `owned`, see `optimizer_state`.
+        "ema": the average of the trained weights, where one is kept. Each tensor is to be copied before the next.
         """
         with self.waiting("gather of the state"):
             for name, tensor in model_state(self.bare_model).items():
@@ -174,6 +226,18 @@ class Runtime:
                 whole = self._whole(tensor)
                 if entry.rpartition("/")[0] in owned:
                     yield "optimizer", entry, whole
+        yield from self._gather_average(owned)
+
+    def _gather_average(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+        if self.average is None:
+            return
+        self.average.exchange()
+        with self.waiting("gather of the average of the weights"):
+            for name, parameter in self._trained():
+                whole = self._master(parameter)
+                if name in owned:
+                    yield "ema", name, whole
+        self.average.exchange()
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """Collective: a tensor of the state without the engine's sharding."""

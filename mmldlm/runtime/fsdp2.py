@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmldlm.checkpoint.state import load_optimizer_state, model_state
@@ -45,6 +45,18 @@ class FSDP2Runtime(Runtime):
             self.bare_model,
             {entry: _as_sharded(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
         )
+
+    def _masters(self) -> list[Tensor]:
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in super()._masters()]
+
+    def _show_masters(self) -> None:
+        """What a forward pass has left gathered, as that of the root is, would be taken for the weights."""
+        for module in self.bare_model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _set_master(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        super()._set_master(parameter, _as_sharded(whole, parameter))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

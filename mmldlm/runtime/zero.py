@@ -48,7 +48,7 @@ class ZeroRuntime(Runtime):
         }
         with self.waiting("setting the master weights"):
             for name, parameter in self._trained():
-                safe_set_full_fp32_param(parameter, initial[name].to(self.device))
+                self._set_master(parameter, initial[name])
         self._judge_steps()
 
     def _judge_steps(self) -> None:
@@ -100,9 +100,6 @@ class ZeroRuntime(Runtime):
         buffers = len(optimizer.ipg_buckets) * (2 if optimizer.overlap_comm else 1)
         return buffers * optimizer.reduce_bucket_size * optimizer._gradient_reduction_buffer_dtype().itemsize
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((clean_name(n), p) for n, p in self.bare_model.named_parameters() if p.requires_grad)
-
     def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
         """ZeRO-1 exchanges gradients with the last micro-batch; 2 and 3 with each, since none holds them whole."""
         for index, micro_batch in enumerate(micro_batches):
@@ -113,13 +110,38 @@ class ZeroRuntime(Runtime):
         with self.waiting("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf) -> Tensor:
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
         """The norm is that before clipping, infinite where DeepSpeed finds one that is not finite; it waits for it."""
         self._set_lr(lr)
         self._norm_limit = norm_limit
         with self.waiting("optimizer step: overflow, norm and new parameters"):
             self.deepspeed.step()
+        if self.average is not None:
+            self.average.follow(fits(self._norm, norm_limit), decay)
         return self._norm.to(self.device, non_blocking=True)
+
+    def _masters(self) -> list[Tensor]:
+        return self._partitions()
+
+    def _show_masters(self) -> None:
+        """As DeepSpeed does after a step: the weights that the network computes with are rounded from the masters."""
+        optimizer = self.zero_optimizer
+        with self.waiting("gather of the weights"):
+            if self.stage < 3:
+                optimizer.update_lp_params()
+                return
+            optimizer._partition_all_parameters()
+            for group in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            if optimizer.persistent_parameters:  # small ones, which stay gathered between the steps
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+            optimizer.invalidate_secondary_tensor()
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        return safe_get_full_fp32_param(parameter).view(self._shape(parameter))
+
+    def _set_master(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        safe_set_full_fp32_param(parameter, whole.to(self.device))
 
     def sizes(self) -> dict[str, int]:
         parameters = {clean_name(n): self._shape(p).numel() for n, p in self.bare_model.named_parameters()}
@@ -136,7 +158,7 @@ class ZeroRuntime(Runtime):
             self._link_optimizer_state()
         with self.waiting("gather of the state"):
             for name, parameter in self._trained():
-                found = [("model", name, safe_get_full_fp32_param(parameter))]
+                found = [("model", name, self._master(parameter))]
                 found += [("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys]
                 if name not in owned:
                     continue
@@ -145,6 +167,7 @@ class ZeroRuntime(Runtime):
                     yield "optimizer", f"{name}/step", step
                 else:
                     yield "optimizer", f"{name}/{NO_STATE}", torch.empty(0)
+        yield from self._gather_average(owned)
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         trained = dict(self._trained())

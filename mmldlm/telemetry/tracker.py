@@ -68,13 +68,15 @@ class Tracker:
         self._scalars(step, values)
         self._progress.update(step, values)
 
-    def validation(self, step: int, values: Mapping[str, float]) -> None:
+    def validation(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Losses, and as "weights" what they were measured with, see `mmldlm.ema`."""
         if not self.enabled:
             return
         self._write("validation", step, values)
         self._scalars(step, values)
         shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in _numbers(values).items())
-        self._progress.message(f"validation at step {step:,}: {shown}")
+        average = " of the average of the weights" if values.get("weights") == "ema" else ""
+        self._progress.message(f"validation{average} at step {step:,}: {shown}")
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
         """Texts side by side, as `{"reference": ..., "generated": ...}` a row; to TensorBoard only."""

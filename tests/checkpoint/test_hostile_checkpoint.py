@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import HASH, body_of, opened, replace_file, seal
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from mmldlm.build import build_model, load_run
 from mmldlm.checkpoint import (
@@ -53,6 +53,7 @@ def run(tiny_config: Path, tiny_store: Path) -> Run:
         {
             "model.safetensors": lambda path: write_tensors(path, model_state(model)),
             "optimizer.safetensors": lambda path: write_tensors(path, optimizer_state(optimizer, model)),
+            "ema.safetensors": lambda path: write_tensors(path, dict(model.named_parameters())),
             "state.json": TrainState(step=1).to_json().encode(),
             **small_files(config, store),
         },
@@ -72,7 +73,9 @@ class Canary:
 
 
 @quick
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "config.yaml"]
+)
 @pytest.mark.parametrize("form", ["pickle", "torch", "text"])
 def test_nothing_is_unpickled(run: Run, tmp_path: Path, name: str, form: str) -> None:
     config, store, model, path = run
@@ -90,9 +93,28 @@ def test_nothing_is_unpickled(run: Run, tmp_path: Path, name: str, form: str) ->
     assert restore(path, model, config, store).state.step == 1
     replace_file(path, name, content)
     assert opened(lambda: restore(path, model, config, store)) is None
-    if name == "model.safetensors":
+    if name in ("model.safetensors", "ema.safetensors"):
         assert opened(lambda: load_run(config.run.dir)) is None
     assert not canary.exists()
+
+
+@quick
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "type"])
+def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> None:
+    config, store, model, path = run
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    name = next(name for name in tensors if tensors[name].dim() == 2)
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "extra":
+        tensors["stranger"] = torch.zeros(2)
+    else:
+        tensors[name] = tensors[name].double() if fault == "type" else tensors[name][:-1].clone()
+    for wrong in (tensors, dict(model.named_parameters())):
+        replace_file(path, "ema.safetensors", save({key: value.detach() for key, value in wrong.items()}))
+        refused = wrong is tensors
+        assert (opened(lambda: restore(path, model, config, store)) is None) == refused
+        assert (opened(lambda: load_run(config.run.dir)) is None) == refused
 
 
 def tensor(dtype: str, shape: list[Any], begin: int, end: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from mmldlm import train
 
 FP32, BF16 = 1e-5, 2e-2
+LOSS = "validation/total"
 Single = Callable[..., Path]
 
 
@@ -110,8 +111,9 @@ def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: P
 def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, tmp_path: Path) -> None:
     """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each goes on where the one before was stopped."""
     settings = ["train.global_batch_size=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+    settings += ["ema.decay=0.9", "validation.every=7"]
     whole = single(*settings)
-    at = [whole / "checkpoints" / "step-00000004"]
+    at, expected = [whole / "checkpoints" / "step-00000004"], state(whole, "ema")
     for step, engine, processes in ((8, "ddp", 2), (12, "fsdp2", 3), (16, "zero3", 2)):
         folder = tmp_path / engine
         given = [*settings, f"resume={at[-1]}", f"run.dir={folder}"]
@@ -119,6 +121,11 @@ def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, 
         ours, theirs = records(folder), records(whole)
         assert list(ours) == list(range(step - 3, 21))
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
+        ours, theirs = records(folder, "validation"), records(whole, "validation")
+        assert max(abs(ours[s][LOSS] / theirs[s][LOSS] - 1) for s in ours) < FP32 and ours[20]["weights"] == "ema"
+        average = state(folder, "ema")
+        assert average.keys() == expected.keys()
+        assert max(float((average[name] - expected[name]).abs().max()) for name in average) < 1e-5
         at.append(folder / "checkpoints" / f"step-{step:08}")
     succeed(torchrun(1, parity_config, *settings, f"resume={at[-1]}", f"run.dir={tmp_path / 'last'}"))
     ours, theirs = records(tmp_path / "last"), records(whole)
@@ -131,7 +138,7 @@ def test_a_resumed_run_gives_the_same_bits(
 ) -> None:
     """Resumed twice, in the second epoch and in the third, with accumulation and dropout, on the same processes."""
     settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=16", "model.dropout=0.1"]
-    settings += ["checkpoint.every_steps=4", "validation.every=0"]
+    settings += ["checkpoint.every_steps=4", "validation.every=0", "ema.decay=0.9"]
     folders = [tmp_path / name for name in ("whole", "once", "twice")]
     for number, folder in enumerate(folders):
         if number:
@@ -141,8 +148,9 @@ def test_a_resumed_run_gives_the_same_bits(
     whole, ours = records(folders[0]), records(folders[2])
     assert list(ours) == [9, 10, 11, 12] and 1 < whole[4]["data/epoch"] < 2 < whole[8]["data/epoch"] < 3
     assert all(ours[step][key] == whole[step][key] for step in ours for key in CURVE)
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer", "ema"):
         expected = state(folders[0], name)
+        assert expected.keys() == state(folders[2], name).keys()
         assert all(torch.equal(tensor, expected[entry]) for entry, tensor in state(folders[2], name).items())
 
 

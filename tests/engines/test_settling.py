@@ -94,7 +94,7 @@ def test_the_host_reads_nothing_between_two_records(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    settings = ["train.steps=10", "log.every=5", "validation.every=0", "checkpoint.every_steps=0"]
+    settings = ["train.steps=10", "log.every=5", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
     count = 1 if engine == "single" else 2
     forked.succeed(engine, folder, count, parity_config, *settings, script="reading_run.py", FACTS=str(folder))
     for rank in range(count):
@@ -191,7 +191,7 @@ def test_what_fits_is_the_same_in_every_precision() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_not_waited_for_between_two_records(tiny_config: Path) -> None:
-    settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0"]
+    settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
     with Training(load_config(tiny_config, settings)) as run:
         assert run.settles_late
         for step, micro_batches in run.steps():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,23 @@ def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_s
     assert whole.trainable == sum(whole.parameters.values()) == part.trainable + frozen
     assert (whole.state_mib - part.state_mib) * 2**20 == pytest.approx(12 * frozen)
     assert part.flops_per_step < whole.flops_per_step
+
+
+def test_ema_decay_is_in_the_dry_run(tiny_store: Path) -> None:
+    """4 bytes a trained parameter: beside the weights, and once more on the host, where checkpoints come from."""
+    settings = ("train.steps=2", "freeze=[latent_stream]")
+    without, with_it = (dry_run(tiny_store, *settings, f"ema.decay={decay}") for decay in (0, 0.9))
+    more = 4 * with_it.trainable
+    assert (with_it.state_mib - without.state_mib) * 2**20 == pytest.approx(more)
+    assert (with_it.checkpoint_mib - without.checkpoint_mib) * 2**20 == pytest.approx(more)
+    assert with_it.peak_mib["ema"] * 2**20 == more and "ema" not in without.peak_mib
+    assert (with_it.total_mib - without.total_mib) * 2**20 == pytest.approx(more)
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0)
+    for engine in ENGINES:
+        device, host = state_mib(engine, replace(million, ema=True), "bf16")
+        before = state_mib(engine, million, "bf16")
+        expected = {"ddp": (4, 0), "zero2_offload": (0, 1), "zero3_offload": (0, 1)}.get(engine, (1, 0))
+        assert (device - before[0], host - before[1]) == expected, engine
 
 
 def test_the_dry_run_counts_one_moment_of_muons_matrices(tiny_store: Path) -> None:
