@@ -82,7 +82,7 @@ def load_run(
     folder = Path(run_dir)
     if not (folder / "config.yaml").is_file():
         raise DataError(f"{folder}: not a run folder, expected config.yaml and checkpoints/ of `mmldlm train`")
-    config = load_config(folder / "config.yaml", [f"data.path={data}"] if data else [])
+    config = load_config(folder / "config.yaml", [f"data.path={data}"] if data else [], may_extend=False)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.retention)
     found = checkpoints.open(checkpoint) if checkpoint else checkpoints.newest(repair=False)
     if found is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mmldlm.batch_sizes import TrainConfig
 from mmldlm.brief import named
 from mmldlm.checkpoint.retention import Retention
+from mmldlm.config_files import EXTENDS, Layer, Origins, merged, read_layers
 from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import TextConfig
@@ -26,8 +27,7 @@ from mmldlm.model.mmdit import ModelConfig
 from mmldlm.model.recompute import MemoryConfig
 from mmldlm.optim import OptimConfig
 from mmldlm.runtime.config import DistributedConfig, GuardConfig
-from mmldlm.schema import build, set_dotted, setting, to_yaml
-from mmldlm.strict_yaml import read_yaml
+from mmldlm.schema import build, is_setting_text, set_dotted, setting, to_yaml
 from mmldlm.telemetry.profiler import ProfileConfig
 
 CONFIG_NAME = "config.yaml"
@@ -136,13 +136,29 @@ class RunConfig:
             )
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run config from a YAML file and `key.sub=value` overrides; `ConfigError` in one line."""
-    tree: dict[str, Any] = read_yaml(Path(path)) if path is not None else {}
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True) -> RunConfig:
+    """The run config from a YAML file, those that it extends, and `key.sub=value`; `ConfigError` in one line.
+
+    What a run wrote is complete: without `may_extend`, it leads to no other file.
+    """
+    return load_with_origins(path, overrides, may_extend)[0]
+
+
+def load_with_origins(
+    path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True
+) -> tuple[RunConfig, Origins]:
+    """The run config, and where each value that is not a default comes from."""
+    tree: dict[str, Any] = {}
+    layers: list[Layer] = []
+    if path is not None:
+        layers = read_layers(Path(path)) if may_extend else [Layer.read(Path(path))]
+        tree = merged(RunConfig, layers)
     for assignment in overrides:
+        if assignment.partition("=")[0].strip() == EXTENDS:
+            raise ConfigError(f"{EXTENDS}: expected in a config file, found on the command line")
         set_dotted(tree, assignment)
     try:
-        return build(RunConfig, tree)
+        return build(RunConfig, tree), Origins(RunConfig, layers, overrides, tree)
     except ConfigError as error:
         source = f"{named(str(path))}: " if path is not None and not overrides else ""
         raise ConfigError(f"{source}{error}") from None
@@ -163,8 +179,22 @@ def require(config: RunConfig, *keys: str) -> None:
             raise ConfigError(f"{key}: expected a path, found nothing; set it in the config or as {key}=PATH")
 
 
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same run, wherever it is started from."""
+    resume = config.resume if config.resume in ("auto", "never") else _absolute(config.resume)
+    run = replace(config.run, dir=_absolute(config.run.dir))
+    return replace(config, run=run, data=replace(config.data, path=_absolute(config.data.path)), resume=resume)
+
+
+def _absolute(path: str) -> str:
+    """As it is where it is empty, or would be no setting: the working folder may have any name."""
+    absolute = str(Path(path).absolute())
+    return absolute if path and is_setting_text(absolute) else path
+
+
 def write_config(config: RunConfig, run_dir: Path) -> None:
-    (run_dir / CONFIG_NAME).write_text(to_yaml(config), encoding="utf-8")
+    """Complete and with absolute paths: `mmldlm train RUN/config.yaml run.dir=NEW` is the same run again."""
+    (run_dir / CONFIG_NAME).write_text(to_yaml(with_absolute_paths(config)), encoding="utf-8")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -23,7 +23,7 @@ from mmldlm.checkpoint import (
     load_model_state,
     verify,
 )
-from mmldlm.config import RunConfig, differences, load_config
+from mmldlm.config import RunConfig, differences, load_config, with_absolute_paths
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.shards import Store
 from mmldlm.errors import ConfigError, DataError
@@ -83,7 +83,7 @@ def small_files(config: RunConfig, store: Store) -> dict[str, bytes]:
     """What a checkpoint holds beside its tensors and `state.json`: the same throughout a run."""
     tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
     return {
-        "config.yaml": to_yaml(config).encode(),
+        "config.yaml": to_yaml(with_absolute_paths(config)).encode(),
         **{f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer},
     }
 
@@ -127,7 +127,7 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     check_same_state(saved.optim.name, config.optim.name)
     load_model_state(model, TensorFiles.open(found, "model"))
     moments, anew = _moments_of_trained(model, TensorFiles.open(found, "optimizer"))
-    changed = differences(dump(saved), dump(config))
+    changed = differences(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if anew:
         notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")
@@ -157,7 +157,7 @@ def saved_average(checkpoint: Checkpoint, model: nn.Module) -> TensorFiles | Non
 
 def _saved_config(checkpoint: Checkpoint) -> RunConfig:
     try:
-        return load_config(checkpoint.file("config.yaml"))
+        return load_config(checkpoint.file("config.yaml"), may_extend=False)
     except ConfigError as error:
         raise DataError(f"checkpoint: {error}") from error
 

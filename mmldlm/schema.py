@@ -96,9 +96,19 @@ def build(cls: type[T], tree: Mapping[str, Any]) -> T:
     Raises `ConfigError` with the first unknown keys (and the nearest valid ones), wrong types and values out of
     bounds in one line.
     """
+    value: T = _build(cls, tree, whole=True)
+    return value
+
+
+def check_part(cls: type, tree: Mapping[str, Any]) -> None:
+    """`ConfigError` as in `build` for what is wrong with a part of the settings, whatever the rest will be."""
+    _build(cls, tree, whole=False)
+
+
+def _build(cls: type, tree: Mapping[str, Any], whole: bool) -> Any:
     problems: list[str] = []
     known = {key for key, _ in leaves(cls)}
-    value = _build_dataclass(cls, tree, "", known, problems)
+    value = _build_dataclass(cls, tree, "", known, problems, whole)
     if problems:
         raise ConfigError(cut("; ".join(problems), LONGEST_MESSAGE))
     return value
@@ -132,7 +142,7 @@ def nearest_key(key: str, known: set[str]) -> str:
     return "see docs/settings.md for the keys"
 
 
-def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems: list[str]) -> Any:
+def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems: list[str], whole: bool) -> Any:
     if not isinstance(tree, Mapping):
         problems.append(f"{path or 'config'}: expected keys below it, found {shown(tree)}")
         return None
@@ -149,14 +159,14 @@ def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems:
             continue
         name = fields[key].name
         if dataclasses.is_dataclass(hints[name]):
-            values[name] = _build_dataclass(hints[name], raw, dotted, known, problems)
+            values[name] = _build_dataclass(hints[name], raw, dotted, known, problems, whole)
         else:
             try:
                 values[name] = _convert(raw, hints[name])
                 _check_bounds(values[name], fields[key].metadata)
             except ValueError as error:
                 problems.append(_under(dotted, error))
-    if len(problems) > before:
+    if len(problems) > before or not whole:
         return None
     try:
         return cls(**values)
@@ -260,6 +270,15 @@ def _check_text(text: str) -> None:
         raise ValueError(f"expected text without control characters, found {shown(text)}")
     if len(text.encode()) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
         raise ValueError(f"expected at most {LONGEST_TEXT} bytes, {LONGEST_NAME} between slashes, found {shown(text)}")
+
+
+def is_setting_text(text: str) -> bool:
+    """Whether a text setting may be `text`."""
+    try:
+        _check_text(text)
+    except ValueError:
+        return False
+    return True
 
 
 def dump(value: Any) -> Any:

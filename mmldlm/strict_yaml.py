@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,39 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {cut(problem)}") from None
 
 
+def lines_of_keys(text: str, keys: Iterable[str]) -> dict[str, int]:
+    """The line, counted from 1, of each dotted key in `keys` that `text` has; of one that is merged in, its own.
+
+    `text` is a mapping that `parse_yaml` has let pass.
+    """
+    loader = _Loader(text)
+    root = loader.get_single_node()
+    if root is None:
+        return {}
+    loader.construct_document(root)  # which puts what merge keys bring in into the nodes
+    lines: dict[str, int] = {}
+    for key in keys:
+        node, line = root, 0
+        for part in key.split("."):
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            found = [(at.start_mark.line + 1, below) for at, below in pairs if at.value == part]
+            line, node = found[-1] if found else (0, None)
+        if line:
+            lines[key] = line
+    return lines
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; missing, unreadable, too large or not a mapping: `ConfigError`."""
+    return parse_mapping(read_text(path), str(path))
+
+
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
+    """The text of a file of at most `most` bytes; missing, unreadable or too large: `ConfigError`."""
     name = named(str(path))
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+            raw = file.read(most + 1)
         text = raw.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist") from None
@@ -89,11 +117,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {name} cannot be read: {error.strerror}") from None
     except ValueError as error:  # of the name or of the text
         raise ConfigError(f"config file {name} cannot be read: {error}") from None
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"config file {name}: expected at most {MAX_BYTES} bytes, found more")
-    content = parse_yaml(text, str(path))
+    if len(raw) > most:
+        raise ConfigError(f"config file {name}: expected at most {most} bytes, found more")
+    return text
+
+
+def parse_mapping(text: str, source: str) -> dict[str, Any]:
+    """`parse_yaml` of a text that must hold a mapping, or nothing."""
+    content = parse_yaml(text, source)
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{name}: expected settings (key: value), found {type(content).__name__}")
+        raise ConfigError(f"{named(source)}: expected settings (key: value), found {type(content).__name__}")
     return content
