@@ -15,6 +15,7 @@ COMMANDS = {
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.sample", "write texts from latents, find latents of texts"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
+    "config": ("mmldlm.config_command", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
     "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
 }

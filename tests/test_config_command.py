@@ -1,0 +1,141 @@
+"""`mmldlm config`: what a run will use, where it comes from, and what differs between two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmldlm import cli
+from mmldlm.config import RunConfig, load_config, write_config
+from mmldlm.schema import build, leaves
+from mmldlm.strict_yaml import parse_yaml
+
+pytestmark = pytest.mark.quick
+KEYS = [key for key, _ in leaves(RunConfig)]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A config that extends another, which has anchors, merges, a map, odd names and values at their defaults."""
+    (tmp_path / "base.yaml").write_text(
+        "# a comment\n"
+        "optim: &shared\n"
+        "  lr: 2\n"
+        "  muon:\n"
+        "    momentum: 0.5\n"
+        "  name: muon\n"
+        "mode_schedule: {5: l2t, 9: {joint: 2, t2l: 1}}\n"
+        "run: {dir: 'a: b # c', seed: 0}\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "extends: base.yaml\n"
+        "train:\n"
+        "  steps: 7\n"
+        "checkpoint: {<<: {keep_last: 5, keep_every: 4}, keep_last: 6}\n"
+        "optim: {lr: 3}\n"
+    )
+    return tmp_path / "mine.yaml"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert cli.main(["config", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def origins(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
+    found: dict[str, Any] = json.loads(shown(capsys, "--json", *arguments))
+    return {key: told["origin"] for key, told in found.items()}
+
+
+def test_each_value_has_its_origin(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, overrides = (
+        mine.with_name("base.yaml"),
+        ["model.depth=2", "mode.joint=0.5", "optim.eps=1e-6", "log={every: 2}"],
+    )
+    found = origins(capsys, mine, *overrides)
+    assert list(found) == KEYS
+    expected = {
+        "optim.lr": f"{mine}:5",
+        "optim.muon.momentum": f"{base}:5",
+        "optim.name": f"{base}:6",
+        "mode_schedule": f"{base}:7",
+        "run.dir": f"{base}:8",
+        "run.seed": f"{base}:8",
+        "train.steps": f"{mine}:3",
+        "checkpoint.keep_last": f"{mine}:4",
+        "checkpoint.keep_every": f"{mine}:4",
+        **dict.fromkeys(["model.depth", "mode", "optim.eps", "log.every"], "command line"),
+    }
+    assert {key: origin for key, origin in found.items() if origin != "default"} == expected
+
+
+def test_a_group_on_the_command_line_takes_the_files_place(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = origins(capsys, mine, "optim={betas: [0.5, 0.9]}")
+    assert found["optim.betas"] == "command line" and found["optim.lr"] == found["optim.muon.momentum"] == "default"
+
+
+def test_the_tree_reads_back_as_the_config(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, mine, "optim.weight_decay=0")
+    config = load_config(mine, ["optim.weight_decay=0"])
+    assert build(RunConfig, parse_yaml(text, "shown")) == config
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["weight_decay"].endswith("  # command line") and lines["betas"].endswith("  # default")
+    assert lines["momentum"] == f"    {'momentum: 0.5':<{lines['lr'].index('#') - 4}}# {mine.with_name('base.yaml')}:5"
+    values = {key: told["value"] for key, told in json.loads(shown(capsys, "--json", mine)).items()}
+    assert values["optim.lr"] == 3 and values["run.dir"] == "a: b # c" and values["optim.betas"] == [0.9, 0.98]
+
+
+def test_changed_hides_defaults(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(mine, ["log.every=10"])
+    found = json.loads(shown(capsys, "--changed", "--json", mine, "log.every=10"))
+    assert found.keys() == {
+        "run.dir", "mode_schedule", "optim.name", "optim.lr", "optim.muon.momentum", "train.steps",
+        "checkpoint.keep_last", "checkpoint.keep_every",
+    }  # fmt: skip
+    text = shown(capsys, mine, "log.every=10", "--changed")
+    assert build(RunConfig, parse_yaml(text, "shown")) == config and "# default" not in text
+    empty = mine.with_name("empty.yaml")
+    empty.write_text("")
+    assert (
+        shown(capsys, "--changed", empty).strip() == ""
+        and json.loads(shown(capsys, "--changed", "--json", empty)) == {}
+    )
+
+
+def test_diff_of_files_and_run_folders(mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(load_config(mine, ["optim.betas=[0.5, 0.9]", "mode=joint"]), run)
+    assert shown(capsys, "--diff", mine, run) == (
+        "mode: {l2t: 0.5, t2l: 0.25, joint: 0.25} -> joint\noptim.betas: [0.9, 0.98] -> [0.5, 0.9]\n"
+    )
+    backwards = json.loads(shown(capsys, "--diff", run, mine, "--json"))
+    assert backwards["mode"] == ["joint", {"l2t": 0.5, "t2l": 0.25, "joint": 0.25}] and len(backwards) == 2
+    assert shown(capsys, "--diff", mine, mine) == "" and json.loads(shown(capsys, "--diff", "--json", run, run)) == {}
+    assert {key: told["origin"] for key, told in json.loads(shown(capsys, "--json", run)).items()}.keys() == set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        ([], 2, "expected one config (file or run folder), found 0: none"),
+        (["{mine}", "{mine}"], 2, "expected one config (file or run folder), found 2"),
+        (["--diff", "{mine}"], 2, "expected two configs (file or run folder), found 1"),
+        (["--diff", "{mine}", "{mine}", "optim.lr=1"], 2, "--diff: expected two configs alone, found optim.lr=1"),
+        (["--diff", "--changed", "{mine}", "{mine}"], 2, "--diff: expected two configs alone, found --changed"),
+        (["{mine}", "optim.lrr=1"], 64, "did you mean 'optim.lr'?"),
+        (["/nowhere.yaml"], 64, "config file /nowhere.yaml does not exist"),
+        (["--diff", "{mine}", "/nowhere.yaml"], 64, "config file /nowhere.yaml does not exist"),
+        (["/"], 64, "expected a config file or a run folder, found a folder with no config.yaml"),
+    ],
+)
+def test_refusals(
+    mine: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
+) -> None:
+    assert cli.main(["config", *(argument.format(mine=mine) for argument in arguments)]) == code
+    found = capsys.readouterr()
+    assert found.out == "" and expected in found.err and len(found.err.splitlines()) == 1
