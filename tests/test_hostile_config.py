@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -247,6 +248,7 @@ def fuzzed(rng: random.Random) -> bytes:
 def test_fuzzed_configs(tmp_path: Path) -> None:
     """What is accepted can be written and read again."""
     path, before, accepted = tmp_path / "config.yaml", memory_mib(), 0
+    shutil.copy(ROOT / "configs" / "common.yaml", tmp_path)  # which presets extend
     for seed in range(CASES):
         rng = random.Random(seed)
         path.write_bytes(fuzzed(rng))
