@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.model.compiling import CompileConfig, check_compile
+from mmldlm.model.compiling import REGIONS, CompileConfig, check_compile, compile_regions
+from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from mmldlm.train import train_step
 from mmldlm.training import Training
 
@@ -41,6 +43,16 @@ def test_engines_that_gather_within_the_blocks_are_refused(engine: str) -> None:
 def test_what_does_nothing_is_refused(tiny_config: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode: max-autotune-no-cudagraphs needs compile\.scope: regional"):
         load_config(tiny_config, ["compile.mode=max-autotune-no-cudagraphs"])
+
+
+@pytest.mark.quick
+def test_compile_mode_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options.get("mode")) or function)
+    model = MMDiT(ModelConfig(depth=2, width=16, num_heads=2), DataShape(20, 0, 1, 8, 1, 4))
+    mode = "max-autotune-no-cudagraphs"
+    assert compile_regions(model, CompileConfig("regional", mode), torch.device("cpu")) == f"regional, mode {mode}"
+    assert asked == [None, *[mode] * (2 * 2 * len(REGIONS))], "a trial, and the regions of both streams of each block"
 
 
 def test_without_a_compiler_the_reason_is_told(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CURVE, ROOT, accelerate, difference, environment, run, with_script
+from engine_runs import CURVE, ROOT, accelerate, difference, environment, records, run, with_script
+from forked_runs import ForkedRuns
 
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
@@ -94,6 +95,16 @@ def test_communication_hooks(hook: str, parity_config: Path, single: Callable[..
     done = run(accelerate("ddp", 2, parity_config, f"run.dir={tmp_path}", options))
     assert done.returncode == 0, done.stdout[-3000:]
     assert 1e-7 < difference(tmp_path, single(), CURVE[:1]) < (0.05 if hook == "powersgd" else 0.01)
+
+
+def test_powersgd_rank_and_start_step_change_the_curve(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    curves = []
+    for name, rank, start in (("base", 8, 2), ("rank", 1, 2), ("start", 8, 50)):
+        hook = f"distributed.ddp={{comm_hook: powersgd, powersgd_rank: {rank}, powersgd_start_step: {start}}}"
+        forked.succeed("ddp", tmp_path / name, 2, parity_config, "train.steps=6", *SHORT[1:], hook)
+        curves.append([record["loss/total"] for record in records(tmp_path / name).values()])
+    base, other_rank, later = curves
+    assert len(base) == 6 and base != other_rank != later != base
 
 
 def test_a_hook_that_gloo_has_not_is_refused(parity_config: Path, tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""For every setting, how it is shown that it does something. Whoever adds a key adds its entry; the test says so.
+
+`Run(VALUE, sees=WHAT)`: two runs of three steps, in which this key alone differs, differ in WHAT (`observed.SIGHTS`).
+VALUE is as on a command line; `under` is what both runs have beside `observed.BASE`.
+
+`ShownBy(TEST)`: for what three steps of one process cannot show; a test of the default suite that names the key and
+fails where the key is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from observed import Sight
+
+
+@dataclass(frozen=True)
+class Run:
+    value: str
+    sees: Sight
+    under: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShownBy:
+    test: str
+
+
+MUON = ("optim.name=muon",)
+EXPLODING = ("optim.lr=1e38", "optim.warmup_steps=0", "train.steps=4", "validation.every=0")
+OFTEN = ("checkpoint.every_steps=1", "train.steps=5")
+RECOMPUTED = ("model.depth=4", "memory.activation_checkpointing=every_k")
+OF_WORKERS = "tests/data/test_loader_settings.py"
+OF_ENGINES = "tests/engines/test_engine_settings.py"
+
+EFFECTS: dict[str, Run | ShownBy] = {
+    "freeze": Run("[latent_stream]", "curve"),
+    "mode": Run("l2t", "curve"),
+    "mode_schedule": Run("{1: l2t}", "curve"),
+    "precision": Run("bf16", "curve"),
+    "resume": ShownBy("tests/test_training.py::test_resume_never_starts_anew"),
+    "run.dir": ShownBy("tests/test_training.py::test_same_seed_same_curve_bit_for_bit"),
+    "run.seed": Run("4", "curve"),
+    "data.path": ShownBy("tests/test_training.py::test_resume_refuses_another_tokenizer"),
+    "data.num_workers": Run("1", "workers"),
+    "data.prefetch_factor": ShownBy(f"{OF_WORKERS}::test_prefetch_factor_is_how_far_ahead_a_worker_is_asked"),
+    "data.persistent_workers": ShownBy(f"{OF_WORKERS}::test_persistent_workers_read_on"),
+    "data.pin_memory": ShownBy(f"{OF_WORKERS}::test_pin_memory_is_for_gpus"),
+    "data.window": Run("8", "batches"),
+    "data.verify": ShownBy("tests/test_commands.py::test_nan_latent_in_the_store_is_named"),
+    "data.max_bad_samples": ShownBy("tests/data/test_data_faults.py::test_a_run_says_what_it_leaves_out"),
+    "data.worker_timeout_s": ShownBy("tests/data/test_workers.py::test_a_stopped_worker_ends_the_wait"),
+    "model.depth": Run("1", "curve"),
+    "model.width": Run("64", "curve"),
+    "model.latent_width": Run("16", "curve"),
+    "model.num_heads": Run("4", "curve"),
+    "model.mlp": Run("gelu", "curve"),
+    "model.mlp_ratio": Run("2", "curve"),
+    "model.conditioning_width": Run("16", "curve"),
+    "model.modulation_rank": Run("0", "curve"),
+    "model.tie_embeddings": Run("false", "curve"),
+    "model.rope_base": Run("10", "curve"),
+    "model.dropout": Run("0.5", "curve"),
+    "attention.backend": Run("math", "parts"),
+    "memory.activation_checkpointing": Run("selective", "parts"),
+    "memory.every_k": Run("3", "parts", RECOMPUTED),
+    "memory.keep_freed": ShownBy("tests/runtime/test_allocator.py::test_a_run_does_what_the_setting_says"),
+    "compile.scope": ShownBy("tests/engines/test_compile.py::test_without_a_compiler_the_reason_is_told"),
+    "compile.mode": ShownBy("tests/engines/test_compile.py::test_compile_mode_reaches_the_compiler"),
+    "latent.process": Run("rectified_flow", "curve"),
+    "latent.prediction": Run("v", "curve"),
+    "latent.time_sampling": Run("logit_normal", "curve"),
+    "loss.text": Run("masked_mean", "curve"),
+    "loss.latent": Run("mse", "curve"),
+    "loss.latent_weight": Run("1", "curve"),
+    "loss.length_weight": Run("1", "curve"),
+    "optim.name": Run("muon", "curve"),
+    "optim.lr": Run("1e-2", "curve"),
+    "optim.betas": Run("[0.5, 0.5]", "curve"),
+    "optim.eps": Run("1e-2", "curve"),
+    "optim.weight_decay": Run("5", "curve"),
+    "optim.fused": Run("false", "parts"),
+    "optim.clip_norm": Run("0.01", "curve"),
+    "optim.warmup_steps": Run("3", "curve"),
+    "optim.muon.momentum": Run("0.5", "curve", MUON),
+    "optim.muon.nesterov": Run("false", "curve", MUON),
+    "optim.muon.ns_steps": Run("1", "curve", MUON),
+    "schedule.lr": Run("linear", "curve", ("train.steps=5",)),
+    "schedule.min_lr_ratio": Run("0.5", "curve"),
+    "train.steps": Run("2", "records"),
+    "train.global_batch_size": Run("4", "batches"),
+    "train.micro_batch_size": Run("2", "batches"),
+    "train.batch_schedule": Run("{1: {micro_batch_size: 4}}", "batches"),
+    "train.auto_micro_batch": ShownBy(
+        "tests/engines/test_auto_micro_batch.py::test_a_rank_without_memory_halves_all_ranks_micro_batches"
+    ),
+    "sampling.steps": Run("2", "texts"),
+    "sampling.temperature": Run("0", "texts"),
+    "sampling.top_p": Run("0.05", "texts"),
+    "sampling.guidance": Run("9", "texts"),
+    "sampling.decoding": Run("confidence", "texts"),
+    "sampling.remask": Run("1", "texts"),
+    "sampling.latent_sampler": Run("euler", "latents"),
+    "validation.every": Run("1", "records"),
+    "validation.samples": Run("8", "validation"),
+    "validation.text_samples": Run("1", "texts"),
+    "log.every": Run("2", "records"),
+    "log.tensorboard": Run("true", "files"),
+    "profile.steps": Run("[2, 2]", "files"),
+    "profile.ranks": Run("[1]", "files", ("profile.steps=[2, 2]",)),
+    "checkpoint.every_steps": Run("2", "files"),
+    "checkpoint.every_minutes": Run("1e-9", "files"),
+    "checkpoint.keep_last": Run("1", "files", OFTEN),
+    "checkpoint.keep_steps": Run("[1]", "files"),
+    "checkpoint.keep_every": Run("2", "files"),
+    "checkpoint.keep_best": Run("1", "files", ("validation.every=1",)),
+    "checkpoint.async": ShownBy("tests/engines/test_saving.py::test_beside_the_training_or_not_the_same_bytes"),
+    "guard.nonfinite": Run("stop", "end", EXPLODING),
+    "guard.max_consecutive": Run("2", "end", EXPLODING),
+    "guard.grad_norm_spike": ShownBy("tests/engines/test_guards.py::test_a_skipped_step_leaves_no_trace"),
+    **dict.fromkeys(
+        (
+            "distributed.timeout_s",
+            "distributed.heartbeat_timeout_s",
+            "distributed.blocking_wait",
+            "distributed.async_error_handling",
+            "distributed.flight_recorder",
+            "distributed.nccl",
+            "distributed.ddp.find_unused_parameters",
+            "distributed.ddp.gradient_as_bucket_view",
+            "distributed.ddp.broadcast_buffers",
+            "distributed.ddp.static_graph",
+            "distributed.ddp.bucket_cap_mb",
+        ),
+        ShownBy(f"{OF_ENGINES}::test_ddp_settings_changed"),
+    ),
+    "distributed.allow_long_timeout": ShownBy(f"{OF_ENGINES}::test_138_days_when_they_are_wanted"),
+    "distributed.ddp.comm_hook": ShownBy(f"{OF_ENGINES}::test_communication_hooks"),
+    "distributed.ddp.powersgd_rank": ShownBy(f"{OF_ENGINES}::test_powersgd_rank_and_start_step_change_the_curve"),
+    "distributed.ddp.powersgd_start_step": ShownBy(f"{OF_ENGINES}::test_powersgd_rank_and_start_step_change_the_curve"),
+}
