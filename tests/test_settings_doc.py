@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from mmldlm.config import RunConfig
+from mmldlm.config_files import DEEPEST, MOST_FILES
 from mmldlm.schema import leaves
+from mmldlm.settings_advice import ADVICE
 from mmldlm.settings_doc import settings_markdown
+from mmldlm.strict_yaml import MAX_BYTES
 
 pytestmark = pytest.mark.quick
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -23,3 +26,14 @@ def test_every_setting_has_one_row_of_four_cells() -> None:
     rows = [line for line in settings_markdown().splitlines() if line.startswith("| `")]
     assert sorted(row.split("`")[1] for row in rows) == sorted(key for key, _ in leaves(RunConfig))
     assert {row.replace("\\|", "").count("|") for row in rows} == {5}
+
+
+def test_advice_is_of_settings_and_in_their_rows() -> None:
+    assert ADVICE.keys() <= {key for key, _ in leaves(RunConfig)}, "advice for a key that is not there"
+    rows = {line.split("`")[1]: line for line in settings_markdown().splitlines() if line.startswith("| `")}
+    assert all(f". *{advice}* |" in rows[key] for key, advice in ADVICE.items())
+
+
+def test_what_the_page_says_of_files_is_so() -> None:
+    page = " ".join(settings_markdown().split())
+    assert f"chains of more than {DEEPEST} and more than {MOST_FILES} files or {MAX_BYTES >> 10} KiB" in page
