@@ -113,7 +113,7 @@ def merged(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], groups: set[str], prefix: str) -> dict[str, Any]:
     tree = dict(below)
     for key, value in above.items():
-        dotted = f"{prefix}{key}"
+        dotted = f"{prefix}{key}" if isinstance(key, str) else ""
         both = dotted in groups and isinstance(tree.get(key), Mapping) and isinstance(value, Mapping)
         tree[key] = _merge(tree[key], value, groups, f"{dotted}.") if both else value
     return tree
