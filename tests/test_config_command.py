@@ -34,7 +34,11 @@ def mine(tmp_path: Path) -> Path:
         "extends: base.yaml\n"
         "train:\n"
         "  steps: 7\n"
-        "checkpoint: {<<: {keep_last: 5, keep_every: 4}, keep_last: 6}\n"
+        "checkpoint:\n"
+        "  <<:\n"
+        "    keep_last: 5\n"
+        "    keep_every: 4\n"
+        "  keep_last: 6\n"
         "optim: {lr: 3}\n"
     )
     return tmp_path / "mine.yaml"
@@ -59,15 +63,15 @@ def test_each_value_has_its_origin(mine: Path, capsys: pytest.CaptureFixture[str
     found = origins(capsys, mine, *overrides)
     assert list(found) == KEYS
     expected = {
-        "optim.lr": f"{mine}:5",
+        "optim.lr": f"{mine}:9",
         "optim.muon.momentum": f"{base}:5",
         "optim.name": f"{base}:6",
         "mode_schedule": f"{base}:7",
         "run.dir": f"{base}:8",
         "run.seed": f"{base}:8",
         "train.steps": f"{mine}:3",
-        "checkpoint.keep_last": f"{mine}:4",
-        "checkpoint.keep_every": f"{mine}:4",
+        "checkpoint.keep_last": f"{mine}:8",
+        "checkpoint.keep_every": f"{mine}:7",
         **dict.fromkeys(["model.depth", "mode", "optim.eps", "log.every"], "command line"),
     }
     assert {key: origin for key, origin in found.items() if origin != "default"} == expected
