@@ -30,6 +30,7 @@ MUON = ("optim.name=muon",)
 EXPLODING = ("optim.lr=1e38", "optim.warmup_steps=0", "train.steps=4", "validation.every=0")
 OFTEN = ("checkpoint.every_steps=1", "train.steps=5")
 RECOMPUTED = ("model.depth=4", "memory.activation_checkpointing=every_k")
+AVERAGED = ("ema.decay=0.999",)
 OF_WORKERS = "tests/data/test_loader_settings.py"
 OF_ENGINES = "tests/engines/test_engine_settings.py"
 
@@ -112,6 +113,9 @@ EFFECTS: dict[str, Run | ShownBy] = {
     "schedule.factor": ShownBy(OF_PLATEAUS),
     "schedule.min_lr": ShownBy(OF_PLATEAUS),
     "schedule.threshold": ShownBy(OF_PLATEAUS),
+    "ema.decay": Run("0.9", "validation"),
+    "ema.warmup": Run("false", "validation", AVERAGED),
+    "ema.evaluate": Run("false", "validation", AVERAGED),
     "train.steps": Run("2", "records"),
     "train.global_batch_size": Run("4", "batches"),
     "train.micro_batch_size": Run("2", "batches"),

@@ -33,7 +33,7 @@ RUNS: tuple[tuple[str, ...], ...] = (
     ("resume=never", "schedule.lr=cosine_restarts", "latent.time_sampling=logit_normal", "loss.latent=huber"),
     ("resume=never", "schedule.lr=wsd", "text.time_sampling=mode", "latent.time_sampling=mode", "train.steps=2"),
     ("resume=never", "schedule={lr: plateau, patience: 1, threshold: 0.9}", "validation.every=1", "train.steps=5"),
-    ("resume=never", "loss.latent_time_weighting=min_snr", "optim.lr_scaling=sqrt", "train.steps=2"),
+    ("resume=never", "loss.latent_time_weighting=min_snr", "optim.lr_scaling=sqrt", "ema.decay=0.9", "train.steps=2"),
     ("resume=never", "optim.name=muon", "memory.activation_checkpointing=every_k", "compile.scope=regional"),
 )
 # Keys that only a check of other keys reads.
