@@ -63,6 +63,12 @@ class TrainConfig:
         stages = self.batch_stages(world_size)
         return stages[max(start for start in stages if start <= step)]
 
+    def samples_before(self, step: int) -> int:
+        """Samples of the optimizer steps before `step`."""
+        stages = [(first, size) for first, size, _ in self._stages_as_named() if first < step]
+        stops = [*(first for first, _ in stages[1:]), step]
+        return sum(size * (stop - first) for (first, size), stop in zip(stages, stops, strict=True))
+
     def check_batches(self, world_size: int) -> None:
         """ConfigError naming the first stage, also beyond `steps`, whose batch the ranks cannot share evenly."""
         for step, size, micro in self._stages_as_named():

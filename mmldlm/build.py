@@ -11,6 +11,7 @@ import torch
 from mmldlm.checkpoint import CheckpointStore, TensorFiles, load_model_state
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.manifest import Manifest
+from mmldlm.data.mixture import open_data
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.gaussian import GaussianDiffusion
@@ -21,7 +22,7 @@ from mmldlm.errors import DataError
 from mmldlm.model.attention import resolve_backend
 from mmldlm.model.freezing import freeze_parts
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.resume import check_fits, data_shape, saved_average
+from mmldlm.resume import as_trained, check_fits, data_shape, saved_average
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
@@ -72,7 +73,7 @@ class LoadedRun:
 def load_run(
     run_dir: Path | str, checkpoint: Path | str | None = None, data: str | None = None, weights: Weights | None = None
 ) -> LoadedRun:
-    """The newest good checkpoint of a run, or a given one; `data` replaces the config's data.path.
+    """The newest good checkpoint of a run, or a given one; `data`, one store, replaces the config's data.
 
     Where `weights` says nothing, their average is taken if the checkpoint has one, unless `ema.evaluate` is false.
 
@@ -82,14 +83,16 @@ def load_run(
     folder = Path(run_dir)
     if not (folder / "config.yaml").is_file():
         raise DataError(f"{folder}: not a run folder, expected config.yaml and checkpoints/ of `mmldlm train`")
-    config = load_config(folder / "config.yaml", [f"data.path={data}"] if data else [], may_extend=False)
+    elsewhere = [f"data.path={data}", "data.mixture={}"] if data else []
+    config = load_config(folder / "config.yaml", elsewhere, may_extend=False)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.retention)
     found = checkpoints.open(checkpoint) if checkpoint else checkpoints.newest(repair=False)
     if found is None:
         raise DataError(f"{folder}: no checkpoint in checkpoints/ yet; train first")
-    if not Path(config.data.path).is_dir():
-        raise DataError(f"{config.data.path}: the run's data store is not there; name its place with --data")
-    store = Store.open(config.data.path)
+    for path in config.data.mixture or [config.data.path]:
+        if not Path(path).is_dir():
+            raise DataError(f"{path}: the run's data store is not there; name its place with --data")
+    store = as_trained(found, open_data(config.data.place))
     check_fits(found, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(config, store.manifest, device.type)

@@ -170,8 +170,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def require(config: RunConfig, *keys: str) -> None:
-    """Refuse a config in which one of these text keys is empty."""
+    """Refuse a config in which one of these text keys is empty; in place of data.path, data.mixture will do."""
     for key in keys:
+        if key == "data.path" and config.data.mixture:
+            continue
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part)
@@ -183,7 +185,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same run, wherever it is started from."""
     resume = config.resume if config.resume in ("auto", "never") else _absolute(config.resume)
     run = replace(config.run, dir=_absolute(config.run.dir))
-    return replace(config, run=run, data=replace(config.data, path=_absolute(config.data.path)), resume=resume)
+    mixture = {_absolute(path): weight for path, weight in config.data.mixture.items()}
+    data = replace(config.data, path=_absolute(config.data.path), mixture=mixture)
+    return replace(config, run=run, data=data, resume=resume)
 
 
 def _absolute(path: str) -> str:

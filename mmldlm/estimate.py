@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,8 +18,10 @@ from mmldlm.batch_sizes import BatchSize
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.costs import Kind, StepCosts
-from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.loader import Loader
+from mmldlm.data.mixture import open_data
 from mmldlm.data.shards import Store
+from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
 from mmldlm.learning_rate import describe_lr
 from mmldlm.model.attention import AttentionConfig, resolve_backend
@@ -86,7 +87,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     loader = Loader(
         store,
         "train",
-        DataConfig(path=config.data.path, window=config.data.window, num_workers=0),
+        replace(config.data, num_workers=0),
         config.run.seed,
         partial(config.train.batch_at, world_size=world_size),
         0,
@@ -127,7 +128,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     return Estimate(
         parameters=parameters,
         trainable=trainable,
-        tokens_per_step=float(np.mean(store.split("train").lengths)) * samples / steps,
+        tokens_per_step=store.split("train").mean_length * samples / steps,
         flops_per_step=flops,
         batches=batches,
         world_size=world_size,
@@ -171,7 +172,7 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
 
 def print_estimate(config: RunConfig) -> None:
     """The resolved config and the estimate, on stdout."""
-    store = Store.open(config.data.path)
+    store = without_bad(open_data(config.data.place), "train", config.data.max_bad_samples)
     found = estimate(config, store, asked_world_size())
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items()))

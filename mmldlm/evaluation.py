@@ -16,6 +16,7 @@ from mmldlm.batch import Batch
 from mmldlm.build import LoadedRun
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import fixed_batches
+from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Objective
@@ -43,15 +44,16 @@ class Evaluation:
 
     def __init__(self, run: LoadedRun, config: EvaluationConfig):
         self.run, self.config = run, config
-        self.split = run.store.split(config.split)
-        count = min(config.samples, len(self.split))
+        store = without_bad(run.store, config.split, run.config.data.max_bad_samples)
+        self.split = store.split(config.split)
+        good = len(self.split) - len(self.split.skipped)
+        count = min(config.samples, good)
         if count < 2:
-            raise DataError(
-                f"{run.store.path}: split {config.split} has {len(self.split)} samples, expected at least 2"
-            )
+            raise DataError(f"{store.path}: split {config.split} has {good} samples, expected at least 2")
         # Neighbours in a store come from one source: a fixed draw, also of the first few, is a fair sample.
         rng = np.random.default_rng(config.seed)
-        self.ids: np.ndarray = rng.permutation(len(self.split))[:count]
+        drawn = rng.permutation(len(self.split))
+        self.ids: np.ndarray = drawn[~np.isin(drawn, self.split.skipped)][:count]
         self.raw_latents = self.split.gather(self.ids)[2].astype(np.float32)
         latents = torch.from_numpy(run.store.standardise(self.raw_latents))
         cycle = rng.permutation(count)

@@ -19,6 +19,7 @@ from mmldlm.schema import dump, leaves
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "numpy")
 ABSENT = "absent"
+PLACES = ("data.path", "data.mixture")
 
 
 def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
@@ -27,13 +28,13 @@ def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
 
 
 def config_fingerprint(config: RunConfig) -> dict[str, str]:
-    """Every leaf of the config as `config.KEY`, but data.path: a store may lie elsewhere on each node."""
+    """Every leaf of the config as `config.KEY`, but for places: a store may lie elsewhere on each node."""
     tree = dump(config)
-    return {f"config.{key}": _text(_at(tree, key)) for key, _ in leaves(RunConfig) if key != "data.path"}
+    return {f"config.{key}": _text(_at(tree, key)) for key, _ in leaves(RunConfig) if key not in PLACES}
 
 
 def data_fingerprint(store: Store) -> dict[str, str]:
-    """SHA-256 of the manifest, which holds that of every other file, and of the tokenizer."""
+    """SHA-256 of the manifests, which hold that of every other file, with their shares; and of the tokenizer."""
     return {"data.manifest": store.identity, "data.tokenizer": str(store.manifest.tokenizer["sha256"])}
 
 

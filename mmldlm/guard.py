@@ -18,6 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
+from mmldlm.data.split import Split
 from mmldlm.errors import NumericalError
 from mmldlm.runtime.config import GuardConfig
 from mmldlm.telemetry.meter import StepNumbers
@@ -50,10 +51,10 @@ class Skip:
         return cls(step, norm, "spike" if math.isfinite(norm) else "norm")
 
 
-def account(numbers: StepNumbers) -> Account:
-    """This rank's part of a skipped step."""
+def account(numbers: StepNumbers, split: Split) -> Account:
+    """This rank's part of a skipped step; its samples are rows of `split`."""
     pairs = zip(numbers.sample_ids, numbers.losses.tolist(), strict=True)
-    return [{"samples": sample_ids, "loss": loss} for sample_ids, loss in pairs]
+    return [{"samples": split.by_source(sample_ids), "loss": loss} for sample_ids, loss in pairs]
 
 
 class Guard:

@@ -37,6 +37,7 @@ from mmldlm.startup import (
     create_run_folder,
     open_parts,
     report_lines,
+    standardised_by,
     startup_report,
     step_plan,
 )
@@ -140,6 +141,8 @@ class RunLifecycle:
         chosen = runtime.gather(chosen and str(chosen), "choice of the checkpoint")[0]
         with runtime.agreeing("loading of the checkpoint"):
             restored = restore(chosen and Path(chosen), self.parts.model, config, self.store)
+        self.parts = standardised_by(restored.latents, self.parts, config, runtime)
+        self.store = self.parts.store
         runtime.prepare(self.parts.model, self.parts.optimizer)
         runtime.check_precision()
         if restored.moments is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmldlm.brief import shown
+from mmldlm.brief import cut, shown
 from mmldlm.checkpoint import (
     NO_STATE,
     Checkpoint,
@@ -24,12 +26,14 @@ from mmldlm.checkpoint import (
     verify,
 )
 from mmldlm.config import RunConfig, differences, load_config, with_absolute_paths
-from mmldlm.data.manifest import Manifest
+from mmldlm.data.manifest import LatentInfo, Manifest
 from mmldlm.data.shards import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.mmdit import DataShape
 from mmldlm.optimizers import check_same_state
 from mmldlm.schema import dump, to_yaml
+
+LATENTS_NAME = "latents.json"
 
 
 def data_shape(manifest: Manifest) -> DataShape:
@@ -72,6 +76,38 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
         raise DataError(f"{checkpoint.path}: {group} is {shown(before)} in the checkpoint, {shown(values)} now")
 
 
+def latents_of(checkpoint: Checkpoint, store: Store) -> LatentInfo:
+    """How latents were standardised in training; DataError where that is no standardisation of `store`'s.
+
+    One that was saved before checkpoints held it was trained on its store's own.
+    """
+    own = store.manifest.latent
+    if LATENTS_NAME not in checkpoint.files:
+        return own
+    expected = f"expected a scale of latents [{own.tokens}, {own.channels}]"
+    try:
+        found = LatentInfo.read(json.loads(checkpoint.read(LATENTS_NAME)))
+        shape, numbers = (found.tokens, len(found.mean)), [*found.mean, found.rms, found.max_norm]
+        if shape != (own.tokens, own.channels) or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{list(shape)}, or numbers that are not finite")
+        if not min(found.rms, found.max_norm) > 0:
+            raise ValueError(f"rms {found.rms}, max_norm {found.max_norm}")
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{checkpoint.path / LATENTS_NAME}: {cut(str(error))}; {expected}") from None
+    return found
+
+
+def as_trained(checkpoint: Checkpoint, store: Store) -> Store:
+    """`store` as the checkpoint's network knows data: by its standardisation, and with room for as long samples."""
+    saved = checkpoint.info.get("identity")
+    data = saved.get("data") if isinstance(saved, dict) else None
+    longest = data.get("max_length") if isinstance(data, dict) else None
+    manifest = replace(store.manifest, latent=latents_of(checkpoint, store))
+    if type(longest) is int and longest > manifest.max_length:
+        manifest = replace(manifest, max_length=longest)
+    return store.described_by(manifest)
+
+
 def _plain(value: Any) -> Any:
     """Tuples as the lists that JSON makes of them."""
     if isinstance(value, dict):
@@ -84,6 +120,7 @@ def small_files(config: RunConfig, store: Store) -> dict[str, bytes]:
     tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
     return {
         "config.yaml": to_yaml(with_absolute_paths(config)).encode(),
+        LATENTS_NAME: json.dumps(asdict(store.manifest.latent)).encode(),
         **{f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer},
     }
 
@@ -94,6 +131,7 @@ class Restored:
 
     state: TrainState
     notes: list[str]  # for the user
+    latents: LatentInfo  # how they are standardised: as they have been from step 0 on
     moments: Mapping[str, Tensor] | None = None  # the optimizer's state; None for a run from step 0
     average: Mapping[str, Tensor] = field(default_factory=dict)  # of the weights; those not in it begin theirs anew
 
@@ -117,7 +155,7 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     belongs to another network, tokenizer or encoder.
     """
     if path is None:
-        return Restored(TrainState(), [])
+        return Restored(TrainState(), [], store.manifest.latent)
     found = verify(path, hashes=False)
     check_fits(found, config, store)
     state = TrainState.from_json(found.read("state.json"))
@@ -131,17 +169,20 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if anew:
         notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")
+    latents = latents_of(found, store)
+    if latents != store.manifest.latent:
+        notes.append("latents are standardised as in the checkpoint, by other statistics than those of the data now")
     average = saved_average(found, model)
     if not config.ema.decay:
         if average is not None:
             notes.append("ema: the checkpoint's average of the weights ends here (ema.decay: 0)")
-        return Restored(state, notes, moments)
+        return Restored(state, notes, latents, moments)
     kept = {} if average is None else average.where(_trained(model).__contains__)
     if average is None:
         notes.append("ema: the checkpoint has no average of the weights; it begins here, as the weights are now")
     elif anew:
         notes.append("ema: the average of parameters that train from here on begins as they are now")
-    return Restored(state, notes, moments, kept)
+    return Restored(state, notes, latents, moments, kept)
 
 
 def saved_average(checkpoint: Checkpoint, model: nn.Module) -> TensorFiles | None:

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from mmldlm.batch_sizes import BatchSize
 from mmldlm.build import build_model, build_objective
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
+from mmldlm.data.manifest import LatentInfo
+from mmldlm.data.mixture import open_data
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
@@ -77,24 +79,14 @@ class Parts:
 def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
     """Collective. Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
     with runtime.agreeing("opening of the data store"):
-        store = Store.open(config.data.path)
+        store = open_data(config.data.place)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, runtime)
     validation, device_type = store.split("validation"), runtime.device.type
-    loader = Loader(
-        store,
-        "train",
-        config.data,
-        config.run.seed,
-        partial(config.train.batch_at, world_size=runtime.world_size),
-        runtime.rank,
-        runtime.world_size,
-        device_type,
-    )
     model = build_model(config, store.manifest, device_type).to(runtime.device)
     compiled = compile_regions(model, config.compile, runtime.device)
     return Parts(
         store=store,
-        loader=loader,
+        loader=_loader(config, runtime, store),
         objective=build_objective(config, store.manifest),
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
@@ -105,6 +97,21 @@ def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
     )
+
+
+def _loader(config: RunConfig, runtime: Runtime, store: Store) -> Loader:
+    batch_at = partial(config.train.batch_at, world_size=runtime.world_size)
+    rank, world_size, device_type = runtime.rank, runtime.world_size, runtime.device.type
+    return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type)
+
+
+def standardised_by(latents: LatentInfo, parts: Parts, config: RunConfig, runtime: Runtime) -> Parts:
+    """The same parts with another standardisation of latents, before the loader has read any."""
+    if latents == parts.store.manifest.latent:
+        return parts
+    store = parts.store.described_by(replace(parts.store.manifest, latent=latents))
+    loader, objective = _loader(config, runtime, store), build_objective(config, store.manifest)
+    return replace(parts, store=store, loader=loader, objective=objective)
 
 
 def compare_ranks(runtime: Runtime, config: RunConfig, store: Store) -> dict[str, str]:
@@ -198,9 +205,27 @@ def startup_report(
         "git": fingerprint.get("git", ""),
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
         "data_manifest": fingerprint.get("data.manifest", ""),
+        "mixture": _mixture(config, parts),
         "skipped_samples": parts.skipped_samples,
     }
     return report
+
+
+def _mixture(config: RunConfig, parts: Parts) -> list[dict[str, Any]]:
+    """Where samples come from if from several stores, and how often the run will have read each of them."""
+    split = parts.store.split("train")
+    epochs = parts.loader.order.epochs(config.train.samples_before(config.train.steps))
+    found = [
+        {
+            "name": source.name,
+            "path": str(source.path),
+            "share": float(source.share),
+            "samples": stop - first,
+            "epochs": at_the_end,
+        }
+        for (source, first, stop), at_the_end in zip(split.parts(), epochs, strict=True)
+    ]
+    return found if len(found) > 1 else []
 
 
 def _optimizer_name(runtime: Runtime, config: RunConfig) -> str:
@@ -246,6 +271,11 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     ]
     if report["ema"] != "none":
         lines.append(f"ema          {report['ema']}")
+    lines += [
+        f"{'data' if not number else '':<12} {store['share']:.2%} from {store['name']}: {store['samples']:,} samples, "
+        f"read {store['epochs']:.3g} times"
+        for number, store in enumerate(report["mixture"])
+    ]
     if report["world_size"] > 1:
         lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")
     lines.append(

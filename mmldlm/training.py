@@ -171,7 +171,8 @@ class Training(RunLifecycle):
         return [self.parts.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
 
     def _skip(self, numbers: StepNumbers, norm: float) -> None:
-        ranks = self.runtime.gather(account(numbers), "gather of the skipped step's samples")
+        own = account(numbers, self.store.split("train"))
+        ranks = self.runtime.gather(own, "gather of the skipped step's samples")
         skip = Skip.because(numbers.step, norm, ranks)
         self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
         self.guard.check(skip, self.run_dir)
@@ -193,6 +194,7 @@ class Training(RunLifecycle):
             "speed/step_s": seconds / meter.steps,
             "speed/data_wait_s": meter.data_wait_s / meter.steps,
             "data/epoch": self.state.samples_drawn / len(self.parts.loader.order),
+            **self._epochs(),
             "data/tokens": self.state.tokens_seen,
             **(
                 {f"data/{name}": size for name, size in asdict(self.batch_size).items()}
@@ -205,6 +207,12 @@ class Training(RunLifecycle):
         }
         self.tracker.train(self.state.step, values)
         meter.clear()
+
+    def _epochs(self) -> dict[str, float]:
+        """Of each store, where there are several: an epoch of all does not exist."""
+        sources = self.store.sources
+        epochs = self.parts.loader.order.epochs(self.state.samples_drawn) if len(sources) > 1 else []
+        return {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=False)}
 
     def _validate(self) -> None:
         self.settle()

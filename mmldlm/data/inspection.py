@@ -138,11 +138,11 @@ def faults(path: Path, threads: int | None = None) -> list[str]:
         return found  # what the manifest says of the files cannot be trusted
     store = Store.open(path)
     splits = list(store.manifest.splits)
-    (items,) = deal(store.manifest, 1, splits)
+    (items,) = deal(store, 1, splits)
 
     def read(item: tuple[int, int, str]) -> list[str]:
         try:
-            count, bad = read_items(store, [item], _TOLD, splits)
+            count, bad = read_items(store, [item], _TOLD)
         except DataError as error:
             return [str(error)]
         more = [f"{bad[-1].why} and {count - _TOLD} more in this shard"] if count > _TOLD else []
@@ -188,7 +188,7 @@ def _contradictions(store: Store) -> Iterator[str]:
         pairs[f"encoder.{key}"] = manifest.encoder.get(key), encoder.get(key)
     for name, totals in manifest.splits.items():
         split = store.split(name)
-        longest = max(longest, int(split.lengths.max(initial=0)))
+        longest = max(longest, int(np.asarray(split.lengths).max(initial=0)))
         pairs[f"splits.{name}.samples"] = totals.samples, sum(shard.samples for shard in totals.shards)
         pairs[f"splits.{name}.tokens"] = totals.tokens, sum(shard.tokens for shard in totals.shards)
         pairs[f"splits.{name}.characters"] = totals.characters, int(split.characters.sum(dtype=np.int64))
@@ -262,8 +262,8 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbours: in
         (found,) = tokenizer.decode_batch([split.tokens(row).tolist()], keep_special=True)
         return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in found)
 
-    for row, others in zip(rows.tolist(), near, strict=True):
-        length, characters = split.lengths[row], split.characters[row]
+    for row, length, others in zip(rows.tolist(), split.lengths[rows].tolist(), near, strict=True):
+        characters = split.characters[row]
         norm = np.linalg.norm(split.latents(row), axis=-1).mean()
         yield f"{split_name} {row}: {length} tokens, {characters} characters, latent norm {norm:.4g}"
         yield f"  {text(row)}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
 from mmldlm.batch_sizes import BatchSize
-from mmldlm.data.order import SampleOrder, permute
-from mmldlm.data.shards import Split, Store, check_sizes
+from mmldlm.brief import named
+from mmldlm.data.mixture import order_of
+from mmldlm.data.order import MixedOrder, SampleOrder, permute
+from mmldlm.data.shards import Split, Store
 from mmldlm.data.workers import leave_signals_to_the_parent, read
 from mmldlm.errors import DataError
 from mmldlm.schema import setting
@@ -30,7 +31,12 @@ __all__ = ["DataConfig", "Loader", "SampleOrder", "fixed_batches", "permute"]
 class DataConfig:
     """The `data` part of a run config."""
 
-    path: str = setting("", "folder of the store that `mmldlm prepare` wrote")
+    path: str = setting("", "folder of the store that `mmldlm prepare` wrote; or `mixture`")
+    mixture: dict[str, float] = setting(
+        factory=dict,
+        doc="folders of several stores in place of `path`, and in which proportion samples are drawn from them: "
+        "{data/own: 7, data/web: 3}. Tokenizer, encoder and shape of the latents must be the same",
+    )
     num_workers: int | None = setting(
         None,
         "loader processes per rank; null: 0 on CPU, else min(8, CPUs / processes of the machine)",
@@ -49,8 +55,18 @@ class DataConfig:
     worker_timeout_s: float = setting(300.0, "seconds to wait for a step from the workers before the run ends", above=0)
 
     def __post_init__(self) -> None:
+        if self.path and self.mixture:
+            raise ValueError(f"mixture: expected this or data.path, found both (data.path is {named(self.path)})")
+        for path, weight in self.mixture.items():
+            if not weight > 0:
+                raise ValueError(f"mixture.{named(path)}: must be above 0, found {weight:g}")
         if self.max_bad_samples and self.verify != "full":
             raise ValueError(f"max_bad_samples: {self.max_bad_samples} needs data.verify: full, found {self.verify}")
+
+    @property
+    def place(self) -> str | dict[str, float]:
+        """What `open_data` opens."""
+        return self.mixture or self.path
 
 
 class Loader:
@@ -80,11 +96,10 @@ class Loader:
         assert 0 <= rank < world_size
         self.batch_at = batch_at
         samples = store.split(split)
-        lengths = np.delete(samples.lengths, samples.skipped) if len(samples.skipped) else samples.lengths
-        self.order = SampleOrder(lengths, seed, config.window, skipped=samples.skipped)
+        self.order = order_of(samples, seed, config.window)
         self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
         self._asked = _Asked()
-        self._check_files = partial(check_sizes, store.path, store.manifest)
+        self._check_files = store.check_files
         self._steps = _Steps(samples, self.order, rank, world_size)
         self._loader = DataLoader(
             self._steps,
@@ -122,9 +137,9 @@ class Loader:
     def tokens(self, position: int, size: BatchSize) -> np.ndarray:
         """int64 [world_size, micro-batches]: tokens of all ranks' micro-batches of the step that begins at `position`.
 
-        A function of the order alone: nothing is read, and no rank is asked.
+        A function of the order alone: only lengths are read, and no rank is asked.
         """
-        lengths = self._steps.split.lengths[self.order.take(position, size.global_batch_size)]
+        _, lengths = self.order.take_sized(position, size.global_batch_size)
         dealt = lengths[_rounds(lengths, self._steps.world_size)]
         return dealt.reshape(-1, size.micro_batch_size, self._steps.world_size).sum(axis=1, dtype=np.int64).T
 
@@ -183,19 +198,19 @@ class _Steps(Dataset):
     A `DataError` is given, not raised: torch would bury it in a traceback.
     """
 
-    def __init__(self, split: Split, order: SampleOrder, rank: int, world_size: int):
+    def __init__(self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int):
         self.split, self.order = split, order
         self.rank, self.world_size = rank, world_size
 
     def __getitem__(self, step: _Step) -> list[Batch] | DataError:
-        samples = self.order.take(step.position, step.size.global_batch_size)
-        slots = deal(self.split.lengths[samples], step.size.micro_batch_size, self.rank, self.world_size)
         try:
+            samples, lengths = self.order.take_sized(step.position, step.size.global_batch_size)
+            slots = deal(lengths, step.size.micro_batch_size, self.rank, self.world_size)
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
             return error
         except OSError as error:
-            return DataError(f"{self.split.store}: cannot be read: {error}")
+            return DataError(f"{error.filename or 'the data'}: cannot be read: {error}")
 
 
 class _Asked:

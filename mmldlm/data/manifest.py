@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class LatentInfo:
     """Shape and scale of the latents, measured on the training split (`max_norm` on all splits).
 
     `rms` is the root mean square of the centred latents, so that `(x - mean) / rms` has norm sqrt(C)
-    on average; `max_norm` is the largest norm of a latent vector so standardised.
+    on average; `max_norm` is the largest norm of a latent vector so standardised, or a bound on it.
     """
 
     tokens: int
@@ -55,6 +56,12 @@ class LatentInfo:
     mean: tuple[float, ...]
     rms: float
     max_norm: float
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> LatentInfo:
+        """From JSON; TypeError or ValueError where it is none."""
+        values = _checked(cls, found)
+        return cls(**values | {"mean": tuple(values["mean"])})
 
     def standardise(self, latents: np.ndarray) -> np.ndarray:
         """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
@@ -119,8 +126,7 @@ class Manifest:
             raise DataError(f"{path}: format is {value!r}, expected {FORMAT}; prepare the data again")
         try:
             values = _checked(cls, found)
-            latent = _checked(LatentInfo, found["latent"])
-            values["latent"] = LatentInfo(**latent | {"mean": tuple(latent["mean"])})
+            values["latent"] = LatentInfo.read(found["latent"])
             values["splits"] = {name: _split(split) for name, split in found["splits"].items()}
             values["files"] = {name: FileInfo(**_checked(FileInfo, info)) for name, info in found["files"].items()}
             return cls(**values)
@@ -135,12 +141,17 @@ def seal_of(digest: str) -> str:
 
 def _checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
     """`found` with exactly the fields of the dataclass `cls`; ValueError naming the first that differ."""
-    expected = {field.name for field in fields(cls)}
-    if missing := sorted(expected - set(found)):
-        raise ValueError(f"key {missing[0]!r} is missing")
-    if unknown := sorted(set(found) - expected):
-        raise ValueError(f"key {unknown[0]!r} is unknown")
+    expected = _names(cls)
+    if found.keys() != expected:
+        if missing := sorted(expected - found.keys()):
+            raise ValueError(f"key {missing[0]!r} is missing")
+        raise ValueError(f"key {min(found.keys() - expected)!r} is unknown")
     return dict(found)
+
+
+@cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(field.name for field in fields(cls))
 
 
 def _split(found: Mapping[str, Any]) -> SplitInfo:

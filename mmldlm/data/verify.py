@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mmldlm.balance import share_out
-from mmldlm.data.manifest import MANIFEST_NAME, Manifest
+from mmldlm.data.manifest import MANIFEST_NAME
 from mmldlm.data.shards import Split, Store
+from mmldlm.data.writer import SPLITS
 from mmldlm.errors import DataError
 from mmldlm.files import FileInfo
 
 if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime
 
-SPLITS = ("train", "validation")  # what training reads
+TRAINING = SPLITS[:2]  # what training reads
 _CHUNK = 1 << 20
 _EXPONENT = {2: 0x7C00, 4: 0x7F800000}  # bits that are all set in a float of so many bytes that is not finite
 
@@ -38,8 +39,9 @@ def verify(store: Store, full: bool, max_bad_samples: int, runtime: Runtime) -> 
     Unless `full`, nothing is read; the ranks take part all the same, as their configs are yet to be compared.
     """
     # Ranks that see one and the same folder share the work; a copy on another node is read by the ranks there.
-    manifest = (store.path / MANIFEST_NAME).stat()
-    places = runtime.gather([full, manifest.st_ino, manifest.st_ctime_ns], "places of the data")
+    manifests = [(source.path / MANIFEST_NAME).stat() for source in store.sources]
+    seen = [[manifest.st_ino, manifest.st_ctime_ns] for manifest in manifests]
+    places = runtime.gather([full, seen], "places of the data")
     sharing = [rank for rank, place in enumerate(places) if place == places[runtime.rank]]
     count, bad = 0, list[BadSample]()
     with runtime.agreeing("verification of the data"):
@@ -50,61 +52,86 @@ def verify(store: Store, full: bool, max_bad_samples: int, runtime: Runtime) -> 
     parts = runtime.gather(mine, "bad samples of the data")
     total = sum(count for count, _ in parts)
     found = sorted(BadSample(*sample) for _, samples in parts for sample in samples)
+    return _left_out(store, total, found, max_bad_samples, TRAINING), [sample.why for sample in found]
+
+
+def without_bad(store: Store, split: str, max_bad_samples: int) -> Store:
+    """In one process: the store without the bad samples of `split`, of which up to `max_bad_samples` are left out.
+
+    Where none may be left out nothing is read: the first that is met is refused.
+    """
+    if not max_bad_samples:
+        return store
+    total, found = read_part(store, keep=max_bad_samples + 1, splits=(split,))
+    return _left_out(store, total, found, max_bad_samples, (split,))
+
+
+def _left_out(
+    store: Store, total: int, found: Sequence[BadSample], max_bad_samples: int, splits: Sequence[str]
+) -> Store:
+    """DataError where more samples than allowed are bad; `found` are the first of them."""
     if total > max_bad_samples:
         raise DataError(
-            f"{found[0].why} ({total} bad samples in {' and '.join(SPLITS)}, data.max_bad_samples is {max_bad_samples})"
+            f"{found[0].why} ({total} bad samples in {' and '.join(splits)}, data.max_bad_samples is {max_bad_samples})"
         )
     rows = {name: [sample.row for sample in found if sample.split == number] for number, name in enumerate(SPLITS)}
-    return (store.without(rows) if found else store), [sample.why for sample in found]
+    return store.without(rows) if found else store
 
 
-def read_part(store: Store, part: int = 0, parts: int = 1, keep: int = 1) -> tuple[int, list[BadSample]]:
-    """Read the `part`-th of `parts` of the store, all but the test split: its number of bad samples, and the first.
+def read_part(
+    store: Store, part: int = 0, parts: int = 1, keep: int = 1, splits: Sequence[str] = TRAINING
+) -> tuple[int, list[BadSample]]:
+    """Read the `part`-th of `parts` of the store, of these splits: its number of bad samples, and the first.
 
     DataError naming the first file that is not what was written.
     """
-    found = read_items(store, deal(store.manifest, parts)[part], keep)
-    for name in SPLITS:
-        _ = store.split(name).lengths  # refuses offsets that do not rise
-    return found
+    return read_items(store, deal(store, parts, splits)[part], keep)
 
 
-def read_items(
-    store: Store, items: Sequence[tuple[int, int, str]], keep: int, splits: Sequence[str] = SPLITS
-) -> tuple[int, list[BadSample]]:
-    """Read these shards and files, as `deal` gives them for `splits`: the number of bad samples, and the first `keep`.
+def read_items(store: Store, items: Sequence[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
+    """Read these shards and files, as `deal` gives them: the number of bad samples, and the first `keep`.
 
     DataError naming the first file that is not what was written.
     """
     count, bad = 0, list[BadSample]()
     for split, index, name in sorted(items):
-        if split < len(splits):
-            found = _read_shard(store.split(splits[split]), split, index)
+        if split < len(SPLITS):
+            found = _read_shard(store, split, index)
             count, bad = count + len(found), (bad + found)[:keep]
         else:
-            for _ in _chunks(store.path / name, store.manifest.files[name]):
+            source = store.sources[index]
+            for _ in _chunks(source.path / name, source.manifest.files[name]):
                 pass
     return count, bad
 
 
-def deal(manifest: Manifest, parts: int, splits: Sequence[str] = SPLITS) -> list[list[tuple[int, int, str]]]:
-    """(split, shard, name) of all shards and other files in `parts` of nearly equal size, the same on every rank."""
-    sizes = {(len(splits), 0, name): info.bytes for name, info in manifest.files.items()}
-    for split, name in enumerate(splits):
-        for index, shard in enumerate(manifest.splits[name].shards):
-            sizes[split, index, shard.name] = sum(info.bytes for info in shard.files.values())
+def deal(store: Store, parts: int, splits: Sequence[str] = TRAINING) -> list[list[tuple[int, int, str]]]:
+    """All shards of `splits` and other files in `parts` of nearly equal size, the same on every rank.
+
+    Shards are (split, shard, name), other files (number of splits, source, name).
+    """
+    sizes = {
+        (len(SPLITS), number, name): info.bytes
+        for number, source in enumerate(store.sources)
+        for name, info in source.manifest.files.items()
+    }
+    for split in splits:
+        for index, shard in enumerate(store.split(split).shards):
+            sizes[SPLITS.index(split), index, shard.name] = sum(info.bytes for info in shard.info.files.values())
     return share_out(sizes, parts)
 
 
-def _read_shard(split: Split, number: int, index: int) -> list[BadSample]:
-    """Hash the files of a shard and look at every token and latent."""
+def _read_shard(store: Store, number: int, index: int) -> list[BadSample]:
+    """Hash the files of a shard and look at every offset, token and latent."""
+    split = store.split(SPLITS[number])
     shard, why = split.shards[index], dict[int, str]()
-    for suffix, info in split.manifest.splits[split.name].shards[index].files.items():
+    shard.lengths()  # refuses offsets that do not rise
+    for suffix, info in shard.info.files.items():
         kind = suffix.removesuffix(".npy")
         array = getattr(shard, kind)
         size = array[0].nbytes  # of a token, of a sample's latents
         first = 0
-        for chunk in _chunks(split.store / f"{shard.name}.{suffix}", info, info.bytes - array.nbytes, size):
+        for chunk in _chunks(shard.path(kind), info, info.bytes - array.nbytes, size):
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
             if kind == "tokens":
                 why.update(_bad_tokens(split, index, rows, first))

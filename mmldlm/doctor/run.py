@@ -12,6 +12,7 @@ import torch
 
 from mmldlm.build import build_model
 from mmldlm.config import RunConfig, load_config, require
+from mmldlm.data.mixture import open_data
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.doctor.findings import Finding, fail, ok
@@ -35,13 +36,13 @@ def check_config(path: str, overrides: Sequence[str]) -> tuple[RunConfig | None,
 
 def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
     try:
-        store = Store.open(config.data.path)
+        store = open_data(config.data.place)
         Tokenizer.load(store.path / "tokenizer")
-        samples = store.split("train").manifest.splits["train"].samples
     except (DataError, OSError) as error:
         remedy = "copy the store to every node, or set data.path to where this node has it"
         return None, fail("data store", str(error), remedy, ExitCode.DATA)
-    return store, ok("data store", f"{store.path}, {samples:,} samples to train on")
+    places = ", ".join(str(source.path) for source in store.sources)
+    return store, ok("data store", f"{places}, {len(store.split('train')):,} samples to train on")
 
 
 def parameter_count(config: RunConfig, store: Store) -> int:

@@ -123,7 +123,7 @@ def test_a_random_store_is_as_long_as_asked_for(tmp_path: Path) -> None:
     lengths = np.array([3, 1, 7, 2] * 30)
     store = Store.open(random_store(tmp_path / "store", lengths, vocab_size=50, max_length=40))
     split = store.split("train")
-    assert split.lengths.tolist() == lengths.tolist()
+    assert np.asarray(split.lengths).tolist() == lengths.tolist()
     assert store.manifest.max_length == 40 and store.manifest.vocab_size == 50
     tokens, _, latents = split.gather(np.arange(len(split)))
     assert tokens.max() < store.manifest.mask_id < 50 and np.isfinite(latents).all()

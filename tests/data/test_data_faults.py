@@ -100,9 +100,9 @@ def test_only_full_verification_sees_what_opening_does_not(shards: Path) -> None
 
 @quick
 def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards: Path) -> None:
-    manifest = Store.open(shards).manifest
+    manifest = (store := Store.open(shards)).manifest
     for parts in (1, 2, 3, 50):
-        dealt = deal(manifest, parts)
+        dealt = deal(store, parts)
         names = sorted(name for part in dealt for _, _, name in part)
         assert names == sorted([*manifest.files, *(f"train-0000{i}" for i in range(6)), "validation-00000"])
         assert len(dealt) == parts
@@ -196,10 +196,18 @@ def test_a_run_says_what_it_leaves_out(
     assert {record["data/skipped_samples"] for record in records} == {2}
     assert records[-1]["data/epoch"] == pytest.approx(12 * 8 / good)
     assert cli.main(["evaluate", str(tmp_path / "run"), "--samples", "8", "--texts", "2", "--times", "1"]) == 0
+    # Also where bad samples would be among those that are looked at.
+    everything = ["--split", "validation", "--samples", "1000", "--texts", "2", "--times", "1"]
+    assert cli.main(["evaluate", str(tmp_path / "run"), *everything]) == 0
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert evaluation["t2l"]["candidates"] == len(Store.open(copy).split("validation")) - 1
+    whole_epoch = ["train.steps=2", f"train.global_batch_size={good}", "--dry-run"]
+    assert train.main([*settings, *whole_epoch]) == 0
+    assert train.main([*settings, *whole_epoch, "data.max_bad_samples=0"]) == 65
 
 
 def test_a_fault_that_one_rank_finds_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:
-    name = next(name for split, _, name in deal(Store.open(shards).manifest, 2)[1] if split == 0)
+    name = next(name for split, _, name in deal(Store.open(shards), 2)[1] if split == 0)
     flip_bit(shards / f"{name}.tokens.npy")
     port = str(free_port())
     ranks = [

@@ -31,7 +31,7 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
     for name, samples in written.items():
         split = store.split(name)
         assert len(split) == len(samples) == len(split.characters)
-        assert split.lengths.tolist() == [len(tokens) for tokens, _ in samples] == split.characters.tolist()
+        assert np.asarray(split.lengths).tolist() == [len(tokens) for tokens, _ in samples] == split.characters.tolist()
         for index, (tokens, latents) in enumerate(samples):
             assert np.array_equal(split.tokens(index), tokens)
             assert np.array_equal(split.latents(index), latents)
@@ -59,7 +59,7 @@ def test_the_manifest_is_read_as_it_was_written(store: Store) -> None:
     manifest = store.manifest
     assert json.loads(manifest.to_json()) == json.loads((store.path / MANIFEST_NAME).read_text())
     assert isinstance(manifest.latent.mean, tuple) and manifest.splits["train"].shards[0].files["tokens.npy"].bytes > 0
-    assert manifest.max_length == max(int(store.split(name).lengths.max()) for name in manifest.splits)
+    assert manifest.max_length == max(int(np.asarray(store.split(name).lengths).max()) for name in manifest.splits)
     assert Tokenizer.load(store.path / "tokenizer").identity == manifest.tokenizer["sha256"]
 
 
@@ -95,17 +95,20 @@ def change_array(path: Path, **changes: object) -> None:
 
 
 def test_malformed_arrays_are_named(copy: Path) -> None:
-    train = Store.open(copy).split("train")
+    lengths = np.asarray(Store.open(copy).split("train").lengths)
     offsets = copy / "train-00000.offsets.npy"
     good = offsets.read_bytes()
     change_array(offsets, i3=10**6)
-    with pytest.raises(DataError, match=r"train-00000.offsets.npy: sample 3 has -\d+ tokens"):
-        _ = Store.open(copy).split("train").lengths
+    for sample in (2, 3):
+        with pytest.raises(DataError, match=rf"train-00000.offsets.npy: sample {sample} has -?\d+ tokens"):
+            Store.open(copy).split("train").lengths[np.array([0, sample])]
+    with pytest.raises(DataError, match=r"train-00000.offsets.npy: sample 2 has \d+ tokens"):
+        np.asarray(Store.open(copy).split("train").lengths)
     change_array(offsets, i0=1)
     with pytest.raises(DataError, match=r"train-00000.offsets.npy: offsets run from 1 to"):
         Store.open(copy)
     offsets.write_bytes(good)
-    change_array(copy / "train-00000.tokens.npy", **{f"i{int(train.lengths[:5].sum())}": 60_000})
+    change_array(copy / "train-00000.tokens.npy", **{f"i{int(lengths[:5].sum())}": 60_000})
     with pytest.raises(DataError, match=r"train-00000.tokens.npy: sample 5 .*token 60000"):
         Store.open(copy).split("train").gather(np.array([2, 5, 6]))
     with pytest.raises(DataError, match="no split 'dev', expected one of train, validation, test"):

@@ -1,0 +1,64 @@
+"""Stores that fit together, and stores of very many samples that take no room."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.encoders import LsaEncoder
+from mmldlm.data.manifest import MANIFEST_NAME, Manifest, ShardInfo
+from mmldlm.data.shards import StoreWriter
+from mmldlm.data.tokenizer import Tokenizer
+
+
+def encoder() -> LsaEncoder:
+    """The same for all stores: 4 channels."""
+    return LsaEncoder.fit(["one two three", "four five one", "two five six", "six seven"], 4)
+
+
+def fitting_store(
+    path: Path, samples: int, seed: int, centre: float = 0.0, spread: float = 1.0, longest: int = 20, shard: int = 50
+) -> Path:
+    """A store of `samples` for training, 24 for validation, 8 for test, of 1 to `longest` random letters each."""
+    draw = np.random.default_rng(seed)
+    with StoreWriter(path, Tokenizer.characters(), encoder(), "float32", shard_samples=shard) as writer:
+        for split, count in [("train", samples), ("validation", 24), ("test", 8)]:
+            tokens = [draw.integers(0, 27, draw.integers(1, longest + 1)) for _ in range(count)]
+            latents = (draw.normal(size=(count, 1, 4)) * spread + centre).astype(np.float32)
+            writer.add(split, tokens, latents, [len(sample) for sample in tokens])
+        writer.finish([], {}, {}, {})
+    return path
+
+
+def change_manifest(store: Path, **values: Any) -> None:
+    """Set `group__key` or `key` in the manifest of a store."""
+    found = json.loads((store / MANIFEST_NAME).read_text())
+    for key, value in values.items():
+        *groups, leaf = key.split("__")
+        place = found
+        for group in groups:
+            place = place[group]
+        place[leaf] = value
+    (store / MANIFEST_NAME).write_text(json.dumps(found))
+
+
+def of_many_shards(path: Path, shards: int, samples: int) -> Path:
+    """A store of `shards` times the same training shard of `samples`: its files are one file of many names."""
+    fitting_store(path, samples, seed=1, longest=8, shard=samples)
+    manifest = Manifest.read(path)
+    train = manifest.splits["train"]
+    (first,) = train.shards
+    infos = [first]
+    for number in range(1, shards):
+        infos.append(ShardInfo(f"train-{number:05}", first.samples, first.tokens, first.files))
+        for suffix in first.files:
+            os.link(path / f"{first.name}.{suffix}", path / f"{infos[-1].name}.{suffix}")
+    totals = {name: shards * getattr(train, name) for name in ("samples", "tokens", "characters")}
+    many = replace(manifest, splits={**manifest.splits, "train": replace(train, **totals, shards=tuple(infos))})
+    (path / MANIFEST_NAME).write_text(many.to_json())
+    return path

@@ -1,0 +1,126 @@
+"""Stores of streaming size: start-up grows with the number of shards at most, and what is mapped has a bound."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from constant_sizes import always
+from stores import of_many_shards
+
+from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.data import mapped
+from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.mapped import Shard
+from mmldlm.data.shards import Store
+from mmldlm.data.verify import read_part
+from mmldlm.errors import DataError
+from mmldlm.telemetry import read_metrics
+
+pytestmark = pytest.mark.quick
+SIZES = DataConfig(verify="sizes")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2,500 shards of 4 samples."""
+    return of_many_shards(tmp_path_factory.mktemp("many") / "store", 2500, 4)
+
+
+def mapped_of(store: Store) -> int:
+    """Arrays of the training split that are mapped now."""
+    return sum(len(mapped.KINDS & vars(shard).keys()) for shard in store.split("train").shards)
+
+
+def first_steps(store: Store, stop: int = 3) -> list[Batch]:
+    return [batches[0] for _, batches in Loader(store, "train", SIZES, 0, always(64, 64)).steps(0, stop)]
+
+
+def test_a_store_of_many_shards_opens_and_trains(many: Path, tiny_config: Path, tmp_path: Path) -> None:
+    began = time.process_time()
+    store = Store.open(many)
+    assert time.process_time() - began < 1  # 0.1 to 0.2 where nothing else runs
+    assert len(store.split("train")) == 10_000 and mapped_of(store) == 4
+    assert train.main([str(tiny_config), f"data.path={many}", "data.verify=sizes", "data.window=128"]) == 0
+    losses = [
+        record["loss/total"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"
+    ]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_what_is_mapped_at_once_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = of_many_shards(tmp_path / "store", 60, 4)
+    whole = first_steps(Store.open(path))
+    monkeypatch.setattr(mapped, "most_mapped", lambda: 50)
+    store = Store.open(path)
+    for batch, expected in zip(first_steps(store), whole, strict=True):
+        assert torch.equal(batch.tokens, expected.tokens) and torch.equal(batch.latents, expected.latents)
+        assert 4 < mapped_of(store) <= 50
+    assert read_part(store) == (0, []) and mapped_of(store) <= 50
+
+
+def test_half_of_what_the_system_allows_is_left_to_others() -> None:
+    assert 100 <= mapped.most_mapped() <= 40_000
+
+
+def test_lengths_are_looked_up_where_they_lie(tmp_path: Path) -> None:
+    split = Store.open(of_many_shards(tmp_path / "store", 60, 4)).split("train")
+    rows = np.random.default_rng(0).integers(0, len(split), 500)
+    whole = np.asarray(split.lengths)
+    assert np.array_equal(split.lengths[rows], whole[rows]) and split.lengths[rows].dtype == np.int32
+    assert len(split.lengths[rows[:0]]) == 0
+    tokens, lengths, _ = split.gather(rows)
+    assert np.array_equal(lengths, whole[rows]) and len(tokens) == whole[rows].sum()
+
+
+def test_fifty_million_samples_start_as_one_hundred_thousand_do(tmp_path: Path) -> None:
+    """500 shards instead of one: the same memory to a few MiB, and no time to speak of."""
+    found = {}
+    for shards in (1, 500):
+        path = of_many_shards(tmp_path / str(shards), shards, 100_000)
+        first_steps(Store.open(path), 1)
+        began = time.process_time()
+        first_steps(Store.open(path), 1)
+        seconds = time.process_time() - began
+        tracemalloc.start()
+        store = Store.open(path)
+        loader = Loader(store, "train", SIZES, 0, always(64, 64))
+        next(loader.steps(1000, 1001))
+        found[shards] = (seconds, tracemalloc.get_traced_memory()[1] / 2**20)
+        tracemalloc.stop()
+        assert len(loader.order) == shards * 100_000
+        assert len(pickle.dumps((store, loader.order))) < 2000
+    assert found[500][1] < found[1][1] + 5, found
+    assert found[500][0] < found[1][0] + 1, found  # 500 maps
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_offsets_that_cannot_be_are_named_when_they_are_met(tmp_path: Path, workers: int) -> None:
+    path = of_many_shards(tmp_path / "store", 3, 50)
+    offsets = path / "train-00001.offsets.npy"
+    found = np.load(offsets)
+    offsets.unlink()
+    np.save(offsets, np.where(np.arange(51) == 7, found[5], found))
+    store = Store.open(path)
+    loader = Loader(store, "train", DataConfig(verify="sizes", num_workers=workers), 0, always(8, 8))
+    with pytest.raises(DataError, match=r"^step 0: .*train-00001.offsets.npy: sample [67] has -?\d+ tokens") as error:
+        list(loader.steps(0, 30))
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match=r"train-00001.offsets.npy: sample 6 has"):
+        read_part(store)
+    with pytest.raises(DataError, match=r"train-00001.offsets.npy: sample 6 has"):
+        store.split("train").gather(np.array([56]))
+
+
+def test_a_shard_is_mapped_when_it_is_asked_for(many: Path) -> None:
+    split = Store.open(many).split("train")
+    shard = split.shards[1234]
+    assert isinstance(shard, Shard) and not mapped.KINDS & vars(shard).keys()
+    split.gather(np.array([4 * 1234]))
+    assert mapped.KINDS & vars(shard).keys() == {"tokens", "offsets", "latents"}
