@@ -87,9 +87,9 @@ def latents_of(checkpoint: Checkpoint, store: Store) -> LatentInfo:
     expected = f"expected a scale of latents [{own.tokens}, {own.channels}]"
     try:
         found = LatentInfo.read(json.loads(checkpoint.read(LATENTS_NAME)))
-        shape, numbers = (found.tokens, len(found.mean)), [*found.mean, found.rms, found.max_norm]
-        if shape != (own.tokens, own.channels) or not all(map(math.isfinite, numbers)):
-            raise ValueError(f"{list(shape)}, or numbers that are not finite")
+        shape, numbers = [found.tokens, found.channels, len(found.mean)], [*found.mean, found.rms, found.max_norm]
+        if shape != [own.tokens, own.channels, own.channels] or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{shape[:2]} with a mean of {shape[2]}, or numbers that are not finite")
         if not min(found.rms, found.max_norm) > 0:
             raise ValueError(f"rms {found.rms}, max_norm {found.max_norm}")
     except (TypeError, ValueError, AttributeError, RecursionError) as error:

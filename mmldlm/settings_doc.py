@@ -22,8 +22,8 @@ which wins over the file:
 
 Whatever is not given has the default below. An unknown key, a wrong type or a value out of bounds ends the command with
 exit code 64, before anything is created, and the message names the nearest valid key. `data.path` (or `data.mixture`)
-and `run.dir` must be set; relative paths are relative to where the command is run. A map given for `mode` replaces the default shares; modes
-it does not name have share 0.
+and `run.dir` must be set; relative paths are relative to where the command is run. A map given for `mode` replaces the
+default shares; modes it does not name have share 0.
 
 ## Configs that extend others
 
@@ -53,8 +53,8 @@ What is printed is itself a config. `mmldlm train --dry-run` prints all settings
 
 The run folder keeps all settings in `config.yaml`, without `extends` and with absolute paths. So a run can be made
 again from its folder alone: `mmldlm train runs/a/config.yaml run.dir=runs/again` gives the same curve, bit for bit on
-the same machine and number of processes, from any working folder. Where the store has moved, add `data.path=PLACE` (after a
-mixture `data.mixture={}`, too).
+the same machine and number of processes, from any working folder. Where the store has moved, add `data.path=PLACE`
+(for a mixture `data.mixture={PLACE: WEIGHT, ...}` with all places).
 Without another `run.dir` it goes on in the folder that the run was started with.
 """
 

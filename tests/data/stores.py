@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,14 @@ def change_manifest(store: Path, **values: Any) -> None:
 
 
 def of_many_shards(path: Path, shards: int, samples: int) -> Path:
-    """A store of `shards` times the same training shard of `samples`: its files are one file of many names."""
-    fitting_store(path, samples, seed=1, longest=8, shard=samples)
+    """A store of `shards` times the same training shard of `samples`."""
+    one = path.with_name(f"{path.name}-one")
+    return linked(fitting_store(one, samples, seed=1, longest=8, shard=samples), path, shards)
+
+
+def linked(one: Path, path: Path, shards: int) -> Path:
+    """A store with the only training shard of the store `one` under `shards` names: all are the same files."""
+    shutil.copytree(one, path, copy_function=os.link)
     manifest = Manifest.read(path)
     train = manifest.splits["train"]
     (first,) = train.shards
@@ -60,5 +67,6 @@ def of_many_shards(path: Path, shards: int, samples: int) -> Path:
             os.link(path / f"{first.name}.{suffix}", path / f"{infos[-1].name}.{suffix}")
     totals = {name: shards * getattr(train, name) for name in ("samples", "tokens", "characters")}
     many = replace(manifest, splits={**manifest.splits, "train": replace(train, **totals, shards=tuple(infos))})
+    (path / MANIFEST_NAME).unlink()
     (path / MANIFEST_NAME).write_text(many.to_json())
     return path
