@@ -49,6 +49,7 @@ EFFECTS: dict[str, Run | ShownBy] = {
     "data.prefetch_factor": ShownBy(f"{OF_WORKERS}::test_prefetch_factor_is_how_far_ahead_a_worker_is_asked"),
     "data.persistent_workers": ShownBy(f"{OF_WORKERS}::test_persistent_workers_read_on"),
     "data.pin_memory": ShownBy(f"{OF_WORKERS}::test_pin_memory_is_for_gpus"),
+    "data.mixture": ShownBy("tests/data/test_mixture_runs.py::test_the_report_and_the_validation_name_each_store"),
     "data.window": Run("8", "batches"),
     "data.verify": ShownBy("tests/test_commands.py::test_nan_latent_in_the_store_is_named"),
     "data.max_bad_samples": ShownBy("tests/data/test_data_faults.py::test_a_run_says_what_it_leaves_out"),
