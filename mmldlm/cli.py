@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 from mmldlm import __version__
@@ -19,6 +20,7 @@ COMMANDS = {
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
     "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
 }
+PRINTS = ("config", "data")  # the commands that only show something
 
 
 def usage() -> str:
@@ -35,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
+    if argv is None and name in PRINTS:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads this, as `head` does, may stop before the end
     module = importlib.import_module(COMMANDS[name][0])
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()

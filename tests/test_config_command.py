@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +147,12 @@ def test_refusals(
     assert cli.main(["config", *(argument.format(mine=mine) for argument in arguments)]) == code
     found = capsys.readouterr()
     assert found.out == "" and expected in found.err and len(found.err.splitlines()) == 1
+
+
+def test_a_reader_that_goes_away_is_no_error(mine: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mmldlm.cli", "config", str(mine)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=os.environ)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
