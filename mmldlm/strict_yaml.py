@@ -89,7 +89,8 @@ def lines_of_keys(text: str, keys: Iterable[str]) -> dict[str, int]:
     loader.construct_document(root)  # which puts what merge keys bring in into the nodes
     lines: dict[str, int] = {}
     for key in keys:
-        node, line = root, 0
+        node: yaml.Node | None = root
+        line = 0
         for part in key.split("."):
             pairs = node.value if isinstance(node, yaml.MappingNode) else []
             found = [(at.start_mark.line + 1, below) for at, below in pairs if at.value == part]
