@@ -11,6 +11,7 @@ from mmldlm.errors import ExitCode, run_command
 BENCHMARKS = {
     "ladder": "speed and memory of the trainer against the reference, one step at a time (the default)",
     "loader": "samples a second that one core reads, and how long the first batch takes",
+    "prepare": "documents a second of `mmldlm prepare` by stage, and its memory",
     "scaling": "how time and memory of a step grow with tokens, length, depth, vocabulary and padding",
     "log_overhead": "what of a step bookkeeping takes, and the wait for data",
     "sampling": "tokens a second of generation",

@@ -1,13 +1,15 @@
-"""Documents from text files, JSON lines and the embedded corpus, and the problems met on the way."""
+"""Documents from text and JSON lines, what they may bring along, and the problems met on the way."""
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import BinaryIO, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -27,6 +29,7 @@ Format = Literal[
     "predecessor-texts",
 ]
 FORMATS: tuple[Format, ...] = get_args(Format)
+TEXT_FORMATS: tuple[Format, ...] = ("lines", "blocks", "jsonl")
 SUFFIXES: dict[str, Format] = {
     ".txt": "lines",
     ".text": "lines",
@@ -123,22 +126,8 @@ def read_file(
     document's key in `key_field`. DataError where the file cannot be opened.
     """
     chosen = format or SUFFIXES.get(path.suffix, "lines")
-    reader = {
-        "lines": _read_lines,
-        "blocks": _read_blocks,
-        "jsonl": lambda lines: _read_jsonl(lines, field, key_field),
-    }[chosen]
-    try:
-        with path.open("rb") as file:
-            for line, found in reader(enumerate(file, start=1)):
-                if isinstance(found, tuple):
-                    yield Problem(str(path), line, *found)
-                elif isinstance(found, _Keyed):
-                    yield Document(found.text, str(path), line, key=found.key)
-                else:
-                    yield Document(found, str(path), line)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror}") from None
+    for part in text_parts(path, _WHOLE, chosen):
+        yield from read_text(part, field, chosen, key_field)
 
 
 @dataclass(frozen=True)
@@ -147,10 +136,89 @@ class _Keyed:
     key: str
 
 
-# A reader yields the line number and either the text or (kind, reason).
+# What becomes of lines: the line number, and either the text or (kind, reason).
 _Text: TypeAlias = "str | tuple[ProblemKind, str]"
 _Found: TypeAlias = "Iterator[tuple[int, _Text | _Keyed]]"
+_Lines: TypeAlias = Iterable[tuple[int, bytes]]
+_CHUNK, _WHOLE = 1 << 20, 1 << 60
 _EMPTY: tuple[ProblemKind, str] = ("empty", "empty document")
+
+
+def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") -> list[Part]:
+    """Stretches of whole lines, or of whole blocks, each the shortest of at least `target_bytes`."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, 2)
+            borders = [0]
+            while borders[-1] < size:
+                least = borders[-1] + target_bytes
+                borders.append(_border(file, least, format == "blocks") if least < size else size)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read: {error.strerror}") from None
+    return [Part(str(path), start, stop) for start, stop in pairwise(borders)]
+
+
+def _border(file: BinaryIO, least: int, after_blank: bool) -> int:
+    """The first byte from `least` on at which a line begins, and with `after_blank` one that follows a blank line."""
+    file.seek(least - 1)
+    line = file.readline()
+    while line and after_blank:
+        line = file.readline()
+        text = _decode(line)
+        if isinstance(text, str) and not text.strip():
+            break
+    return file.tell()
+
+
+def read_text(
+    part: Part, field: str, format: Format = "lines", key_field: str | None = None
+) -> Iterator[Document | Problem]:
+    """The documents of a part; DataError where its file cannot be read."""
+    kinds: dict[Format, Callable[[_Lines], _Found]]
+    json_texts = partial(_json_texts, field=field, key_field=key_field)
+    kinds = {"lines": _line_texts, "blocks": _block_texts, "jsonl": json_texts}
+    try:
+        with Path(part.path).open("rb") as file:
+            for line, found in kinds[format](_lines(file, part)):
+                if isinstance(found, tuple):
+                    yield Problem(part.path, line, *found)
+                elif isinstance(found, _Keyed):
+                    yield Document(found.text, part.path, line, key=found.key)
+                else:
+                    yield Document(found, part.path, line)
+    except OSError as error:
+        raise DataError(f"{part.path}: cannot read: {error.strerror}") from None
+
+
+def _lines(file: BinaryIO, part: Part) -> _Lines:
+    """The lines of a part with their numbers in the file, from 1."""
+    before = _count_lines(file, part)
+    file.seek(part.start)
+    left = part.stop - part.start
+    for number, line in enumerate(file, before + 1):
+        yield number, line
+        left -= len(line)
+        if left <= 0:
+            return
+
+
+_counted: dict[tuple[str, int, int], tuple[int, int]] = {}  # by file as it is: a byte of it, and lines before that
+
+
+def _count_lines(file: BinaryIO, part: Part) -> int:
+    """How many lines end before a part; each process that reads parts in order goes through the file once for it."""
+    status = Path(part.path).stat()
+    key = (part.path, status.st_size, status.st_mtime_ns)
+    place, lines = _counted.get(key, (0, 0))
+    if place > part.start:
+        place, lines = 0, 0
+    file.seek(place)
+    while place < part.start and (chunk := file.read(min(_CHUNK, part.start - place))):
+        place += len(chunk)
+        lines += chunk.count(b"\n")
+    _counted.clear()
+    _counted[key] = place, lines
+    return lines
 
 
 def _decode(line: bytes) -> _Text:
@@ -161,17 +229,17 @@ def _decode(line: bytes) -> _Text:
     return text.removeprefix("\ufeff").rstrip("\r\n")
 
 
-def _read_lines(lines: Iterable[tuple[int, bytes]]) -> _Found:
+def _line_texts(lines: _Lines) -> _Found:
     for number, line in lines:
         text = _decode(line)
         yield number, text if isinstance(text, tuple) or text.strip() else _EMPTY
 
 
-def _read_blocks(lines: Iterable[tuple[int, bytes]]) -> _Found:
+def _block_texts(lines: _Lines) -> _Found:
     """Blank lines separate documents; one unreadable line spoils its whole block."""
     start, block = 0, []
     problem: tuple[int, _Text] | None = None
-    for number, line in (*lines, (0, b"")):
+    for number, line in chain(lines, [(0, b"")]):
         text = _decode(line)
         if isinstance(text, tuple):
             problem = problem or (number, text)
@@ -186,7 +254,7 @@ def _read_blocks(lines: Iterable[tuple[int, bytes]]) -> _Found:
             start, block, problem = 0, [], None
 
 
-def _read_jsonl(lines: Iterable[tuple[int, bytes]], field: str, key_field: str | None) -> _Found:
+def _json_texts(lines: _Lines, field: str, key_field: str | None) -> _Found:
     for number, line in lines:
         text = _decode(line)
         yield number, text if isinstance(text, tuple) else _json_row(text, field, key_field) if text.strip() else _EMPTY

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _WORD = re.compile(r"\w+")
+_AT_ONCE = 4096  # texts
 
 
 class LatentEncoder(Protocol):
@@ -77,23 +78,20 @@ class LsaEncoder:
 
         DataError where the corpus has fewer texts or words than `channels`.
         """
-        documents = [Counter(_WORD.findall(text.lower())) for text in texts]
+        texts = list(texts)
         frequency: Counter[str] = Counter()
-        for document in documents:
-            frequency.update(document.keys())
+        for text in texts:
+            frequency.update(_words(text).keys())
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:max_terms]
-        if (most := min(len(terms), len(documents))) < channels:
+        if (most := min(len(terms), len(texts))) < channels:
             raise DataError(
-                f"--channels {channels}: the training split has {len(documents)} texts and {len(terms)} words, "
+                f"--channels {channels}: the training split has {len(texts)} texts and {len(terms)} words, "
                 f"expected at most {most} channels"
             )
         document_frequency = np.array([frequency[term] for term in terms])
-        idf = (np.log((1 + len(documents)) / (1 + document_frequency)) + 1).astype(np.float32)
+        idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
         encoder = cls(terms, idf, np.zeros((len(terms), channels), np.float32), seed)
-        ids, weights, offsets = encoder._tfidf(documents)
-        rows = torch.repeat_interleave(torch.arange(len(documents)), offsets.diff())
-        indices, shape = torch.stack([rows, ids]), (len(documents), len(terms))
-        matrix = torch.sparse_coo_tensor(indices, weights.double(), shape, is_coalesced=True, check_invariants=True)
+        matrix = encoder._matrix(texts)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             right = torch.svd_lowrank(matrix, q=min(channels + 16, most), niter=4)[2][:, :channels]
@@ -101,6 +99,18 @@ class LsaEncoder:
         largest = right.gather(0, right.abs().argmax(0, keepdim=True))
         encoder._projection = (right * largest.sign()).float().contiguous()
         return encoder
+
+    def _matrix(self, texts: Sequence[str]) -> torch.Tensor:
+        """Sparse float64 [n, V]; made of some texts at a time, whose words take far more room than their weights."""
+        ids, weights, counts = [], [], []
+        for start in range(0, len(texts), _AT_ONCE):
+            some = self._tfidf([_words(text) for text in texts[start : start + _AT_ONCE]])
+            ids.append(some[0])
+            weights.append(some[1].double())
+            counts.append(some[2].diff())
+        rows = torch.repeat_interleave(torch.arange(len(texts)), torch.cat(counts))
+        indices, shape = torch.stack([rows, torch.cat(ids)]), (len(texts), len(self.terms))
+        return torch.sparse_coo_tensor(indices, torch.cat(weights), shape, is_coalesced=True, check_invariants=True)
 
     def _tfidf(self, documents: Sequence[Counter[str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Term ids and weights [entries] of all documents, and where each document begins [n + 1]."""
@@ -134,7 +144,7 @@ class LsaEncoder:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """float32 [n, 1, C] of unit norm; NaN where a text has no known word."""
-        ids, weights, offsets = self._tfidf([Counter(_WORD.findall(text.lower())) for text in texts])
+        ids, weights, offsets = self._tfidf([_words(text) for text in texts])
         projected = torch.nn.functional.embedding_bag(
             ids, self._projection, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )
@@ -184,7 +194,7 @@ class StretchEncoder:
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> StretchEncoder:
-        return cls(load_encoder(folder / "inner"), description["latent_tokens"])
+        return cls(load_encoder(folder / "inner", **description["working"]), description["latent_tokens"])
 
 
 _KINDS: dict[str, Any] = {
@@ -192,8 +202,11 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def load_encoder(folder: Path | str) -> LatentEncoder:
-    """The encoder that `save` wrote to `folder`; DataError where it is missing, damaged or not the same model."""
+def load_encoder(folder: Path | str, **working: Any) -> LatentEncoder:
+    """The encoder that `save` wrote to `folder`; DataError where it is missing, damaged or not the same model.
+
+    `working` are the batch size and the device of a `SentenceTransformerEncoder`, which changes no latent.
+    """
     folder = Path(folder)
     path = folder / "encoder.json"
     if not path.is_file():
@@ -201,8 +214,12 @@ def load_encoder(folder: Path | str) -> LatentEncoder:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         kind = _KINDS[description["kind"]]
-        return kind.load(folder, description)
+        return kind.load(folder, description | {"working": working})
     except (DataError, UsageError):
         raise
     except Exception as error:  # JSON, a missing key, safetensors' own error type
         raise DataError(f"{path}: not a readable encoder ({' '.join(str(error).split())})") from None
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(_WORD.findall(text.lower()))

@@ -128,34 +128,25 @@ class LatentFile:
         parts = [sha256(path) for path in (self.path, self._ids) if path]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
-    def attach(self, found: Iterator[Document | Problem]) -> Iterator[Document | Problem]:
-        """The documents with their latents; a problem in the place of each that has none, and for each latent of none.
+    def attach(
+        self, found: Iterator[Document | Problem], first: int = 0
+    ) -> Iterator[tuple[Document | Problem, int | None]]:
+        """The documents with their latents, and the rows of these; a problem in the place of each that has none.
 
-        Documents are known by `key`, or by their place among all that is found, problems counted. DataError where
-        places are counted and there are more or fewer than latents.
+        Documents are known by `key`, or by their place among all that is found, problems counted, from `first` on. That
+        no two have the same row is for `pairing` to see, as it takes all documents.
         """
-        seen: dict[str, str] = {}
-        place = -1
-        for place, item in enumerate(found):
+        for place, item in enumerate(found, first):
             key = str(place) if self.by_position else getattr(item, "key", "")
             if isinstance(item, Problem):
-                seen.setdefault(key, "")
-                yield item
-                continue
-            where = f"{item.source}:{item.line}"
-            if not key:
-                yield Problem(item.source, item.line, "no_latent", "no id; expected one in the field --key-field")
+                yield item, None
+            elif not key:
+                reason = "no id; expected one in the field --key-field"
+                yield Problem(item.source, item.line, "no_latent", reason), None
             elif key not in self.rows:
-                yield Problem(item.source, item.line, "no_latent", f"id {key!r} has no latent in {self.path}")
-            elif seen.setdefault(key, where) != where:
-                yield Problem(item.source, item.line, "mismatch", f"id {key!r} is that of {seen[key]} already")
+                yield Problem(item.source, item.line, "no_latent", f"id {key!r} has no latent in {self.path}"), None
             else:
-                yield self._with_latents(item, self.rows[key])
-        if self.by_position and place + 1 != len(self.rows):
-            raise DataError(f"{self.path}: {len(self.rows)} latents, expected {place + 1}, one for each document found")
-        for key, row in self.rows.items():
-            if key not in seen:
-                yield Problem(str(self.path), row + 1, "unused_latent", f"id {key!r} belongs to no document")
+                yield self._with_latents(item, self.rows[key]), self.rows[key]
 
     def _with_latents(self, document: Document, row: int) -> Document | Problem:
         latents = as_latents(np.asarray(self._rows[row : row + 1])[0])

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmldlm.data.corpora import SUFFIXES, Document, Format, Part, Problem, find_files, read_file
+from mmldlm.data.corpora import (
+    SUFFIXES,
+    TEXT_FORMATS,
+    Document,
+    Format,
+    Part,
+    Problem,
+    find_files,
+    read_text,
+    text_parts,
+)
 from mmldlm.data.imported_latents import POSITION, LatentFile
 from mmldlm.data.options import PrepareConfig
 from mmldlm.data.predecessor import predecessor_parts, read_predecessor
@@ -35,19 +47,21 @@ from mmldlm.errors import DataError
 from mmldlm.files import file_info
 
 Found: TypeAlias = "Iterator[Document | Problem]"
-_TARGET_BYTES = 64 << 20
 _BATCH = 512
+_HASHED_AT_ONCE = 8
 
 
 class FormatReader(NamedTuple):
-    """How inputs of one format are cut into parts, and how a part is read."""
+    """How inputs of one format are cut into parts, and how a part is read. Both keep the order of the documents."""
 
     parts: Callable[[Path, int], list[Part]]
     read: Callable[[Part, str], Found]
 
 
-def reader(format: Format, config: PrepareConfig) -> FormatReader | None:
-    """Of a table or a predecessor's folder; None for text, which `read_file` reads."""
+def reader(format: Format, config: PrepareConfig) -> FormatReader:
+    if format in TEXT_FORMATS:
+        read = partial(read_text, format=format, key_field=config.key_field)
+        return FormatReader(partial(text_parts, format=format), read)
     columns = Columns(config.tokens_field, config.latents_field, config.key_field)
     tables: dict[str, FormatReader] = {
         "parquet": FormatReader(parquet_parts, partial(read_parquet, columns=columns)),
@@ -55,7 +69,7 @@ def reader(format: Format, config: PrepareConfig) -> FormatReader | None:
         "datasets": FormatReader(datasets_parts, partial(read_arrow, columns=columns)),
     }
     if not format.startswith("predecessor"):
-        return tables.get(format)
+        return tables[format]
     shapes = DatShapes(config.dat_samples, config.dat_tokens, config.dat_latents, config.dat_pad_id)
     layout = format.removeprefix("predecessor").removeprefix("-") or None
     return FormatReader(
@@ -80,7 +94,10 @@ def find_inputs(config: PrepareConfig) -> list[tuple[Path, Format]]:
 
 
 def described(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
-    """What a store is made of, as its manifest names it: the inputs, and latents that were precomputed."""
+    """What a store is made of, as its manifest names it: the inputs, and behind them latents that were precomputed.
+
+    All of each is read, for its hash.
+    """
     kind, _, latents = config.encoder.partition(":")
     beside = [Path(latents)] if kind == "precomputed" else []
     if config.latent_ids not in (None, POSITION):
@@ -88,7 +105,8 @@ def described(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> list[
     for path in beside:
         if not path.is_file():
             raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
-    return [_source(path) for path in (*(path for path, _ in inputs), *beside)]
+    with ThreadPoolExecutor(min(_HASHED_AT_ONCE, os.cpu_count() or 1)) as pool:  # hashing holds up no other thread
+        return list(pool.map(_source, [*(path for path, _ in inputs), *beside]))
 
 
 def _source(path: Path) -> dict[str, Any]:
@@ -106,23 +124,31 @@ def _source(path: Path) -> dict[str, Any]:
         raise DataError(f"{error.filename or path}: cannot read: {error.strerror}") from None
 
 
-def read_inputs(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> Found:
-    """The documents of all inputs, each with text, tokens and latents as far as they are asked for, or its problem."""
-    found = with_texts(_read(inputs, config), config)
-    if not config.imports_latents:
-        return (replace(item, latents=None) if isinstance(item, Document) else item for item in found)
-    if config.encoder == "included":
-        return _of_one_shape(found)
-    return LatentFile(config.encoder.partition(":")[2], config.latent_ids).attach(found)
+def latent_file(config: PrepareConfig) -> LatentFile | None:
+    """The precomputed latents that are asked for."""
+    kind, _, path = config.encoder.partition(":")
+    return LatentFile(path, config.latent_ids) if kind == "precomputed" else None
 
 
-def _read(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> Found:
-    for path, format in inputs:
-        if chosen := reader(format, config):
-            for part in chosen.parts(path, _TARGET_BYTES):
-                yield from chosen.read(part, config.field)
+def completed(
+    found: Found, config: PrepareConfig, latents: LatentFile | None = None, first: int = 0
+) -> Iterator[tuple[Document | Problem, int | None]]:
+    """The documents of a lot, each with text, tokens and latents as far as they are asked for, or its problem.
+
+    With each its row of `latents`, where it has one; `first` is the place of the first of them in the whole input.
+    """
+    spelt = with_texts(found, config)
+    if latents:
+        yield from latents.attach(spelt, first)
+        return
+    for item in spelt:
+        if isinstance(item, Problem) or (item.latents is not None) == config.imports_latents:
+            yield item, None
+        elif config.imports_latents:
+            reason = "comes without a latent, which --encoder included needs"
+            yield Problem(item.source, item.line, "no_latent", reason), None
         else:
-            yield from read_file(path, format, config.field, config.key_field)
+            yield replace(item, latents=None), None
 
 
 def with_texts(found: Found, config: PrepareConfig) -> Found:
@@ -174,18 +200,3 @@ def _known(item: Document | Problem, tokenizer: Tokenizer) -> Document | Problem
     what = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}.get(token, f"not below {tokenizer.vocab_size}")
     reason = f"sample {item.key}: token {place} is {token}, {what}; expected ids of text by --tokenizer"
     return Problem(item.source, item.line, "mismatch", reason)
-
-
-def _of_one_shape(found: Found) -> Found:
-    """The same, with a problem in the place of each document whose latents are not shaped like the first ones."""
-    shape: tuple[int, ...] | None = None
-    for item in found:
-        if isinstance(item, Problem):
-            yield item
-        elif item.latents is None:
-            yield Problem(item.source, item.line, "no_latent", "comes without a latent, which --encoder included needs")
-        elif item.latents.shape != (shape := shape or item.latents.shape):
-            reason = f"sample {item.key}: latents {list(item.latents.shape)}, expected {list(shape)} as the first has"
-            yield Problem(item.source, item.line, "mismatch", reason)
-        else:
-            yield item

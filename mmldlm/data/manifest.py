@@ -154,12 +154,14 @@ def _names(cls: type) -> frozenset[str]:
     return frozenset(field.name for field in fields(cls))
 
 
+def shard_info(found: Mapping[str, Any]) -> ShardInfo:
+    """From its JSON values; KeyError, TypeError or ValueError where they are not complete."""
+    files = {suffix: FileInfo(**_checked(FileInfo, info)) for suffix, info in found["files"].items()}
+    return ShardInfo(**_checked(ShardInfo, found) | {"files": files})
+
+
 def _split(found: Mapping[str, Any]) -> SplitInfo:
-    shards = []
-    for shard in found["shards"]:
-        files = {suffix: FileInfo(**_checked(FileInfo, info)) for suffix, info in shard["files"].items()}
-        shards.append(ShardInfo(**_checked(ShardInfo, shard) | {"files": files}))
-    return SplitInfo(**_checked(SplitInfo, found) | {"shards": tuple(shards)})
+    return SplitInfo(**_checked(SplitInfo, found) | {"shards": tuple(map(shard_info, found["shards"]))})
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

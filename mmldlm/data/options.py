@@ -11,6 +11,8 @@ from mmldlm.data.corpora import FORMATS, Format
 from mmldlm.errors import UsageError
 
 PYTHON_DOCS = "python-docs"
+# What says where and how to work, and nothing of the store.
+_NOT_RECORDED = ("out", "inputs", "overwrite", "encoder_batch_size", "encoder_device", "processes", "peer_timeout")
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,20 @@ class PrepareConfig:
     on_problem: str = "error"
     max_problems: int = 100
     seed: int = 0
+    part_bytes: int = 64 << 20
+    fit_documents: int = 100_000
     overwrite: bool = False
+    processes: int = 1
+    peer_timeout: float = 120.0
 
     def recorded(self) -> dict[str, Any]:
         """What decides the contents of the store, apart from the inputs, which are its sources."""
-        apart = ("out", "inputs", "overwrite", "encoder_batch_size", "encoder_device")
-        return {key: value for key, value in asdict(self).items() if key not in apart}
+        return {key: value for key, value in asdict(self).items() if key not in _NOT_RECORDED}
+
+    def differing(self, recorded: dict[str, Any]) -> list[str]:
+        """Options that have another value in `recorded`; one that it does not know had its default."""
+        default = PrepareConfig("").recorded()
+        return [key for key, value in self.recorded().items() if recorded.get(key, default[key]) != value]
 
     @property
     def imports_latents(self) -> bool:
@@ -77,6 +87,15 @@ class PrepareConfig:
             )
         if self.channels is not None and self.channels < 1:
             raise UsageError(f"--channels {self.channels}: expected at least 1")
+        for option, count in (
+            ("--part-bytes", self.part_bytes),
+            ("--fit-documents", self.fit_documents),
+            ("--processes", self.processes),
+        ):
+            if count < 1:
+                raise UsageError(f"{option} {count}: expected at least 1")
+        if not self.peer_timeout > 0:
+            raise UsageError(f"--peer-timeout {self.peer_timeout}: expected more than 0 seconds")
         for option, value, allowed in (
             ("--corpus", self.corpus, (None, PYTHON_DOCS)),
             ("--over-length", self.over_length, ("split", "cut")),
@@ -191,7 +210,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
     add("--max-problems", type=int, default=default.max_problems, help="with skip: give up beyond these (%(default)s)")
     add("--seed", type=int, default=default.seed, help="of the split and of lsa (%(default)s)")
-    add("--overwrite", action="store_true", help="replace an existing store")
+    add("--part-bytes", type=int, default=default.part_bytes, help="of input prepared at a time (%(default)s)")
+    add("--fit-documents", type=int, default=default.fit_documents, help="to fit to, at most (%(default)s)")
+    add("--processes", type=int, default=default.processes, help="on this machine, without a launcher (%(default)s)")
+    add("--peer-timeout", type=float, default=default.peer_timeout, help="seconds until a silent process is lost")
+    add("--overwrite", action="store_true", help="replace an existing store, or an unfinished one of other data")
 
 
 def from_args(arguments: argparse.Namespace) -> PrepareConfig:

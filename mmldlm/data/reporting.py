@@ -4,64 +4,122 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from mmldlm.data.corpora import Problem
+from mmldlm.data.manifest import Manifest
 from mmldlm.data.options import PrepareConfig
 from mmldlm.errors import DataError
 
+FILE = "problems.jsonl"
 _SHOWN_PER_KIND = 10
 _T = TypeVar("_T")
 
 
-@dataclass
 class Problems:
-    """Tells of every problem on stderr (of each kind the first few) and stops at what the options do not allow."""
+    """Those of a lot, in `folder`. The first of each kind are told on stderr, as `told`, of all lots, counts them.
 
-    config: PrepareConfig
-    found: list[Problem] = field(default_factory=list)
-    serious: list[Problem] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    Stops at once beyond `--max-problems`; what else the options do not allow is for `settle`.
+    """
+
+    def __init__(self, config: PrepareConfig, folder: Path, told: Counter[str]):
+        self.counts: Counter[str] = Counter()
+        self.serious, self.first = 0, ""
+        self._config, self._told = config, told
+        self._file = (folder / FILE).open("w", encoding="utf-8")
+
+    def __enter__(self) -> Problems:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
 
     def add(self, problem: Problem) -> None:
-        self.found.append(problem)
+        self._file.write(json.dumps(asdict(problem), ensure_ascii=False) + "\n")
         self.counts[problem.kind] += 1
-        if self.counts[problem.kind] <= _SHOWN_PER_KIND:
+        self._told[problem.kind] += 1
+        if self._told[problem.kind] <= _SHOWN_PER_KIND:
             say(f"{problem} ({problem.kind})")
-        elif self.counts[problem.kind] == _SHOWN_PER_KIND + 1:
+        elif self._told[problem.kind] == _SHOWN_PER_KIND + 1:
             say(f"more of kind {problem.kind}: shown in problems.jsonl of the store")
         if not problem.harmless:
-            self.serious.append(problem)
-        if len(self.serious) > self.config.max_problems:
-            raise DataError(f"{problem}: more than --max-problems {self.config.max_problems} documents cannot be used")
+            self.serious += 1
+            self.first = self.first or str(problem)
+        if self.serious > self._config.max_problems:
+            raise DataError(_too_many(problem, self._config))
 
-    def settle(self) -> None:
-        """At the end of a stage: DataError where there were problems and `--on-problem` is `error`."""
-        if self.serious and self.config.on_problem == "error":
-            more = f" and {len(self.serious) - 1} more" if len(self.serious) > 1 else ""
-            raise DataError(f"{self.serious[0]}{more}; mend the input, or pass --on-problem skip to leave them out")
-
-    def to_jsonl(self) -> str:
-        return "".join(json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in self.found)
+    def result(self) -> dict[str, Any]:
+        return {"problems": self.counts, "serious": self.serious, "first": self.first}
 
 
-@dataclass(frozen=True)
+def settle(config: PrepareConfig, results: Sequence[dict[str, Any]]) -> None:
+    """At the end of a stage, with the results of all lots: DataError for more problems than are allowed."""
+    serious = sum(result["serious"] for result in results)
+    if not serious:
+        return
+    first = next(result["first"] for result in results if result["serious"])
+    if config.on_problem == "error":
+        more = f" and {serious - 1} more" if serious > 1 else ""
+        raise DataError(f"{first}{more}; mend the input, or pass --on-problem skip to leave them out")
+    if serious > config.max_problems:
+        raise DataError(_too_many(first, config))
+
+
+def _too_many(problem: Problem | str, config: PrepareConfig) -> str:
+    return f"{problem}: more than --max-problems {config.max_problems} documents cannot be used"
+
+
 class Progress:
-    """A bar where stderr is a terminal, else a line when each stage begins."""
+    """A bar where stderr is a terminal, else a line when each stage begins; of several processes a line each."""
 
-    shown: bool
+    def __init__(self, shown: bool, rank: int = 0, world_size: int = 1):
+        self._who = f"rank {rank}: " if world_size > 1 else ""
+        self._shown, self._bars = shown, shown and not self._who and sys.stderr.isatty()
+        self._seconds: dict[str, float] = {}
 
-    def __call__(self, items: Iterable[_T], stage: str) -> Iterable[_T]:
-        if self.shown and sys.stderr.isatty():
-            return tqdm(items, stage, unit="", leave=False)
-        if self.shown:
-            say(f"{stage} ...")
-        return items
+    def line(self, text: str) -> None:
+        if self._shown and not self._bars:
+            say(f"{self._who}{text}")
+
+    def bar(self, items: Iterable[_T], stage: str) -> Iterable[_T]:
+        return tqdm(items, stage, unit="", leave=False) if self._bars else items
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the time within to what this process has spent on `what`."""
+        began = time.perf_counter()
+        yield
+        self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - began
+
+    def times(self) -> None:
+        self.line(", ".join(f"{what} {seconds:.2f} s" for what, seconds in self._seconds.items()))
+
+
+def summary(manifest: Manifest) -> str:
+    """The table printed at the end."""
+    rows = [f"{'split':<12}{'samples':>10}{'tokens':>12}{'characters':>12}{'char/token':>12}{'mean length':>13}"]
+    for name, split in manifest.splits.items():
+        rows.append(
+            f"{name:<12}{split.samples:>10,}{split.tokens:>12,}{split.characters:>12,}"
+            f"{split.characters / split.tokens:>12.2f}{split.tokens / split.samples:>13.1f}"
+        )
+    problems = ", ".join(f"{count} {kind}" for kind, count in manifest.problems.items() if count) or "none"
+    rows.append(
+        f"longest sample {manifest.max_length} tokens; vocabulary {manifest.vocab_size}; latents "
+        f"{manifest.latent.tokens} x {manifest.latent.channels} of {manifest.encoder['name']}; problems: {problems}"
+    )
+    return "\n".join(rows)
 
 
 def say(text: str) -> None:

@@ -121,7 +121,14 @@ class SentenceTransformerEncoder:
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
         name = description["name"]
         commit = None if Path(name).is_dir() else description["revision"]
-        encoder = cls(name, description["dim"], description["prompt"], description["normalise"], revision=commit)
+        encoder = cls(
+            name,
+            description["dim"],
+            description["prompt"],
+            description["normalise"],
+            revision=commit,
+            **description["working"],
+        )
         found = encoder._revision()
         if found != description["revision"]:
             raise DataError(

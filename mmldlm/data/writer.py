@@ -1,11 +1,11 @@
-"""`StoreWriter`: shards go into a temporary folder that becomes the store in one rename."""
+"""What makes a folder of shards a store: its manifest, last, and one rename. `StoreWriter` does it in one process."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,31 +14,11 @@ import numpy as np
 
 from mmldlm import __version__
 from mmldlm.data.encoders import LatentEncoder
-from mmldlm.data.manifest import (
-    FORMAT,
-    MANIFEST_NAME,
-    LatentInfo,
-    Manifest,
-    ShardInfo,
-    SplitInfo,
-    token_dtype,
-)
+from mmldlm.data.manifest import FORMAT, MANIFEST_NAME, SEAL_NAME, LatentInfo, Manifest, token_dtype
+from mmldlm.data.shard_writer import SPLITS, TOKEN_COUNTS, Contents, ShardWriter, latent_info, spread
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.files import FileInfo, file_info, fsync
-
-SPLITS = ("train", "validation", "test")
-
-
-@dataclass
-class _Pending:
-    """Samples of one split that wait for their shard to fill, and what has been written of it."""
-
-    tokens: list[np.ndarray] = field(default_factory=list)
-    latents: list[np.ndarray] = field(default_factory=list)
-    characters: list[int] = field(default_factory=list)
-    written: list[ShardInfo] = field(default_factory=list)
-    total_characters: int = 0
 
 
 class StoreWriter:
@@ -64,56 +44,27 @@ class StoreWriter:
         self.latent_dtype = np.dtype(latent_dtype)
         self.shard_samples = shard_samples
         self.overwrite = overwrite
-        self._pending = {split: _Pending() for split in SPLITS}
 
     def __enter__(self) -> StoreWriter:
-        if self.path.exists() and not self.overwrite:
-            raise DataError(f"{self.path}: exists already; expected a new folder, or --overwrite")
-        if self.path.exists() and not (self.path / MANIFEST_NAME).is_file():
-            raise DataError(f"{self.path}: is no data store, so --overwrite does not replace it; expected a new folder")
+        check_replaceable(self.path, self.overwrite)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
+        shape = self.encoder.latent_tokens, self.encoder.channels
+        dtypes = self.token_dtype, self.latent_dtype
+        self._shards = ShardWriter(self.folder, self.tokenizer.vocab_size, shape, *dtypes, self.shard_samples)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._shards.__exit__(kind, error, trace)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
         """Append samples: `tokens` of n, raw `latents` [n, M, C], and `characters` of n texts."""
-        assert len(tokens) == len(latents) == len(characters)
-        assert all(len(sample) for sample in tokens), "a sample without tokens"
-        pending = self._pending[split]
-        stored = latents.astype(self.latent_dtype)
-        if not np.isfinite(stored).all():
-            raise DataError(f"{self.path}: a latent of split {split} is not finite as {self.latent_dtype}; try float32")
-        pending.tokens += [np.asarray(sample, self.token_dtype) for sample in tokens]
-        pending.latents += list(stored)
-        pending.characters += characters
-        while len(pending.tokens) >= self.shard_samples:
-            self._flush(split, self.shard_samples)
-
-    def _flush(self, split: str, count: int) -> None:
-        pending = self._pending[split]
-        name = f"{split}-{len(pending.written):05d}"
-        lengths = [len(sample) for sample in pending.tokens[:count]]
-        arrays = {
-            "tokens": np.concatenate(pending.tokens[:count]),
-            "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            "latents": np.stack(pending.latents[:count]),
-            "characters": np.asarray(pending.characters[:count], np.int32),
-        }
-        files = {}
-        for kind, array in arrays.items():
-            path = self.folder / f"{name}.{kind}.npy"
-            np.save(path, array, allow_pickle=False)
-            fsync(path)
-            files[f"{kind}.npy"] = file_info(path)
-        pending.written.append(ShardInfo(name, count, sum(lengths), files))
-        pending.total_characters += sum(pending.characters[:count])
-        del pending.tokens[:count], pending.latents[:count], pending.characters[:count]
+        with named(self.path):
+            self._shards.add(split, tokens, latents, characters)
 
     def finish(
         self,
@@ -121,97 +72,102 @@ class StoreWriter:
         options: dict[str, Any],
         problems: dict[str, int],
         grouping: dict[str, Any],
-        extra_files: dict[str, str] | None = None,
     ) -> Manifest:
         """Write what is left, the statistics and the manifest, and rename the folder to the store.
 
-        `extra_files` are texts by name. DataError where a split has no samples or all latents are equal.
+        DataError where a split has no samples or all latents are equal.
         """
-        for split, pending in self._pending.items():
-            if pending.tokens:
-                self._flush(split, len(pending.tokens))
-            if not pending.written:
-                raise DataError(
-                    f"{self.path}: split {split} has no samples; expected more documents or larger fractions"
-                )
         self.tokenizer.save(self.folder / "tokenizer")
         self.encoder.save(self.folder / "encoder")
-        for name, text in (extra_files or {}).items():
-            (self.folder / name).write_text(text, encoding="utf-8")
-        counts = sum(
-            np.bincount(tokens, minlength=self.tokenizer.vocab_size) for tokens in self._arrays("tokens", "train")
+        contents = self._shards.finish()
+        with named(self.path):
+            check_splits(contents)
+            latent_tokens = self.encoder.latent_tokens
+            measured = spread(self.folder, contents.shards, contents.mean(latent_tokens))
+            latent = latent_info(contents, latent_tokens, *measured)
+        described = {"sources": sources, "options": options, "problems": problems, "grouping": grouping}
+        manifest = write_manifest(
+            self.folder, contents, latent, self.tokenizer, self.encoder, self.latent_dtype.name, described
         )
-        np.save(self.folder / "token_counts.npy", np.asarray(counts, np.int64), allow_pickle=False)
-        lengths = [np.diff(offsets).max() for split in SPLITS for offsets in self._arrays("offsets", split)]
-        manifest = Manifest(
-            format=FORMAT,
-            created_by=f"mmldlm {__version__}",
-            vocab_size=self.tokenizer.vocab_size,
-            mask_id=self.tokenizer.mask_id,
-            pad_id=self.tokenizer.pad_id,
-            max_length=int(max(lengths)),
-            token_dtype=self.token_dtype.name,
-            latent_dtype=self.latent_dtype.name,
-            latent=self._latent_info(),
-            tokenizer={"sha256": self.tokenizer.identity},
-            encoder=self.encoder.identity,
-            sources=sources,
-            options=options,
-            problems=problems,
-            grouping=grouping,
-            splits={
-                split: SplitInfo(
-                    samples=sum(shard.samples for shard in pending.written),
-                    tokens=sum(shard.tokens for shard in pending.written),
-                    characters=pending.total_characters,
-                    shards=tuple(pending.written),
-                )
-                for split, pending in self._pending.items()
-            },
-            files=self._other_files(),
-        )
-        manifest.write(self.folder)
-        self._publish()
+        publish(self.folder, self.path, self.path.with_name(f"{self.path.name}.replaced-{os.getpid()}"))
         return manifest
 
-    def _arrays(self, kind: str, split: str) -> Iterator[np.ndarray]:
-        for shard in self._pending[split].written:
-            yield np.load(self.folder / f"{shard.name}.{kind}.npy", mmap_mode="r", allow_pickle=False)
 
-    def _latent_info(self) -> LatentInfo:
-        """Statistics of what was stored, after rounding; two passes, because a difference of squares cancels."""
-        shape = (self.encoder.latent_tokens, self.encoder.channels)
-        total, count = np.zeros(shape[1]), 0
-        for latents in self._arrays("latents", "train"):
-            total += latents.sum(axis=(0, 1), dtype=np.float64)
-            count += latents.shape[0] * latents.shape[1]
-        mean = total / count
-        square = sum(float(np.square(latents - mean).sum()) for latents in self._arrays("latents", "train"))
-        rms = float(np.sqrt(square / (count * shape[1])))
-        if not rms > 0:
-            raise DataError(f"{self.path}: all training latents are equal; expected an encoder that tells texts apart")
-        largest = max(
-            float(np.square(latents - mean).sum(axis=-1).max())
-            for split in SPLITS
-            for latents in self._arrays("latents", split)
-        )
-        return LatentInfo(*shape, mean=tuple(mean.tolist()), rms=rms, max_norm=float(np.sqrt(largest)) / rms)
+def check_splits(contents: Contents) -> None:
+    """DataError where a split has no samples."""
+    for split in SPLITS:
+        if not contents.shards[split]:
+            raise DataError(f"split {split} has no samples; expected more documents or larger fractions")
 
-    def _other_files(self) -> dict[str, FileInfo]:
-        shards = {f"{shard.name}.{end}" for p in self._pending.values() for shard in p.written for end in shard.files}
-        found = {}
-        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-            name = path.relative_to(self.folder).as_posix()
-            if name not in shards:
-                fsync(path)
-                found[name] = file_info(path)
-        return found
 
-    def _publish(self) -> None:
-        """Put the finished folder in place; an old store is moved away first and deleted last."""
-        old = self.path.with_name(f"{self.path.name}.replaced-{os.getpid()}")
-        if self.path.exists():
-            self.path.rename(old)
-        self.folder.rename(self.path)
-        fsync(self.path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+def check_replaceable(path: Path, overwrite: bool) -> None:
+    """DataError where something is at `path` that is not to be replaced."""
+    if path.exists() and not overwrite:
+        raise DataError(f"{path}: exists already; expected a new folder, or --overwrite")
+    if path.exists() and not (path / MANIFEST_NAME).is_file():
+        raise DataError(f"{path}: is no data store, so --overwrite does not replace it; expected a new folder")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Which store an error is of."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error.__cause__
+
+
+def write_manifest(
+    folder: Path,
+    contents: Contents,
+    latent: LatentInfo,
+    tokenizer: Tokenizer,
+    encoder: LatentEncoder,
+    latent_dtype: str,
+    described: dict[str, Any],
+) -> Manifest:
+    """Of the shards, the tokenizer, the encoder and what else lies in `folder`: the last file of a store.
+
+    `described` are sources, options, problems and grouping.
+    """
+    np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
+    manifest = Manifest(
+        format=FORMAT,
+        created_by=f"mmldlm {__version__}",
+        vocab_size=tokenizer.vocab_size,
+        mask_id=tokenizer.mask_id,
+        pad_id=tokenizer.pad_id,
+        max_length=contents.max_length,
+        token_dtype=token_dtype(tokenizer.vocab_size).name,
+        latent_dtype=latent_dtype,
+        latent=latent,
+        tokenizer={"sha256": tokenizer.identity},
+        encoder=encoder.identity,
+        splits=contents.infos(),
+        files=_other_files(folder, contents),
+        **described,
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _other_files(folder: Path, contents: Contents) -> dict[str, FileInfo]:
+    """All that are of no shard, but the manifest of an attempt before, and its seal."""
+    known = {f"{shard.name}.{end}" for shards in contents.shards.values() for shard in shards for end in shard.files}
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name not in known and name.removesuffix(".tmp") not in (MANIFEST_NAME, SEAL_NAME):
+            fsync(path)
+            found[name] = file_info(path)
+    return found
+
+
+def publish(folder: Path, path: Path, old: Path) -> None:
+    """Put the finished folder in place; a store that was there is moved to `old` first and deleted last."""
+    fsync(folder)
+    if path.exists():
+        path.rename(old)
+    folder.rename(path)
+    fsync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -142,3 +142,14 @@ def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], expe
     except SystemExit as ended:  # argparse's own
         code = ended.code
     assert code == 2 and expected in capsys.readouterr().err
+
+
+def test_prepare(tables: Callable[..., Tables]) -> None:
+    found = tables("prepare", "--processes", 1, 2)
+    assert [row["processes"] for row in found["Preparation, by the clock"]] == [1, 2]
+    for row in found["Preparation, by the clock"]:
+        assert row["documents"] == 2000 and positive(row["documents/s"]) and row["bytes as the first"]
+        assert 50 < row["peak resident, MiB"] < 2048
+    stages = {row["stage"]: row["documents/s"] for row in found["Stages, one process, by the clock"]}
+    assert list(stages) == ["read", "fit", "tokenise", "encode", "measure", "merge"]
+    assert all(positive(rate) for rate in stages.values())

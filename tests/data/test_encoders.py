@@ -98,7 +98,7 @@ def test_minilm_gives_what_the_library_gives(folder: Path) -> None:
     assert not np.allclose(prompted, unit, atol=1e-2)
 
 
-def test_encoder_batch_size_and_device_change_no_latent(folder: Path) -> None:
+def test_encoder_batch_size_and_device_change_no_latent(folder: Path, tmp_path: Path) -> None:
     encoder = SentenceTransformerEncoder(str(folder), batch_size=1, device="cpu")
     sizes = []
     forward = encoder._model.forward
@@ -110,6 +110,10 @@ def test_encoder_batch_size_and_device_change_no_latent(folder: Path) -> None:
     assert np.allclose(found, SentenceTransformerEncoder(str(folder), batch_size=32).encode(TEXTS), atol=1e-5)
     with pytest.raises(DataError, match="cannot load the model"):
         SentenceTransformerEncoder(str(folder), device="nonsense")
+    StretchEncoder(encoder, 2).save(tmp_path / "encoder")
+    assert load_encoder(tmp_path / "encoder", batch_size=3).inner.batch_size == 3  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="cannot load the model"):
+        load_encoder(tmp_path / "encoder", device="nonsense")
 
 
 def test_prompt_name_is_one_of_the_models_own(folder: Path, tmp_path: Path) -> None:

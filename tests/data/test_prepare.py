@@ -211,15 +211,14 @@ def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.Capture
         assert not (tmp_path / "failed").exists()
 
 
-@pytest.mark.parametrize("moment", ["add", "_publish"])
-def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> None:
-    """SIGKILL in the middle of writing, and between the last byte of the manifest and the rename."""
-    corpus = write_corpus(tmp_path / "corpus.txt")
-    arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300"]
+def killed_at(moment: str, arguments: list[str]) -> None:
+    """SIGKILL where `mmldlm.data` + `moment` is called."""
+    module = moment.partition(".")[0]
     script = (
-        "import sys, time; from mmldlm.data import prepare, writer\n"
-        f"def wait(*_): print('reached', flush=True); time.sleep(60)\n"
-        f"writer.StoreWriter.{moment} = wait\n"
+        "import time\n"
+        f"from mmldlm.data import prepare, {module}\n"
+        "def wait(*_): print('reached', flush=True); time.sleep(60)\n"
+        f"{moment} = wait\n"
         f"prepare.main({arguments!r})"
     )
     process = subprocess.Popen(
@@ -229,12 +228,34 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
+
+
+@pytest.mark.parametrize("moment", ["encoding.ShardWriter.add", "prepare.publish"])
+def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> None:
+    """In the middle of writing, and between the last byte of the manifest and the rename."""
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300"]
+    killed_at(moment, arguments)
     assert not (tmp_path / "store").exists()
     with pytest.raises(DataError, match="no such folder"):
         Store.open(tmp_path / "store")
-    assert len(list(tmp_path.glob("store.incomplete-*"))) == 1
+    assert len(list(tmp_path.glob("store.*"))) == 1
     assert main(arguments) == 0
     read_part(Store.open(tmp_path / "store"))
+    assert list(tmp_path.glob("store.*")) == []
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300", *overwrite]
+    killed_at("prepare.Progress.times", arguments)
+    before = (tmp_path / "store/manifest.json").read_bytes()
+    assert main(arguments) == 0
+    assert ("already prepared" in capsys.readouterr().err) is not bool(overwrite)
+    read_part(Store.open(tmp_path / "store"))
+    assert (tmp_path / "store/manifest.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "store"]
 
 
 def test_sentence_transformers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,257 @@
+"""`ShardWriter`: samples to the files of shards, as they come, and `Contents`: what these hold, as numbers that add up.
+
+Shape letters: n samples, M latent tokens of a sample, C latent channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mmldlm.data.manifest import LatentInfo, ShardInfo, SplitInfo, shard_info
+from mmldlm.errors import DataError
+from mmldlm.files import FileInfo, file_info, fsync
+
+SPLITS = ("train", "validation", "test")
+TOKEN_COUNTS = "token_counts.npy"
+_AT_ONCE = 1 << 22  # numbers of latents that are looked at together: 32 MiB in float64
+
+
+@dataclass
+class Contents:
+    """Of shards, by split. `latent_sum` float64 [C] is of the training split, over n and M."""
+
+    shards: dict[str, list[ShardInfo]]
+    characters: dict[str, int]
+    token_counts: np.ndarray  # int64 [V], of the training split
+    latent_sum: np.ndarray
+    max_length: int = 0
+
+    @classmethod
+    def empty(cls, vocab_size: int, channels: int) -> Contents:
+        nothing = np.zeros(vocab_size, np.int64), np.zeros(channels)
+        return cls({split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), *nothing)
+
+    def add(self, other: Contents) -> None:
+        """What follows in the store. Sums of floats depend on the order, so that is always the store's."""
+        for split in SPLITS:
+            self.shards[split] += other.shards[split]
+            self.characters[split] += other.characters[split]
+        self.token_counts += other.token_counts
+        self.latent_sum += other.latent_sum
+        self.max_length = max(self.max_length, other.max_length)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """As JSON values, but for the counts of tokens, which go to `folder`."""
+        np.save(folder / TOKEN_COUNTS, self.token_counts, allow_pickle=False)
+        return {
+            "shards": {split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()},
+            "characters": self.characters,
+            "latent_sum": self.latent_sum.tolist(),
+            "max_length": self.max_length,
+        }
+
+    @classmethod
+    def load(cls, folder: Path, saved: dict[str, Any]) -> Contents:
+        shards = {split: [shard_info(shard) for shard in shards] for split, shards in saved["shards"].items()}
+        counts = np.load(folder / TOKEN_COUNTS, allow_pickle=False)
+        return cls(shards, saved["characters"], counts, np.array(saved["latent_sum"]), saved["max_length"])
+
+    def samples(self, split: str) -> int:
+        return sum(shard.samples for shard in self.shards[split])
+
+    def infos(self) -> dict[str, SplitInfo]:
+        return {
+            split: SplitInfo(
+                samples=self.samples(split),
+                tokens=sum(shard.tokens for shard in shards),
+                characters=self.characters[split],
+                shards=tuple(shards),
+            )
+            for split, shards in self.shards.items()
+        }
+
+    def mean(self, latent_tokens: int) -> np.ndarray:
+        """float64 [C] over the training split."""
+        return self.latent_sum / (self.samples("train") * latent_tokens)
+
+
+class ShardWriter:
+    """Writes the shards of all splits into `folder`; use as a context manager, and `finish()` at the end.
+
+    Holds no more than what it is given at a time, whatever the size of a shard or of a latent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        latent_shape: tuple[int, int],
+        token_dtype: np.dtype,
+        latent_dtype: np.dtype,
+        shard_samples: int,
+    ):
+        self.folder, self.shard_samples, self.latent_dtype = folder, shard_samples, latent_dtype
+        self._rows: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+            "tokens": (token_dtype, ()),
+            "offsets": (np.dtype(np.int64), ()),
+            "latents": (latent_dtype, latent_shape),
+            "characters": (np.dtype(np.int32), ()),
+        }
+        self._contents = Contents.empty(vocab_size, latent_shape[1])
+        self._open: dict[str, _Shard] = {}
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for shard in self._open.values():
+            shard.close()
+
+    def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
+        """Append samples: `tokens` of n, raw `latents` [n, M, C], and `characters` of n texts.
+
+        DataError where a latent is not finite as it is to be stored.
+        """
+        assert len(tokens) == len(latents) == len(characters)
+        assert all(len(sample) for sample in tokens), "a sample without tokens"
+        with np.errstate(over="ignore"):
+            stored = latents.astype(self.latent_dtype)
+        if not np.isfinite(stored).all():
+            raise DataError(f"a latent of split {split} is not finite as {self.latent_dtype}; try float32")
+        start = 0
+        while start < len(tokens):
+            if split not in self._open:
+                name = f"{split}-{len(self._contents.shards[split]):05d}"
+                self._open[split] = _Shard(self.folder, name, self._rows)
+            shard = self._open[split]
+            part = slice(start, start + self.shard_samples - shard.samples)
+            shard.add(tokens[part], stored[part], characters[part])
+            start += len(tokens[part])
+            if shard.samples == self.shard_samples:
+                self._close(split)
+
+    def finish(self) -> Contents:
+        for split in list(self._open):
+            self._close(split)
+        return self._contents
+
+    def _close(self, split: str) -> None:
+        shard, found = self._open.pop(split), self._contents
+        info = shard.finish()
+        found.shards[split].append(info)
+        found.characters[split] += shard.characters
+        found.max_length = max(found.max_length, shard.longest)
+        if split == "train":
+            for tokens in _stretches(self.folder, info, "tokens"):
+                found.token_counts += np.bincount(tokens, minlength=len(found.token_counts))
+            for latents in _stretches(self.folder, info, "latents"):
+                found.latent_sum += latents.sum(axis=(0, 1), dtype=np.float64)
+
+
+@dataclass
+class _Shard:
+    """The four files of a shard that is being written."""
+
+    folder: Path
+    name: str
+    rows: dict[str, tuple[np.dtype, tuple[int, ...]]]  # type and shape of a row, by kind of file
+    samples: int = 0
+    characters: int = 0
+    longest: int = 0
+    _files: dict[str, BinaryIO] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind in self.rows:
+            self._files[kind] = self._path(kind).open("wb")
+            self._counts[kind] = 0
+            self._write_header(kind)
+        self._append("offsets", np.zeros(1))
+
+    def add(self, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
+        lengths = np.array([len(sample) for sample in tokens], np.int64)
+        self._append("offsets", self._counts["tokens"] + np.cumsum(lengths))
+        self._append("tokens", np.concatenate(tokens))
+        self._append("latents", latents)
+        self._append("characters", np.asarray(characters))
+        self.samples += len(tokens)
+        self.characters += sum(characters)
+        self.longest = max(self.longest, int(lengths.max()))
+
+    def finish(self) -> ShardInfo:
+        """Numbers of rows are known now: the header, which leaves room for any, is written anew."""
+        for kind, file in self._files.items():
+            begin = file.tell()
+            file.seek(0)
+            self._write_header(kind)
+            assert begin - file.tell() == self._counts[kind] * self._row_bytes(kind)
+        self.close()
+        files: dict[str, FileInfo] = {}
+        for kind in self.rows:
+            fsync(self._path(kind))
+            files[f"{kind}.npy"] = file_info(self._path(kind))
+        return ShardInfo(self.name, self.samples, self._counts["tokens"], files)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _path(self, kind: str) -> Path:
+        return self.folder / f"{self.name}.{kind}.npy"
+
+    def _append(self, kind: str, rows: np.ndarray) -> None:
+        self._files[kind].write(np.ascontiguousarray(rows, self.rows[kind][0]).data)
+        self._counts[kind] += len(rows)
+
+    def _row_bytes(self, kind: str) -> int:
+        dtype, shape = self.rows[kind]
+        return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+
+    def _write_header(self, kind: str) -> None:
+        dtype, shape = self.rows[kind]
+        described: dict[str, Any] = {"descr": dtype.str, "fortran_order": False, "shape": (self._counts[kind], *shape)}
+        np.lib.format.write_array_header_1_0(self._files[kind], described)
+
+
+def _stretches(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarray]:
+    """The rows of a shard's file, many at a time."""
+    array = np.load(folder / f"{shard.name}.{kind}.npy", mmap_mode="r", allow_pickle=False)
+    step = max(1, _AT_ONCE // max(1, int(np.prod(array.shape[1:], dtype=np.int64))))
+    for start in range(0, len(array), step):
+        yield np.asarray(array[start : start + step])
+
+
+def spread(folder: Path, shards: dict[str, list[ShardInfo]], mean: np.ndarray) -> tuple[list[float], float]:
+    """Around `mean` [C], of stored latents: the sum of squares of each training shard, and the largest of one vector.
+
+    A second pass, since a difference of squares cancels.
+    """
+    squares, largest = [], 0.0
+    for split in SPLITS:
+        for shard in shards[split]:
+            total = 0.0
+            for latents in _stretches(folder, shard, "latents"):
+                square = np.square(latents - mean)
+                total += float(square.sum())
+                largest = max(largest, float(square.sum(axis=-1).max()))
+            if split == "train":
+                squares.append(total)
+    return squares, largest
+
+
+def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float], largest: float) -> LatentInfo:
+    """Statistics of what was stored, after rounding: `squares` of all training shards in order, `largest` of any."""
+    mean = contents.mean(latent_tokens)
+    channels = len(mean)
+    rms = float(np.sqrt(sum(squares) / (contents.samples("train") * latent_tokens * channels)))
+    if not rms > 0:
+        raise DataError("all training latents are equal; expected an encoder that tells texts apart")
+    return LatentInfo(latent_tokens, channels, tuple(mean.tolist()), rms, float(np.sqrt(largest)) / rms)
