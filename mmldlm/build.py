@@ -27,7 +27,7 @@ from mmldlm.resume import as_trained, check_fits, data_shape, saved_average
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """The network with its initial weights, a function of `run.seed` alone; the parts in `freeze` do not train."""
-    backend = resolve_backend(config.attention.backend, device_type, config.precision == "bf16")
+    backend = resolve_backend(config.attention.backend, device_type, config.precision != "fp32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         model = MMDiT(

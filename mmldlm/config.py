@@ -101,7 +101,11 @@ class RunConfig:
     schedule: ScheduleConfig = setting(ScheduleConfig(), "courses over the steps")
     ema: EmaConfig = setting(EmaConfig(), "an exponential moving average of the trained weights, in float32")
     train: TrainConfig = setting(TrainConfig(), "length and batch")
-    precision: Literal["fp32", "bf16"] = setting("fp32", "of matrix products; weights, moments and losses are float32")
+    precision: Literal["fp32", "bf16", "fp16"] = setting(
+        "fp32",
+        "of matrix products; weights, moments and losses are float32. fp16 (single, ddp, fsdp2) scales the loss and "
+        "skips steps whose gradients overflow",
+    )
     sampling: SamplingConfig = setting(SamplingConfig(), "generation in training, `evaluate` and `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "held-out losses in training")
     log: LogConfig = setting(LogConfig(), "metrics")

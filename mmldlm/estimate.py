@@ -29,6 +29,7 @@ from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import OptimConfig
 from mmldlm.optimizers import build_optimizer, engines_of, implementation, muon_matrices
 from mmldlm.runtime.launch import ENGINES, asked_world_size
+from mmldlm.runtime.loss_scale import runs_in
 from mmldlm.schema import to_yaml
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
@@ -81,7 +82,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     """
     config.train.check_batches(world_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolve_backend(config.attention.backend, device, config.precision == "bf16")
+    resolve_backend(config.attention.backend, device, config.precision != "fp32")
     # Fake tensors lie on the CPU; the groups' attention has the same products and saves the same.
     config = replace(config, attention=AttentionConfig("sdpa"))
     loader = Loader(
@@ -195,6 +196,8 @@ def print_estimate(config: RunConfig) -> None:
         what = "weights, average, gradients and moments" if found.ema else "weights, gradients and moments"
         print(f"  {what} by engine, MiB on each of {found.world_size} devices, and on the host")
         for engine in filter(engines_of(config.optim.name).__contains__, ENGINES):
+            if not runs_in(config.precision, engine):
+                continue
             device, host = state_mib(engine, found, config.precision)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
 

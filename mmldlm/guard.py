@@ -21,6 +21,7 @@ from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.data.split import Split
 from mmldlm.errors import NumericalError
 from mmldlm.runtime.config import GuardConfig
+from mmldlm.runtime.loss_scale import LOWEST
 from mmldlm.telemetry.meter import StepNumbers
 from mmldlm.telemetry.metrics import MetricsFile
 
@@ -41,13 +42,19 @@ class Skip:
 
     step: int
     norm: float
-    reason: Literal["loss", "norm", "spike"]
+    reason: Literal["loss", "norm", "spike", "overflow"]
+    loss_scale: float = LOWEST
 
     @classmethod
-    def because(cls, step: int, norm: float, ranks: Sequence[Account]) -> Skip:
-        """With the reason that a norm which is not fit has, by the `ranks`' accounts of the step."""
+    def because(cls, step: int, norm: float, ranks: Sequence[Account], loss_scale: float) -> Skip:
+        """With the reason that a norm which is not fit has, by the `ranks`' accounts of the step.
+
+        Gradients that are not finite are no fault of the run's where a smaller `loss_scale` may mend them.
+        """
         if not all(math.isfinite(part["loss"]) for rank in ranks for part in rank):
             return cls(step, norm, "loss")
+        if loss_scale > LOWEST and not math.isfinite(norm):
+            return cls(step, norm, "overflow", loss_scale)
         return cls(step, norm, "spike" if math.isfinite(norm) else "norm")
 
 
@@ -79,23 +86,27 @@ class Guard:
 
     def skip(self, skip: Skip, ranks: Sequence[Account]) -> dict[str, Any]:
         """A step was skipped; `ranks` are their accounts. Returns what to tell about it."""
-        self.state.skipped_in_a_row += 1
+        self.state.skipped_in_a_row += skip.reason != "overflow"
         self.state.skipped_steps += 1
         norm = None if skip.reason == "loss" else skip.norm
         limit = self.norm_limit if math.isfinite(self.norm_limit) else None
         if self.file is not None:
             written = [[{**part, "loss": _as_json(part["loss"])} for part in rank] for rank in ranks]
             record = {"reason": skip.reason, "norm": _as_json(norm), "limit": limit, "ranks": written}
+            record |= {"loss_scale": skip.loss_scale} if skip.reason == "overflow" else {}
             self.file.write("skip", skip.step, record)
             self.file.sync()
         return {
             "reason": skip.reason,
             "loss": sum(part["loss"] for rank in ranks for part in rank),
             "optim/grad_norm": norm,
+            **({"optim/loss_scale": skip.loss_scale} if skip.reason == "overflow" else {}),
         }
 
     def check(self, skip: Skip, run_dir: Path) -> None:
         """NumericalError where the run should not go on."""
+        if skip.reason == "overflow":
+            return
         limit, config, in_a_row = self.norm_limit, self.config, self.state.skipped_in_a_row
         if in_a_row < config.max_consecutive and (config.nonfinite == "skip" or skip.reason == "spike"):
             return

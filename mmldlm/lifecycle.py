@@ -26,6 +26,7 @@ from mmldlm.resume import check_resume, choose, identity, restore, small_files
 from mmldlm.runtime.allocator import keep_freed_memory
 from mmldlm.runtime.last_words import clear_exit_files, write_exit
 from mmldlm.runtime.launch import Launch, read_launch
+from mmldlm.runtime.loss_scale import check_fp16
 from mmldlm.runtime.signals import SignalRequests
 from mmldlm.runtime.start import start
 from mmldlm.save_schedule import SaveSchedule
@@ -106,6 +107,7 @@ class RunLifecycle:
         config.train.check_batches(self.launch.world_size)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         check_optimizer(config.optim, self.launch.engine, self.launch.offloads_optimizer, device_type)
+        check_fp16(config.precision, self.launch.engine, config.distributed.ddp.comm_hook)
         check_ema(config.ema, self.launch.deepspeed)
         check_auto_micro_batch(config.train, self.launch.engine)
         check_compile(config.compile, self.launch.engine)
@@ -152,6 +154,10 @@ class RunLifecycle:
         if config.ema.decay:
             runtime.keep_average(restored.average)
         self.state = restored.state
+        if runtime.loss_scale is not None and self.state.loss_scale is not None:
+            runtime.loss_scale.go_on(self.state.loss_scale, self.state.steps_at_scale)
+        else:
+            self.state.loss_scale, self.state.steps_at_scale = None, 0
         if config.resume == "auto" and self.state.step:
             self.saved_at = self.state.step  # it came from this very folder
         self._follow_loss()

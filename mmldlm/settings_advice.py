@@ -9,7 +9,8 @@ ADVICE = {
     "freeze": "Saves the gradients and moments of what is frozen; a loss with nothing left to train is refused",
     "mode": "One mode where the job is known. Guidance, and texts without a latent, need a share of joint",
     "mode_schedule": "Where one job is to be learned before another; the curve jumps where the shares do",
-    "precision": "bf16 on GPUs. On a CPU without instructions for it, it is many times slower",
+    "precision": "bf16 on GPUs, fp16 on those too old for it. On a CPU without instructions for them, both are many "
+    "times slower",
     "resume": "Leave auto: the same command then goes on after any stop. never moves the run's checkpoints aside",
     "data.num_workers": "Raise it where speed/data_wait_s is not near 0; 0 helps to see an error where it happens",
     "data.window": "Lower it for a small store: in one window, samples of like length meet again in each epoch",

@@ -283,8 +283,12 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
         f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
     )
-    if report["precision"] == "bf16" and "cpu" in devices and not multiplies_bf16():
-        lines.append("warning      this CPU has no instructions for bf16: matrix products are far slower than in fp32")
+    precision = report["precision"]
+    slow = not {"fp32": lambda: True, "bf16": multiplies_bf16, "fp16": multiplies_fp16}[precision]()
+    if slow and "cpu" in devices:
+        lines.append(
+            f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
+        )
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
@@ -294,3 +298,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 def multiplies_bf16() -> bool:
     """Whether this CPU has instructions for products of bfloat16 matrices."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def multiplies_fp16() -> bool:
+    """The same of float16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -122,7 +122,8 @@ class Training(RunLifecycle):
         state.step += 1
         samples, sample_ids = self.batch_size.global_batch_size, [batch.sample_ids.tolist() for batch in micro_batches]
         state.samples_drawn += samples
-        self.meter.end_step(state.step, norm, self._step_tokens, samples, sample_ids)
+        scale = torch.ones_like(norm) if self.runtime.loss_scale is None else self.runtime.loss_scale.last
+        self.meter.end_step(state.step, norm, scale, self._step_tokens, samples, sample_ids)
         # The limit of a spike follows from the norm of the step before.
         at_once = not self.settles_late or config.guard.grad_norm_spike is not None
         at_once = at_once or (self.plateau is not None and self.plateau.due(state.step))
@@ -148,7 +149,7 @@ class Training(RunLifecycle):
             steps = self.meter.fetch()
         followed = self._losses_to_follow(steps)
         for numbers, loss in zip(steps, followed, strict=True):
-            norm = float(numbers.norm)
+            norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
             taken = fits(numbers.norm, self.guard.norm_limit)
             if self.plateau is not None and self.plateau.of_training:
                 self.plateau.train(numbers.step, loss if taken else None)
@@ -173,7 +174,7 @@ class Training(RunLifecycle):
     def _skip(self, numbers: StepNumbers, norm: float) -> None:
         own = account(numbers, self.store.split("train"))
         ranks = self.runtime.gather(own, "gather of the skipped step's samples")
-        skip = Skip.because(numbers.step, norm, ranks)
+        skip = Skip.because(numbers.step, norm, ranks, self._loss_scale)
         self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
         self.guard.check(skip, self.run_dir)
 
@@ -189,6 +190,7 @@ class Training(RunLifecycle):
             **self.parts.objective.summary(*totals),
             "optim/lr": lr,
             "optim/grad_norm": self._norm,
+            **({"optim/loss_scale": self._loss_scale} if self.runtime.loss_scale is not None else {}),
             "speed/tokens_per_s": meter.tokens / seconds,
             "speed/samples_per_s": meter.samples / seconds,
             "speed/step_s": seconds / meter.steps,
@@ -248,6 +250,8 @@ class Training(RunLifecycle):
             paused = time.perf_counter()
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
             self.tracker.heartbeat(self.state.step, "saving")
+            if self.runtime.loss_scale is not None:
+                self.state.loss_scale, self.state.steps_at_scale = self.runtime.loss_scale.read()
             info = {**self.made_by, "validation_loss": validation_loss}
             files = {**self.small_files, "state.json": self.state.to_json().encode()}
             self.note_saved(self.saver.start(self.state.step, files, info))

@@ -39,6 +39,8 @@ class TrainState:
     skipped_in_a_row: int = 0
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
     accepted_norms: list[float] = dataclasses.field(default_factory=list)  # gradient norms, see `mmldlm.guard`
+    loss_scale: float | None = None  # in fp16, see `mmldlm.runtime.loss_scale`
+    steps_at_scale: int = 0  # in a row that did not overflow
     micro_batch_limit: int | None = None  # samples; larger micro-batches did not fit, see `mmldlm.micro_batch`
     lr_cuts: int = 0  # of the learning rate by a plateau, see `mmldlm.learning_rate`, as what follows
     plateau_best: float | None = None  # the lowest loss
@@ -66,6 +68,8 @@ class TrainState:
                     good = good and len(value) <= _WINDOWS[name] and min(value, default=0.0) >= 0
             elif name == "plateau_best":
                 good = value is None or (type(value) is float and 0 <= value < math.inf)
+            elif name == "loss_scale":
+                good = value is None or (type(value) is float and 0 < value < math.inf)
             elif name == "micro_batch_limit":
                 good = value is None or (type(value) is int and 0 < value < 2**63)
             else:

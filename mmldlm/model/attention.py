@@ -31,7 +31,8 @@ Backend = Literal["sdpa", "varlen", "math"]
 @dataclass(frozen=True)
 class AttentionConfig:
     backend: Literal["auto", "sdpa", "varlen", "math"] = setting(
-        "auto", "kernel of the joint attention; auto: varlen on CUDA in bf16, otherwise sdpa by groups of equal length"
+        "auto",
+        "kernel of the joint attention; auto: varlen on CUDA in bf16 or fp16, otherwise sdpa by groups of equal length",
     )
 
 
@@ -42,7 +43,7 @@ def resolve_backend(asked: str, device_type: str, half_precision: bool) -> Backe
         return "varlen" if varlen_runs else "sdpa"
     if asked == "varlen" and not varlen_runs:
         raise ConfigError(
-            f"attention.backend: varlen needs CUDA and precision bf16, found {device_type}"
+            f"attention.backend: varlen needs CUDA and precision bf16 or fp16, found {device_type}"
             f"{'' if half_precision else ' in fp32'}; use auto"
         )
     return asked  # type: ignore[return-value]

@@ -33,7 +33,8 @@ from mmldlm.model.layers import (
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.schema import setting
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -267,16 +268,17 @@ class MMDiT(nn.Module):
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> Prediction:
-        """Denoise both modalities; with `precision` bf16, matrix products take bfloat16, all else is float32.
+        """Denoise both modalities; with `precision` bf16 or fp16, matrix products take that, all else is float32.
 
         `noised_tokens` [N], `noised_latents` [B, M, C], noise times [B] in [0, 1], `positions` [P] the
         tokens to predict (the head runs on no others), `targets` [P] their true tokens.
         """
         # In here, so that it is the same under every engine, in training and after.
-        with torch.autocast(noised_latents.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        dtype = DTYPES[self.precision]
+        with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):
             latent_time = self.latent_time(t_latent)
             conditioning = self.text_time(t_text) + latent_time
-            # Both streams run in float32, also where an engine holds the weights in bfloat16.
+            # Both streams run in float32, also where an engine holds the weights in less.
             latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
             length_logits = self.length_head(latent_BME, latent_time)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)

@@ -22,6 +22,7 @@ from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_stat
 from mmldlm.errors import MmldlmError, error_of
 from mmldlm.runtime.average import WeightAverage
 from mmldlm.runtime.launch import DDP, Launch
+from mmldlm.runtime.loss_scale import LossScale
 from mmldlm.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Runtime:
     shards_parameters = False  # whether a forward pass is itself collective
     exchange_bytes = 0  # memory of the device that the engine takes within a backward pass and gives back after it
     average: WeightAverage | None = None  # of the trained weights, see `keep_average`
+    loss_scale: LossScale | None = None  # in fp16
 
     def __init__(self, accelerator: Accelerator, launch: Launch, watchdog: Watchdog | None):
         self.accelerator, self.launch, self.watchdog = accelerator, launch, watchdog
@@ -114,8 +116,10 @@ class Runtime:
 
     def backward(self, loss: Tensor) -> None:
         """`loss` is this rank's share of the step's loss; data parallelism averages, we want the sum."""
+        # Scaled, the mean becomes the sum in `update`: float16 has no room to spare for that.
+        factor = self.world_size if self.loss_scale is None else self.loss_scale.now
         with self.waiting("backward: reduction of the gradients"):
-            self.accelerator.backward(loss * self.world_size)
+            self.accelerator.backward(loss * factor)
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
         """Clip and step at learning rate `lr`. Returns the norm before clipping [], on the device, equal on all ranks.
@@ -124,6 +128,8 @@ class Runtime:
         not wait; it does where the optimizer is not fused, and where DDP's hook keeps something of the gradients.
         `decay` is the share that stays of the weights' average, where one is kept.
         """
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._parameters(), self.world_size)
         with self.waiting("norm of the gradients"):
             norm = self._whole(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
         self._set_lr(lr)
@@ -132,6 +138,8 @@ class Runtime:
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(fits(norm, norm_limit), decay)
+        if self.loss_scale is not None:
+            self.loss_scale.follow(norm)
         return norm
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
@@ -189,6 +197,9 @@ class Runtime:
 
     def _masters(self) -> list[Tensor]:
         """This rank's tensors that the optimizer steps."""
+        return self._parameters()
+
+    def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.bare_optimizer.param_groups for parameter in group["params"]]
 
     def _show_masters(self) -> None:

@@ -12,16 +12,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmldlm.checkpoint.state import load_optimizer_state, model_state
 from mmldlm.runtime.engine import Runtime
+from mmldlm.runtime.loss_scale import local
 
 
 def fsdp_plugin(precision: str, wrapped: str) -> FullyShardedDataParallelPlugin:
     """Shards by modules of class `wrapped`; what is not given here comes from the launcher's FSDP_ variables.
 
-    In bf16 the gathered copies are bfloat16, which halves the traffic: the same rounding that autocast does to
-    each matrix. Gradients are reduced in float32, and the shards that the optimizer updates stay float32.
+    In bf16 and fp16 the gathered copies are of that type, which halves the traffic: the same rounding that autocast
+    does to each matrix. Gradients are reduced in float32, and the shards that the optimizer updates stay float32.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
@@ -47,7 +48,7 @@ class FSDP2Runtime(Runtime):
         )
 
     def _masters(self) -> list[Tensor]:
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in super()._masters()]
+        return [local(parameter) for parameter in self._parameters()]
 
     def _show_masters(self) -> None:
         """What a forward pass has left gathered, as that of the root is, would be taken for the weights."""

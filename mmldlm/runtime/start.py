@@ -22,6 +22,7 @@ from mmldlm.runtime.deepspeed_config import StepPlan, resolve_deepspeed_config
 from mmldlm.runtime.engine import Runtime
 from mmldlm.runtime.environment import export_settings
 from mmldlm.runtime.launch import DDP, FSDP2, SINGLE, Launch
+from mmldlm.runtime.loss_scale import LossScale
 from mmldlm.runtime.network import use_interface_towards
 from mmldlm.runtime.watchdog import Watchdog
 
@@ -45,6 +46,8 @@ def start(config: DistributedConfig, launch: Launch, plan: StepPlan) -> Runtime:
         watchdog = _join(config, launch)
     accelerator = _accelerator(config, launch, plan, deepspeed)
     runtime = _runtime_class(launch.engine)(accelerator, launch, watchdog)
+    if plan.precision == "fp16":
+        runtime.loss_scale = LossScale(runtime.device)
     _check_came(runtime, launch)
     return runtime
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """A step that is done. Before it is fetched, `losses`, `sums` and `norm` lie on the device."""
+    """A step that is done. Before it is fetched, `losses`, `sums`, `norm` and `loss_scale` lie on the device."""
 
     step: int
     norm: Tensor  # []: of the gradients, before clipping
+    loss_scale: Tensor  # []: in fp16, else 1
     tokens: int  # over all ranks
     samples: int  # over all ranks
     sample_ids: list[list[int]]  # of this rank's micro-batches, as all that follows
@@ -42,20 +43,23 @@ class Meter:
         """A micro-batch of the step at hand."""
         self._step.append((loss.detach(), sums, counts))
 
-    def end_step(self, step: int, norm: Tensor, tokens: int, samples: int, sample_ids: list[list[int]]) -> None:
+    def end_step(
+        self, step: int, norm: Tensor, loss_scale: Tensor, tokens: int, samples: int, sample_ids: list[list[int]]
+    ) -> None:
         losses, sums, counts = (torch.stack(parts) for parts in zip(*self._step, strict=True))
         self._step.clear()
-        self.waiting.append(StepNumbers(step, norm, tokens, samples, sample_ids, losses, sums, counts))
+        self.waiting.append(StepNumbers(step, norm, loss_scale, tokens, samples, sample_ids, losses, sums, counts))
 
     def fetch(self) -> list[StepNumbers]:
         """The steps that were waiting, in order, on the host in float64: one transfer, for which the host waits."""
         steps, self.waiting = self.waiting, []
-        parts = [part for step in steps for part in (step.norm, step.losses, step.sums)]
+        parts = [part for step in steps for part in (step.norm, step.loss_scale, step.losses, step.sums)]
         sizes = [part.numel() for part in parts]
         numbers = torch.cat([part.reshape(-1) for part in parts]).to("cpu", torch.float64).split(sizes)
         found = []
-        for step, (norm, losses, sums) in zip(steps, zip(*[iter(numbers)] * 3, strict=True), strict=True):
-            found.append(replace(step, norm=norm[0], losses=losses, sums=sums.view_as(step.counts)))
+        for step, (norm, scale, losses, sums) in zip(steps, zip(*[iter(numbers)] * 4, strict=True), strict=True):
+            sums = sums.view_as(step.counts)
+            found.append(replace(step, norm=norm[0], loss_scale=scale[0], losses=losses, sums=sums))
         return found
 
     def take(self, numbers: StepNumbers) -> None:

@@ -207,6 +207,8 @@ def test_tensors_of_several_files_and_their_owners(tmp_path):
 def test_train_state_is_strict():
     state = TrainState(step=3, samples_seen=24, tokens_seen=900, skipped_steps=1, best_validations=[1.5])
     assert TrainState.from_json(state.to_json()) == state
+    scaled = TrainState(loss_scale=2.0**16, steps_at_scale=7)
+    assert TrainState.from_json(scaled.to_json()) == scaled
     assert TrainState.from_json(TrainState().to_json()) == TrainState()
     good = json.loads(state.to_json())
     bad = [
@@ -220,6 +222,8 @@ def test_train_state_is_strict():
         {**good, "plateau_best": float("inf")},
         {**good, "plateau_losses": [1.0] * 101},
         {**good, "lr_cuts": -1},
+        *({**good, "loss_scale": value} for value in (0.0, -2.0, 65536, True, "1.0", float("inf"), float("nan"))),
+        {**good, "steps_at_scale": 1.0},
         {**good, "extra": 1},
         {key: value for key, value in good.items() if key != "tokens_seen"},
         [],
