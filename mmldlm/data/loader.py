@@ -20,7 +20,7 @@ from mmldlm.brief import named
 from mmldlm.data.mixture import order_of
 from mmldlm.data.order import MixedOrder, SampleOrder, permute
 from mmldlm.data.shards import Split, Store
-from mmldlm.data.workers import leave_signals_to_the_parent, read
+from mmldlm.data.workers import leave_it_to_the_parent, read
 from mmldlm.errors import DataError
 from mmldlm.schema import setting
 
@@ -107,7 +107,7 @@ class Loader:
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_as_is,
-            worker_init_fn=leave_signals_to_the_parent,
+            worker_init_fn=leave_it_to_the_parent,
             pin_memory=config.pin_memory and device_type == "cuda",
             prefetch_factor=config.prefetch_factor if self.num_workers else None,
             persistent_workers=config.persistent_workers and self.num_workers > 0,

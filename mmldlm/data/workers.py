@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_sharer
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -48,10 +51,22 @@ def read(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> 
         raise _explained(error, death, loader.timeout, check_files) from error
 
 
-def leave_signals_to_the_parent(_worker: int) -> None:
-    """For a worker: schedulers send to all processes what asks the run to end or to save, which needs its data."""
+def leave_it_to_the_parent(_worker: int) -> None:
+    """For a worker: its parent answers to signals, and tells of whoever dies.
+
+    Schedulers send to all processes what asks the run to end or to save, which needs its data. And a parent that ends
+    the run may do so while it fetches a batch, of which the thread that hands it over would print a traceback.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    show = sys.excepthook
+
+    def show_what_is_ours(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        handing_over = trace is not None and trace.tb_frame.f_code.co_filename == resource_sharer.__file__
+        if not (handing_over and issubclass(kind, (ConnectionError, EOFError))):
+            show(kind, error, trace)
+
+    sys.excepthook = show_what_is_ours
 
 
 def _kill(workers: list[BaseProcess]) -> None:

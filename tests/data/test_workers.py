@@ -6,10 +6,13 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import psutil
@@ -20,6 +23,7 @@ from engine_runs import ROOT, environment
 from mmldlm.batch import Batch
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shards import Split, Store
+from mmldlm.data.workers import leave_it_to_the_parent
 from mmldlm.errors import DataError
 
 quick = pytest.mark.quick
@@ -150,3 +154,26 @@ def test_workers_end_with_their_run(store: Store) -> None:
     assert [step for step, _ in steps] == [0, 1, 2]
     del steps
     assert not any(worker.is_alive() for worker in multiprocessing.active_children())
+
+
+def test_a_worker_says_nothing_of_a_parent_that_went_away(capfd: pytest.CaptureFixture[str]) -> None:
+    """While it hands over a batch, which a thread of multiprocessing does; of all else it does."""
+    process = multiprocessing.get_context("fork").Process(target=_left_alone)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+def _left_alone() -> None:
+    leave_it_to_the_parent(0)
+    address = resource_sharer.DupFd(1)._id[0]
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as parent:  # which goes without a word
+            parent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            parent.connect(address)
+    time.sleep(1)
+    try:
+        raise ConnectionResetError("of a thread of our own")
+    except ConnectionResetError:
+        sys.excepthook(*sys.exc_info())

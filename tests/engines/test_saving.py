@@ -156,6 +156,7 @@ def test_it_holds_all_that_a_reader_needs(parity_config: Path, single: Single) -
     path = max((single() / "checkpoints").glob("step-*"))
     assert sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()) == [
         "config.yaml",
+        "latents.json",
         "manifest.json",
         "model.safetensors",
         "optimizer.safetensors",
