@@ -96,7 +96,8 @@ def _unpaired(latents: LatentFile, folders: Sequence[Path], results: Sequence[di
             elif number >= 0:
                 names = names or list(latents.rows)
                 owner, its_use = owners[row].tolist()
-                _, _, its_source, its_line = np.load(folders[owner] / _FILE, mmap_mode="r")[its_use].tolist()
+                its_lot = np.load(folders[owner] / _FILE, mmap_mode="r", allow_pickle=False)
+                _, _, its_source, its_line = its_lot[its_use].tolist()
                 where = f"{results[owner]['sources'][its_source]}:{its_line}"
                 reason = f"id {names[row]!r} is that of {where} already"
                 yield lot, number, Problem(results[lot]["sources"][source], line, "mismatch", reason)
