@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias, get_args
+from typing import BinaryIO, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
@@ -38,6 +38,8 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_BATCH = 512
+_T = TypeVar("_T")
 ProblemKind = Literal[
     "empty",
     "unreadable",
@@ -93,6 +95,18 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}: {self.reason}"
+
+
+def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
+    """As many at a time as tokenizers and encoders take with profit; the last may be fewer."""
+    batch: list[_T] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def find_files(inputs: Sequence[str]) -> list[Path]:

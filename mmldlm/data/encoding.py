@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from mmldlm.data.corpora import Document, Problem
+from mmldlm.data.corpora import Document, Problem, batches
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.data.manifest import token_dtype
 from mmldlm.data.options import PrepareConfig
@@ -20,8 +20,6 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
 SHARD_SAMPLES = 100_000
-_BATCH = 512
-_T = TypeVar("_T")
 Tell = Callable[[Problem], None]
 
 
@@ -135,14 +133,3 @@ def _write(shards: ShardWriter, pieces: Sequence[Piece], encoder: LatentEncoder,
             kept = [pieces[row] for row in rows]
             tokens, characters = [piece.tokens for piece in kept], [len(piece.text) for piece in kept]
             shards.add(split, tokens, latents[rows], characters)
-
-
-def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
-    batch: list[_T] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.corpora import Problem
+from mmldlm.data.corpora import Problem, batches
 from mmldlm.data.encoders import (
     ImportedLatents,
     LatentEncoder,
@@ -22,7 +22,7 @@ from mmldlm.data.encoders import (
     StretchEncoder,
     load_encoder,
 )
-from mmldlm.data.encoding import batches, pieces_of
+from mmldlm.data.encoding import pieces_of
 from mmldlm.data.imported_latents import LatentFile
 from mmldlm.data.inputs import latent_file
 from mmldlm.data.options import PrepareConfig

@@ -25,6 +25,7 @@ from mmldlm.data.corpora import (
     Format,
     Part,
     Problem,
+    batches,
     find_files,
     read_text,
     text_parts,
@@ -47,7 +48,6 @@ from mmldlm.errors import DataError
 from mmldlm.files import file_info
 
 Found: TypeAlias = "Iterator[Document | Problem]"
-_BATCH = 512
 _HASHED_AT_ONCE = 8
 
 
@@ -154,20 +154,16 @@ def completed(
 def with_texts(found: Found, config: PrepareConfig) -> Found:
     """The same, with the text of tokens where there is none. DataError without the tokenizer that made them."""
     tokenizer: Tokenizer | None = None
-    batch: list[Document | Problem] = []
-    for item in found:
-        if isinstance(item, Document) and item.tokens is not None:
-            if config.tokenizer in ("bpe", "characters"):
-                raise DataError(
-                    f"{item.source}: holds tokens, so --tokenizer is needed: the tokenizer.json that made them, or its "
-                    f"folder; found {config.tokenizer}"
-                )
-            tokenizer = tokenizer or Tokenizer.load(config.tokenizer)
-        batch.append(item)
-        if len(batch) == _BATCH:
-            yield from _spelled(batch, tokenizer)
-            batch = []
-    yield from _spelled(batch, tokenizer)
+    for batch in batches(found):
+        for item in batch:
+            if isinstance(item, Document) and item.tokens is not None:
+                if config.tokenizer in ("bpe", "characters"):
+                    raise DataError(
+                        f"{item.source}: holds tokens, so --tokenizer is needed: the tokenizer.json that made them, or "
+                        f"its folder; found {config.tokenizer}"
+                    )
+                tokenizer = tokenizer or Tokenizer.load(config.tokenizer)
+        yield from _spelled(batch, tokenizer)
 
 
 def _spelled(batch: list[Document | Problem], tokenizer: Tokenizer | None) -> Found:
