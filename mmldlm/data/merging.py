@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ from mmldlm.data.manifest import ShardInfo
 from mmldlm.data.options import PrepareConfig
 from mmldlm.data.plan import Plan
 from mmldlm.data.reporting import FILE as PROBLEMS
-from mmldlm.data.shard_writer import SPLITS, Contents, latent_info
+from mmldlm.data.shard_writer import Contents, latent_info
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.workshop import Workshop
 from mmldlm.data.writer import named, write_manifest
 
 
-def contents_of(shop: Workshop, encoded: list[str]) -> Contents:
-    """Of all these pieces together, whose shards have their own names still."""
-    found = [Contents.load(shop.path(piece), shop.result(piece)["contents"]) for piece in encoded]
-    total = found[0]
-    for contents in found[1:]:
+def contents_of(shop: Workshop, piece: str) -> Contents:
+    """Of the shards of one lot, which have their own names still."""
+    return Contents.load(shop.path(piece), shop.result(piece)["contents"])
+
+
+def together(parts: Iterable[Contents]) -> Contents:
+    """What all of them hold, in this order."""
+    total, *rest = parts
+    for contents in rest:
         total.add(contents)
     return total
 
@@ -43,15 +48,8 @@ def merge(
     """
     folder.mkdir(exist_ok=True)
     shop.begin_merging()
-    total = contents_of(shop, encoded)
-    for split in SPLITS:
-        total.shards[split] = []
-    for piece in encoded:
-        for split, shards in Contents.load(shop.path(piece), shop.result(piece)["contents"]).shards.items():
-            for shard in shards:
-                name = f"{split}-{len(total.shards[split]):05d}"
-                _move(shop.path(piece), shard, folder, name)
-                total.shards[split].append(replace(shard, name=name))
+    numbers: Counter[str] = Counter()
+    total = together([_moved(shop, piece, folder, numbers) for piece in encoded])
     for name in ("tokenizer", "encoder"):
         shutil.copytree(shop.path("fit") / name, folder / name, dirs_exist_ok=True)
     with (folder / PROBLEMS).open("wb") as file:
@@ -64,17 +62,30 @@ def merge(
     largest = max(measure["largest"] for measure in measures)
     with named(Path(config.out)):
         latent = latent_info(total, encoder.latent_tokens, squares, largest)
-    results = [shop.result(piece) for piece in [*read, "fit", *encoded]]
+    of_read, of_fit, of_encoded = ([shop.result(piece) for piece in pieces] for pieces in (read, ["fit"], encoded))
+    results = [*of_read, *of_fit, *of_encoded]
     described = {
-        "sources": _sources(config, plan, [shop.result(piece) for piece in read]),
+        "sources": _sources(config, plan, of_read),
         "options": plan.options,
         "problems": {
             **dict(sorted(sum((Counter(result["problems"]) for result in results), Counter()).items())),
-            "over_length": sum(shop.result(piece)["over_length"] for piece in encoded),
+            "over_length": sum(result["over_length"] for result in of_encoded),
         },
-        "grouping": shop.result("fit")["grouping"],
+        "grouping": of_fit[0]["grouping"],
     }
     write_manifest(folder, total, latent, tokenizer, encoder, config.latent_dtype, described)
+
+
+def _moved(shop: Workshop, piece: str, store: Path, numbers: Counter[str]) -> Contents:
+    """What a lot holds, its shards moved to the store by the names that they have there; `numbers` counts a split's."""
+    contents = contents_of(shop, piece)
+    for split, shards in contents.shards.items():
+        for index, shard in enumerate(shards):
+            name = f"{split}-{numbers[split]:05d}"
+            _move(shop.path(piece), shard, store, name)
+            shards[index] = replace(shard, name=name)
+            numbers[split] += 1
+    return contents
 
 
 def _move(folder: Path, shard: ShardInfo, store: Path, name: str) -> None:

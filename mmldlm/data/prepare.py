@@ -31,13 +31,13 @@ from mmldlm.data.fitting import DECIDED, fit, fitted_encoder
 from mmldlm.data.imported_latents import POSITION
 from mmldlm.data.inputs import latent_file
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest
-from mmldlm.data.merging import contents_of, merge
+from mmldlm.data.merging import contents_of, merge, together
 from mmldlm.data.options import PrepareConfig, add_arguments, from_args
 from mmldlm.data.pairing import first_places
 from mmldlm.data.plan import Plan, make_plan
 from mmldlm.data.reading import Corpus, count_lot, spool_lot
 from mmldlm.data.reporting import Progress, say, settle, summary
-from mmldlm.data.shard_writer import Contents, spread
+from mmldlm.data.shard_writer import spread
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.workshop import STORE, Workshop, unfinished
 from mmldlm.data.writer import check_splits, named, publish
@@ -137,7 +137,7 @@ def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: 
     if crew.leads and not shop.has("mean"):
         with shop.doing("mean") as (_, result):
             settle(config, [shop.result(piece) for piece in [*read, "fit", *encoded]])
-            total = contents_of(shop, encoded)
+            total = together(contents_of(shop, piece) for piece in encoded)
             with named(Path(config.out)):
                 check_splits(total)
             result["mean"] = total.mean(shop.result(encoded[0])["latent_tokens"]).tolist()
@@ -145,8 +145,8 @@ def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: 
     mean = np.array(shop.result("mean")["mean"])
     for lot in _share(measured, shop, crew, shown, "measuring latents"):
         with shop.doing(measured[lot]) as (_, result), shown.timed("measure"):
-            contents = Contents.load(shop.path(encoded[lot]), shop.result(encoded[lot])["contents"])
-            result["squares"], result["largest"] = spread(shop.path(encoded[lot]), contents.shards, mean)
+            shards = contents_of(shop, encoded[lot]).shards
+            result["squares"], result["largest"] = spread(shop.path(encoded[lot]), shards, mean)
     if crew.leads:
         with shown.timed("merge"):
             merge(config, plan, shop, read, encoded, measured, shop.path(STORE))

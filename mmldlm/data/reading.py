@@ -132,7 +132,7 @@ class Corpus:
         sizes = np.zeros(LEFT_OUT + 1, np.int64)
         for lot in self._lots():
             sizes += np.bincount(self.splits(lot), minlength=len(sizes))
-        return dict(zip(SPLITS, sizes.tolist(), strict=False))
+        return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
     def exact_grouping(self) -> dict[str, int | str]:
         """Statistics of groups of equal texts; those whose numbers lie in one range are counted at a time."""
