@@ -18,6 +18,7 @@ import numpy as np
 
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME, seal_of
+from mmldlm.data.shard_writer import spread
 from mmldlm.data.shards import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import deal, read_items
@@ -231,13 +232,9 @@ def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
     for latents in _latents(store.split("train")):
         total, count = total + latents.sum((0, 1)), count + latents.shape[0] * latents.shape[1]
     mean = total / count
-    square = sum(float(np.square(latents - mean).sum()) for latents in _latents(store.split("train")))
-    rms = float(np.sqrt(square / total.size / count))
-    largest = max(
-        float(np.square(latents - mean).sum(-1).max())
-        for name in store.manifest.splits
-        for latents in _latents(store.split(name))
-    )
+    shards = {name: [*split.shards] for name, split in store.manifest.splits.items()}
+    squares, largest = spread(store.path, shards, mean)
+    rms = float(np.sqrt(sum(squares) / total.size / count))
     return mean, rms, float(np.sqrt(largest)) / rms
 
 
