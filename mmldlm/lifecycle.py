@@ -190,6 +190,7 @@ class RunLifecycle:
         config, runtime = self.config, self.runtime
         runtime.model.train()
         self.meter = Meter()
+        self._unscaled = torch.ones((), device=runtime.device)  # the loss scale without fp16
         self.settles_late = runtime.device.type != "cpu"  # there what a step came to is read without a wait
         self.signals = self._stack.enter_context(SignalRequests())
         self.save_schedule = SaveSchedule(config.checkpoint, self.run_dir, self.signals, runtime.is_main)

@@ -122,7 +122,7 @@ class Training(RunLifecycle):
         state.step += 1
         samples, sample_ids = self.batch_size.global_batch_size, [batch.sample_ids.tolist() for batch in micro_batches]
         state.samples_drawn += samples
-        scale = torch.ones_like(norm) if self.runtime.loss_scale is None else self.runtime.loss_scale.last
+        scale = self._unscaled if self.runtime.loss_scale is None else self.runtime.loss_scale.last
         self.meter.end_step(state.step, norm, scale, self._step_tokens, samples, sample_ids)
         # The limit of a spike follows from the norm of the step before.
         at_once = not self.settles_late or config.guard.grad_norm_spike is not None
@@ -212,9 +212,9 @@ class Training(RunLifecycle):
 
     def _epochs(self) -> dict[str, float]:
         """Of each store, where there are several: an epoch of all does not exist."""
-        sources = self.store.sources
-        epochs = self.parts.loader.order.epochs(self.state.samples_drawn) if len(sources) > 1 else []
-        return {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=False)}
+        sources, epochs = self.store.sources, self.parts.loader.order.epochs(self.state.samples_drawn)
+        of_each = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
+        return of_each if len(of_each) > 1 else {}
 
     def _validate(self) -> None:
         self.settle()

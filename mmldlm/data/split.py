@@ -118,7 +118,7 @@ class Split:
     def parts(self) -> Iterator[tuple[Source, int, int]]:
         """Each source, its first row, and the row behind its last."""
         firsts = self._firsts.tolist()
-        return zip(self.sources, firsts, firsts[1:], strict=False)
+        return zip(self.sources, firsts[:-1], firsts[1:], strict=True)
 
     def skipped_in(self, first: int, stop: int) -> np.ndarray:
         """int64: the skipped ones of the rows [first, stop)."""

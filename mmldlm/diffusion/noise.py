@@ -106,9 +106,10 @@ def draw_noise(
         stratified_times(float(offset), strata, global_batch_size)
         for offset, strata in zip(offsets, dealt, strict=True)
     )
-    # After all else, so that they change nothing else.
-    alone_text, alone_latent = (torch.from_numpy(shared.random(global_batch_size))[batch.slots] for _ in range(2))
-    u_text, u_latent = u_text if text.stratified else alone_text, u_latent if latent.stratified else alone_latent
+    if not (text.stratified and latent.stratified):
+        # After all else, so that they change nothing else.
+        alone_text, alone_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, batch.slots]
+        u_text, u_latent = u_text if text.stratified else alone_text, u_latent if latent.stratified else alone_latent
     shares = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
     mode = torch.searchsorted(shares, t_mode, right=True).clamp_max(len(MODES) - 1)
     t_text = text.times(u_text).clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
