@@ -64,10 +64,8 @@ def test_chunks_equal_full_logits_under_autocast(path: str) -> None:
         assert (chunked - whole).norm() <= 0.02 * whole.norm()
 
 
-def test_no_more_than_a_chunk_of_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the fallback, whose logits pass through `_logits`."""
-    if fused_exists:
-        monkeypatch.delattr(F, "linear_cross_entropy")
+def rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of logits each call makes, from here on."""
     rows: list[int] = []
     logits = heads._logits
 
@@ -76,6 +74,14 @@ def test_no_more_than_a_chunk_of_logits_is_ever_made(monkeypatch: pytest.MonkeyP
         return logits(hidden, *rest)
 
     monkeypatch.setattr(heads, "_logits", counted)
+    return rows
+
+
+def test_no_more_than_a_chunk_of_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fallback, whose logits pass through `_logits`."""
+    if fused_exists:
+        monkeypatch.delattr(F, "linear_cross_entropy")
+    rows = rows_of_logits(monkeypatch)
     chunked_token_nll(*leaves(4 * CHUNK_ROWS)).sum().backward()
     assert max(rows) <= CHUNK_ROWS
     assert len(rows) == 8  # forward, and once more for the backward
@@ -104,14 +110,7 @@ def test_chunked_terms_equal_those_of_full_logits(rows: int) -> None:
 
 
 def test_terms_never_make_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    logits = heads._logits
-
-    def counted(hidden: Tensor, *rest: Tensor) -> Tensor:
-        rows.append(len(hidden))
-        return logits(hidden, *rest)
-
-    monkeypatch.setattr(heads, "_logits", counted)
+    rows = rows_of_logits(monkeypatch)
     chunked_token_terms(*leaves(4 * CHUNK_ROWS)).sum().backward()
     assert max(rows) <= CHUNK_ROWS and len(rows) == 8
 
