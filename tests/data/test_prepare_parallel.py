@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from preparing import Preparation, differing, pieces
 from sample_corpus import write_corpus
 from waiting import wait_until
 
+from mmldlm.data.crew import INTERVAL_S
 from mmldlm.data.prepare import main
 from mmldlm.data.shards import Store
 from mmldlm.data.verify import read_part
@@ -176,12 +179,23 @@ def test_a_store_is_prepared_by_one_command_at_a_time(job: Job, tmp_path: Path) 
     assert differing(job.reference, store) == []
 
 
+def send(processes: Iterable[BaseProcess], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process.pid or 0, number)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_dies_ends_the_others(job: Job, tmp_path: Path, rank: int) -> None:
     store = tmp_path / "store"
     with Preparation(job.arguments(store), 3, tmp_path / "log") as preparation:
         wait_until(lambda: pieces(store) >= 3, 60, "progress")
-        preparation.ranks[rank].kill()
+        # The others are held until they are due to look, or a quick machine has done their work before.
+        dying, others = preparation.ranks[rank], preparation.ranks[:rank] + preparation.ranks[rank + 1 :]
+        send(others, signal.SIGSTOP)
+        dying.kill()
+        dying.join()
+        time.sleep(INTERVAL_S)
+        send(others, signal.SIGCONT)
         codes = preparation.wait(30)
     assert codes.pop(rank) == -9 and codes == [76, 76], preparation.said()
     assert f"rank {rank} (process {preparation.ranks[rank].pid} on " in preparation.said()
@@ -194,9 +208,14 @@ def test_a_process_that_hangs_ends_the_others_in_time(job: Job, tmp_path: Path, 
     store = tmp_path / "store"
     with Preparation(job.arguments(store, peer_timeout=3), 2, tmp_path / "log") as preparation:
         wait_until(lambda: pieces(store) >= 3, 60, "progress")
-        os.kill(preparation.ranks[rank].pid or 0, signal.SIGSTOP)
-        wait_until(lambda: preparation.ranks[1 - rank].exitcode is not None, 30, "the end")
-        assert preparation.ranks[1 - rank].exitcode == 76
+        send(preparation.ranks, signal.SIGSTOP)
+        (session,) = store.with_name("store.incomplete").glob("session-*")
+        # As though it hung in the midst of this piece: without any, it would not be missed.
+        (session / f"encode-{job.lots - 1:05d}").touch(exist_ok=False)
+        other = preparation.ranks[1 - rank]
+        send([other], signal.SIGCONT)
+        wait_until(lambda: other.exitcode is not None, 30, "the end")
+        assert other.exitcode == 76, preparation.said()
     assert "gave no sign of life for 3 s" in preparation.said()
 
 
