@@ -13,6 +13,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -52,6 +53,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--variants", nargs="+", metavar="NAME", help="only these; all others are compared with the first")
     add("--rounds", type=int, default=9, help="(%(default)s)")
     add("--batches", type=int, default=8, help="micro-batches of a round (%(default)s)")
+    add(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="turns taken again where the machine gave less than at its best, as a multiple of all (%(default)s)",
+    )
     add("--threads", type=int, default=1, help="of PyTorch; with more than one, seconds are by the clock (%(default)s)")
     add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process a variant")
     add("--memory-of", type=Path, metavar="RESULT.json", help="memory of a step as it was found there")
@@ -65,6 +72,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         options.rounds, options.batches, options.no_memory = 3, 2, True
         options.variants = options.variants or list(QUICK)
+    if not 0 <= options.patience < math.inf:
+        raise UsageError(f"--patience: expected 0 or more, found {options.patience:g}")
     for name in ("rounds", "batches", "threads", "batch", "positions"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -143,7 +152,8 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         results.say(f"{options.rounds} rounds of {len(rows)} steps")
         gc.collect()
         gc.freeze()  # what is there now: a collection costs the variant that it happens to fall into
-        seconds = run_rounds(runs, options.rounds, len(rows), next_step)
+        measured = run_rounds(runs, options.rounds, len(rows), next_step, patience=options.patience)
+        seconds = measured.seconds
         next_step += options.rounds * len(rows)
         for name, run in runs.items():
             found[name]["parts"] = parts_of(run, range(next_step, next_step + len(rows)))
@@ -172,6 +182,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         **results.circumstances(device()),
         "base": base,
         "control": {**asdict(control), "trusted": trusted(control)},
+        "steadiness": asdict(measured.steadiness),
         "useful_flops_per_step": flops,
         "peak_flops": peak,
         "variants": found,

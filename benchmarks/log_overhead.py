@@ -65,7 +65,7 @@ def against_silence(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
                 run.step(number)
         gc.collect()
         gc.freeze()
-        seconds = run_rounds(runs, rounds, CADENCE, first=CADENCE)
+        seconds = run_rounds(runs, rounds, CADENCE, first=CADENCE).seconds
         gc.unfreeze()
     found = Ratio.of(seconds[AS_IT_IS.name], seconds[SILENT.name])
     control = Ratio.of(seconds[CONTROL], seconds[SILENT.name])

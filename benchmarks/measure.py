@@ -1,10 +1,12 @@
 """Time of variants against each other on a machine that others may use, too.
 
 One thread and its CPU time, where there is no GPU; otherwise seconds by the clock, between synchronisations. Variants
-take turns after each step, in an order drawn anew, so that what neighbours do to the machine meets them all. In each
-round every variant goes through the same micro-batches; what is compared is the ratio of two variants' times in the
-same round. The first variant is measured twice in each round: where it differs from itself, the machine was too busy
-for a verdict.
+take turns after each step, in an order drawn anew, so that what neighbours do to the machine meets them all. Beside
+each step a matrix product, the same for all, tells what the machine gives at that moment; a turn in which that was less
+than in the best one is taken again, as often as patience allows, because variants of other shares of products are not
+slowed alike. In each round every variant goes through the same micro-batches; what is compared is the ratio of two
+variants' times in the same round. The first variant is measured twice in each round: where it differs from itself, the
+machine was too busy for a verdict.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ PARTS = {  # by the method of a run
 }
 WAIT, OTHER = "data wait", "other"
 CONTROL = "control"
+STEADY = 0.9  # of the best rate of the machine: below, a turn is taken again
 TRUSTED = 0.05  # the largest difference of a variant from itself with which there is a verdict
 
 
@@ -49,22 +52,93 @@ def clock() -> float:
     return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def run_rounds(runs: Mapping[str, Steps], rounds: int, steps: int, first: int, seed: int = 0) -> dict[str, list[float]]:
-    """Seconds of `steps` steps in each round, by variant and of the first one's `CONTROL`.
+class Probe:
+    """What one thread of this machine gives at the moment, in FLOP/s of a matrix product. Always 1 on a GPU."""
 
-    Steps are numbered from `first`: the same numbers for all, so the same samples and noise.
+    SIDE, TIMES = 512, 8
+
+    def __init__(self) -> None:
+        self._on_cpu = not torch.cuda.is_available()
+        self._factors = torch.ones(2, self.SIDE, self.SIDE) if self._on_cpu else torch.empty(0)
+
+    def __call__(self) -> float:
+        if not self._on_cpu:
+            return 1.0
+        began = clock()
+        for _ in range(self.TIMES):
+            self._factors[0] @ self._factors[1]
+        return 2 * self.SIDE**3 * self.TIMES / (clock() - began)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step of each variant."""
+
+    rate: float  # the mean of what the probe told beside them
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Steadiness:
+    """Of the machine, in the turns that count."""
+
+    turns: int
+    repeated: int  # turns that were taken beyond these
+    disturbed: int  # of the turns that count, those that stayed below STEADY
+    slowest: float  # the lowest rate of a turn that counts, against the best of all
+
+
+@dataclass(frozen=True)
+class Rounds:
+    seconds: dict[str, list[float]]  # of each round, by variant and of the first one's `CONTROL`
+    steadiness: Steadiness
+
+
+def run_rounds(
+    runs: Mapping[str, Steps],
+    rounds: int,
+    steps: int,
+    first: int,
+    seed: int = 0,
+    patience: float = 0.0,
+    probe: Callable[[], float] | None = None,
+) -> Rounds:
+    """Time of `steps` steps in each round.
+
+    Steps are numbered from `first`: the same numbers for all, so the same samples and noise. `patience` bounds the
+    turns that are taken again, as a multiple of rounds * steps.
     """
     order = [*runs, CONTROL]
     runs = {**runs, CONTROL: next(iter(runs.values()))}
-    draw, seconds = random.Random(seed), {name: [0.0] * rounds for name in runs}
-    for number in range(rounds):
-        for step in range(first + number * steps, first + (number + 1) * steps):
+    draw, probe = random.Random(seed), probe or Probe()
+    numbers = range(first, first + rounds * steps)
+    found: dict[int, Turn] = {}
+    missing, taken, best = list(numbers), 0, 0.0
+    most = int((1 + patience) * len(numbers))
+    while missing and taken < most:
+        for number in missing[: most - taken]:
             draw.shuffle(order)
+            rates, seconds = [probe()], dict.fromkeys(order, 0.0)
             for name in order:
                 began = clock()
-                runs[name].step(step)
-                seconds[name][number] += clock() - began
-    return seconds
+                runs[name].step(number)
+                seconds[name] = clock() - began
+                rates.append(probe())
+            turn = Turn(sum(rates) / len(rates), seconds)
+            best, taken = max(best, turn.rate), taken + 1
+            if number not in found or found[number].rate < turn.rate:
+                found[number] = turn
+        missing = [number for number in numbers if found[number].rate < STEADY * best]
+    of_rounds = [[found[number] for number in numbers[at * steps : (at + 1) * steps]] for at in range(rounds)]
+    return Rounds(
+        {name: [sum(turn.seconds[name] for turn in turns) for turns in of_rounds] for name in order},
+        Steadiness(
+            turns=len(numbers),
+            repeated=taken - len(numbers),
+            disturbed=len(missing),
+            slowest=min(turn.rate for turn in found.values()) / best,
+        ),
+    )
 
 
 @dataclass(frozen=True)

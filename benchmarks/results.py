@@ -79,6 +79,7 @@ def table(result: dict[str, Any]) -> str:
         f"{what['precision']}; {result['machine']['device']}, {what['threads']} thread(s), {unit} time.",
         f"{result['useful_flops_per_step'] / 1e9:,.1f} GFLOP of a step are of use. "
         f"{result['base']} against itself: {control['median']:.3f} [{control['low']:.3f}, {control['high']:.3f}].",
+        *_steadiness(result.get("steadiness")),
         *([] if control["trusted"] else ["**No verdict: the machine was too busy; only what is counted holds.**"]),
         "",
         "| variant | | speed | 95 % | s a step | tokens/s | step memory, MiB | x | of the middle batch | x "
@@ -107,6 +108,14 @@ def table(result: dict[str, Any]) -> str:
             milliseconds = (f"{1000 * row['parts'][part]:.1f}" for part in parts)
             lines.append(f"| {name} | {' | '.join(milliseconds)} |")
     return "\n".join(lines)
+
+
+def _steadiness(found: dict[str, Any] | None) -> list[str]:
+    """What the machine gave beside the steps; results of before have nothing of it."""
+    if found is None:
+        return []
+    again = f"{found['repeated']} of {found['turns']} turns were taken again"
+    return [f"{again}; {found['disturbed']} stayed disturbed, the machine at {found['slowest']:.2f} of its best."]
 
 
 def _memory(row: dict[str, Any], base: dict[str, Any], key: str) -> tuple[str, str]:

@@ -62,7 +62,7 @@ def measure(task: Task, batches: Sequence[int], rounds: int) -> list[dict[str, A
         f"{batch}": Writer(model, objective, config.sampling, store, samples, batch) for batch in dict.fromkeys(batches)
     }
     tokens = {name: writer.step(0) for name, writer in writers.items()}
-    seconds = run_rounds(writers, rounds, steps=1, first=1)
+    seconds = run_rounds(writers, rounds, steps=1, first=1, patience=1).seconds
     base = next(iter(writers))
     control = Ratio.of(seconds[base], seconds[CONTROL])
     rows = []

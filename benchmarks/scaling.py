@@ -117,7 +117,7 @@ def times(points: list[Point], options: argparse.Namespace, folder: Path) -> Tim
                 run.step(number)
         gc.collect()
         gc.freeze()
-        found = run_rounds(runs, options.rounds, options.steps, first=2)
+        found = run_rounds(runs, options.rounds, options.steps, first=2, patience=1).seconds
         gc.unfreeze()
         # What is masked is drawn anew in each step: the same steps for all.
         flops = [flops_of(run, range(COUNTED)) for run in runs.values()]

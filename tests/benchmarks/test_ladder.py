@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from bench_runs import task_on
 import benchmarks.__main__ as command_line
 from benchmarks import against
 from benchmarks.counting import useful_flops
-from benchmarks.measure import OTHER, PARTS, WAIT, Ratio, trusted
+from benchmarks.measure import CONTROL, OTHER, PARTS, WAIT, Probe, Ratio, run_rounds, trusted
 from benchmarks.step_memory import step_memory_mib
 from benchmarks.variants import SWITCHES, variants
 from benchmarks.workload import largest_batch, lengths_of, typical_batches
@@ -211,9 +211,41 @@ def test_ratios_and_their_interval() -> None:
     assert trusted(Ratio(1.04, 1, 1)) and not trusted(Ratio(0.94, 1, 1))
 
 
+class Recorder:
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def step(self, number: int) -> None:
+        self.numbers.append(number)
+
+
+@pytest.mark.parametrize(("patience", "again"), [(0.0, []), (0.3, [11]), (1.0, [11, 14, 14])])
+def test_turns_of_a_disturbed_machine_are_taken_again(patience: float, again: list[int]) -> None:
+    one, two, asked = Recorder(), Recorder(), count()
+
+    def probe() -> float:
+        """Asked four times a turn, before its first step and behind each: half the rate at 11 once, at 14 twice."""
+        return 50.0 if next(asked) // 4 in slow else 100.0
+
+    slow = {1, 4, 7}  # turns, counted from 0: 10 to 15, then 11, 14 and 14 once more
+    found = run_rounds({"one": one, "two": two}, rounds=3, steps=2, first=10, patience=patience, probe=probe)
+    assert two.numbers == [*range(10, 16), *again]
+    assert one.numbers == sorted([*range(10, 16)] * 2) + [number for number in again for _ in range(2)]
+    assert {name: len(rounds) for name, rounds in found.seconds.items()} == {"one": 3, "two": 3, CONTROL: 3}
+    steady = found.steadiness
+    assert (steady.turns, steady.repeated, steady.disturbed) == (6, len(again), 2 - len(set(again)))
+    assert steady.slowest == (1.0 if patience == 1 else 0.5)
+
+
+def test_the_probe_tells_a_rate() -> None:
+    rates = [Probe()() for _ in range(5)]
+    assert all(1e8 < rate < 1e13 for rate in rates)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
+        (["--patience", "-1"], 2, "--patience: expected 0 or more, found -1"),
         (["--variants", "nothing"], 2, "--variants: 'nothing' is none here, expected some of reference,"),
         (["--rounds", "0"], 2, "--rounds: expected at least 1, found 0"),
         (["ladder", "--quick", "--against", "/nowhere.json"], 65, "--against: /nowhere.json cannot be read"),
