@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -22,6 +21,7 @@ from benchmarks.workload import batch_of
 from mmldlm.build import build_model, build_objective
 from mmldlm.data.shards import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
+from mmldlm.model.flops import UsefulFlops
 
 _ATEN = torch.ops.aten
 _WAITS = (_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.is_nonzero)
@@ -35,7 +35,6 @@ def _attention_flops(*args: Any, **kwargs: Any) -> int:
 
 _attention_flops._get_raw = True  # type: ignore[attr-defined]  # the registry's takes tensors, not shapes
 _ON_CPU = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # PyTorch has no formula for it
-PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOP/s of dense bf16 products, by the device's name
 
 
 @dataclass(frozen=True)
@@ -127,26 +126,19 @@ def kernels_of(run: Open, steps: range) -> float:
 
 
 def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
-    """FLOPs of a step of the trainer that serve its result, mean over the micro-batches `rows`.
-
-    Matrix products and attention of real tokens in the forward pass, logits of masked tokens only, times 3 for the
-    backward pass; nothing is computed twice. The trainer's network counts, for every variant.
-    """
-    config, store = task.config("never-opened", ("attention.backend=sdpa",)), Store.open(task.store)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model = build_model(config, store.manifest, "cpu").eval()
+    """`UsefulFlops` of a step of the trainer, mean over the micro-batches `rows`; the same for every variant."""
+    config, store = task.config("never-opened"), Store.open(task.store)
+    with torch.device("meta"):
+        of = UsefulFlops.of(build_model(config, store.manifest, "cpu"))
     objective, weights = build_objective(config, store.manifest), mode_weights_at(0, config.mode, config.mode_schedule)
-    total = 0
+    total = 0.0
     for number, samples in enumerate(rows):
         batch = batch_of(store.split("train"), samples)
-        noise = draw_noise(batch, config.run.seed, number, task.batch, weights)
-        noised = objective.corrupt(batch, noise)
-        # Index tensors are made on first use, which must not be under the fake mode.
-        _ = (noised.layout.sample_of_token, noised.layout.position, noised.layout.groups)
-        counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
-        with fake, torch.no_grad(), counter:
-            model(*noised.inputs[:-1])  # without targets: the head's products are plain ones
-        total += 3 * counter.get_total_flops()
+        noised = objective.corrupt(batch, draw_noise(batch, config.run.seed, number, task.batch, weights))
+        layout = noised.layout
+        total += of.of_step(
+            layout.num_tokens, len(noised.positions), layout.num_samples, layout.latent_tokens, layout.num_pairs
+        )
     return total / len(rows)
 
 
@@ -157,11 +149,3 @@ def flops_of(run: Open, steps: range) -> float:
         for step in steps:
             run.step(step)
     return counter.get_total_flops() / len(steps)
-
-
-def peak_flops(precision: str) -> float | None:
-    """FLOP/s of the device at most, where they are known."""
-    if not torch.cuda.is_available() or precision != "bf16":
-        return None
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAKS.items() if part in name), None)

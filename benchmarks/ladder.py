@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import against, results
-from benchmarks.counting import counts_of, kernels_of, peak_flops, useful_flops
+from benchmarks.counting import counts_of, kernels_of, useful_flops
 from benchmarks.measure import CONTROL, Ratio, parts_of, run_rounds, trusted
 from benchmarks.step_memory import ROOT, OutOfMemory, step_memory_mib
 from benchmarks.task import SHAPES, Task, device
@@ -34,6 +34,7 @@ from benchmarks.workload import KINDS, typical_batches
 from mmldlm.data.order import SampleOrder
 from mmldlm.data.shards import Store
 from mmldlm.errors import UsageError
+from mmldlm.model.flops import peak_flops
 
 QUICK = ("reference", "old", "trainer")
 
@@ -117,7 +118,8 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     """The result as JSON has it."""
     manifest, split = Store.open(task.store).manifest, Store.open(task.store).split("train")
     rows = typical_batches(SampleOrder(split.lengths, seed=0), split, task.batch, options.batches)
-    flops, peak = useful_flops(task, rows), peak_flops(task.precision)
+    device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    flops, peak = useful_flops(task, rows), peak_flops(device_name, task.precision)
     found: dict[str, dict[str, Any]] = {each.name: {"about": each.about} for each in selected}
     if options.memory_of:
         take_memory(options.memory_of, task, found)

@@ -51,6 +51,11 @@ class Layout:
         return max(self.lengths)
 
     @cached_property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key, latents among them."""
+        return sum((length + self.latent_tokens) ** 2 for length in self.lengths)
+
+    @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
         """Runs of equal length. A batch sorted by length has few of them."""
         groups, first, start = [], 0, 0

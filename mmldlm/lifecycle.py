@@ -21,6 +21,7 @@ from mmldlm.guard import Guard, skips_file
 from mmldlm.learning_rate import Plateau, resolved_warmup
 from mmldlm.micro_batch import AutoMicroBatch, check_auto_micro_batch
 from mmldlm.model.compiling import check_compile
+from mmldlm.model.flops import UsefulFlops, peak_flops
 from mmldlm.optimizers import check_optimizer
 from mmldlm.resume import check_resume, choose, identity, restore, small_files
 from mmldlm.runtime.allocator import keep_freed_memory
@@ -145,6 +146,7 @@ class RunLifecycle:
             restored = restore(chosen and Path(chosen), self.parts.model, config, self.store)
         self.parts = standardised_by(restored.latents, self.parts, config, runtime)
         self.store = self.parts.store
+        self.useful_flops = UsefulFlops.of(self.parts.model)
         runtime.prepare(self.parts.model, self.parts.optimizer)
         runtime.check_precision()
         if restored.moments is not None:
@@ -191,6 +193,8 @@ class RunLifecycle:
         runtime.model.train()
         self.meter = Meter()
         self._unscaled = torch.ones((), device=runtime.device)  # the loss scale without fp16
+        name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else ""
+        self.peak_flops = peak_flops(name, config.precision)
         self.settles_late = runtime.device.type != "cpu"  # there what a step came to is read without a wait
         self.signals = self._stack.enter_context(SignalRequests())
         self.save_schedule = SaveSchedule(config.checkpoint, self.run_dir, self.signals, runtime.is_main)

@@ -78,11 +78,19 @@ class Training(RunLifecycle):
             for batch in micro_batches
         ]
         # What a rank alone knows rides along, so that all ranks do the same after the same step.
-        tokens = sum(batch.layout.num_tokens for batch in noised)
+        layouts = [batch.layout for batch in noised]
+        work = [
+            sum(layout.num_tokens for layout in layouts),
+            sum(layout.num_pairs for layout in layouts),
+            sum(len(batch.positions) for batch in noised),
+        ]
         wishes = [self.signals.stop is not None, self.save_schedule.wished(), self.saver.ready, self.saver.failed]
-        own = torch.cat([total_counts(noised), torch.tensor([tokens, *wishes], dtype=torch.float64)])
+        own = torch.cat([total_counts(noised), torch.tensor([*work, *wishes], dtype=torch.float64)])
         totals = self.runtime.sum(own, "all-reduce of the step's counts").tolist()
-        counts, (self._step_tokens, stop, save, ready, failed) = totals[:-5], map(int, totals[-5:])
+        counts, (tokens, pairs, masked, stop, save, ready, failed) = totals[:-7], map(int, totals[-7:])
+        samples, latent_tokens = self.batch_size.global_batch_size, layouts[0].latent_tokens
+        self._step_tokens = tokens
+        self._step_flops = self.useful_flops.of_step(tokens, masked, samples, latent_tokens, pairs)
         self._stop_agreed, self._save_agreed = bool(stop), bool(save)
         self.note_saved(self.saver.advance(ready, failed))
         on_device = [batch.to(self.runtime.device) for batch in noised]
@@ -123,7 +131,7 @@ class Training(RunLifecycle):
         samples, sample_ids = self.batch_size.global_batch_size, [batch.sample_ids.tolist() for batch in micro_batches]
         state.samples_drawn += samples
         scale = self._unscaled if self.runtime.loss_scale is None else self.runtime.loss_scale.last
-        self.meter.end_step(state.step, norm, scale, self._step_tokens, samples, sample_ids)
+        self.meter.end_step(state.step, norm, scale, self._step_tokens, self._step_flops, samples, sample_ids)
         # The limit of a spike follows from the norm of the step before.
         at_once = not self.settles_late or config.guard.grad_norm_spike is not None
         at_once = at_once or (self.plateau is not None and self.plateau.due(state.step))
@@ -193,6 +201,7 @@ class Training(RunLifecycle):
             **({"optim/loss_scale": self._loss_scale} if self.runtime.loss_scale is not None else {}),
             "speed/tokens_per_s": meter.tokens / seconds,
             "speed/samples_per_s": meter.samples / seconds,
+            **self._flop_rates(meter.flops / seconds),
             "speed/step_s": seconds / meter.steps,
             "speed/data_wait_s": meter.data_wait_s / meter.steps,
             "data/epoch": self.state.samples_drawn / len(self.parts.loader.order),
@@ -209,6 +218,13 @@ class Training(RunLifecycle):
         }
         self.tracker.train(self.state.step, values)
         meter.clear()
+
+    def _flop_rates(self, flops_per_s: float) -> dict[str, float]:
+        """Of useful FLOPs over all ranks; their share of what the devices give at most, where that is known."""
+        rates = {"speed/tflops_per_s": flops_per_s / 1e12}
+        if self.peak_flops is not None:
+            rates["speed/mfu"] = flops_per_s / (self.peak_flops * self.runtime.world_size)
+        return rates
 
     def _epochs(self) -> dict[str, float]:
         """Of each store, where there are several: an epoch of all does not exist."""

@@ -62,6 +62,9 @@ def test_the_run_folder_is_complete(tiny_config: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in validation] == [4, 8]
     assert {"validation/text_l2t", "validation/latent_t2l", "validation/text_joint"} <= set(validation[0])
     last = records(run)[-1]
+    flops_per_token = last["speed/tflops_per_s"] * 1e12 / last["speed/tokens_per_s"]
+    parameters = json.loads((run / "startup.json").read_text())["parameters_total"]
+    assert 1 < flops_per_token / parameters < 12, "about six a parameter, whatever the machine"
     assert last["speed/tokens_per_s"] > 0 and last["memory/resident_mib"] > 0 and last["optim/lr"] > 0
     # Everything done: the same command ends at once and changes nothing.
     before = (run / "metrics.jsonl").read_text()

@@ -17,6 +17,7 @@ class StepNumbers:
     norm: Tensor  # []: of the gradients, before clipping
     loss_scale: Tensor  # []: in fp16, else 1
     tokens: int  # over all ranks
+    flops: float  # over all ranks, see `UsefulFlops`
     samples: int  # over all ranks
     sample_ids: list[list[int]]  # of this rank's micro-batches, as all that follows
     losses: Tensor  # [micro-batches]
@@ -36,7 +37,7 @@ class Meter:
         self.sums: Tensor | float = 0.0
         self.counts: Tensor | float = 0.0
         self.tokens = self.samples = self.steps = 0
-        self.data_wait_s = 0.0
+        self.flops = self.data_wait_s = 0.0
         self.began = time.perf_counter()
 
     def add(self, loss: Tensor, sums: Tensor, counts: Tensor) -> None:
@@ -44,11 +45,20 @@ class Meter:
         self._step.append((loss.detach(), sums, counts))
 
     def end_step(
-        self, step: int, norm: Tensor, loss_scale: Tensor, tokens: int, samples: int, sample_ids: list[list[int]]
+        self,
+        step: int,
+        norm: Tensor,
+        loss_scale: Tensor,
+        tokens: int,
+        flops: float,
+        samples: int,
+        sample_ids: list[list[int]],
     ) -> None:
         losses, sums, counts = (torch.stack(parts) for parts in zip(*self._step, strict=True))
         self._step.clear()
-        self.waiting.append(StepNumbers(step, norm, loss_scale, tokens, samples, sample_ids, losses, sums, counts))
+        self.waiting.append(
+            StepNumbers(step, norm, loss_scale, tokens, flops, samples, sample_ids, losses, sums, counts)
+        )
 
     def fetch(self) -> list[StepNumbers]:
         """The steps that were waiting, in order, on the host in float64: one transfer, for which the host waits."""
@@ -68,5 +78,6 @@ class Meter:
             self.sums = self.sums + sums
             self.counts = self.counts + counts
         self.tokens += numbers.tokens
+        self.flops += numbers.flops
         self.samples += numbers.samples
         self.steps += 1

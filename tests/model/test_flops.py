@@ -1,0 +1,51 @@
+"""Useful FLOPs in closed form against those that PyTorch counts in a forward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_model import VOCAB, random_inputs, small_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmldlm.model.flops import UsefulFlops, peak_flops
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("latent_tokens", "config"),
+    [
+        (1, {}),
+        (3, {"mlp": "gelu", "modulation_rank": 0, "latent_width": 16}),
+        (2, {"tie_embeddings": True, "depth": 3, "num_heads": 4}),
+    ],
+)
+def test_a_forward_pass_has_the_flops_that_the_closed_form_gives(latent_tokens: int, config: dict[str, object]) -> None:
+    model = small_model(latent_tokens, **config).eval()
+    inputs, masked = random_inputs((3, 7, 7, 16), latent_tokens), torch.tensor([0, 2, 5, 20])
+    layout, counter = inputs.layout, FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # whose products are counted one by one
+        model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, layout, masked)
+    of = UsefulFlops.of(model)
+    found = of.of_step(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
+    assert found == 3 * counter.get_total_flops()
+    assert of.masked_token == 2 * (32 * 32 + 32 * VOCAB)
+    assert layout.num_pairs == sum((length + latent_tokens) ** 2 for length in (3, 7, 7, 16))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA H200", "fp32", None),
+        ("some other", "bf16", None),
+        ("", "bf16", None),
+    ],
+)
+def test_peaks_by_name(name: str, precision: str, expected: float | None) -> None:
+    assert peak_flops(name, precision) == expected
