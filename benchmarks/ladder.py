@@ -3,14 +3,13 @@
     python -m benchmarks ladder [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
 
 Prints a table, and writes OUT/ladder-SHAPE-DATA-PRECISION-DEVICE.json and .png. All variants train on the same samples
-with the same noise, in one process and in turns; memory is measured in processes of their own. README.md beside this
+with the same noise, in turns; memory is measured in processes of their own. README.md beside this
 file says how to read it.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import math
@@ -25,11 +24,12 @@ from typing import Any
 import torch
 
 from benchmarks import against, results
+from benchmarks.apart import freeze, in_turns, parameters_of
 from benchmarks.counting import counts_of, kernels_of, useful_flops
 from benchmarks.measure import CONTROL, Ratio, parts_of, run_rounds, trusted
 from benchmarks.step_memory import ROOT, OutOfMemory, step_memory_mib
 from benchmarks.task import SHAPES, Task, device
-from benchmarks.variants import Open, Variant, opened, variants
+from benchmarks.variants import Variant, variants
 from benchmarks.workload import KINDS, typical_batches
 from mmldlm.data.order import SampleOrder
 from mmldlm.data.shards import Store
@@ -133,33 +133,29 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     torch.set_num_threads(options.threads)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        runs: dict[str, Open] = {}
-        for variant in selected:
-            if "error" not in found[variant.name]:
-                results.say(f"opening {variant.name}")
-                runs[variant.name] = stack.enter_context(opened(variant, task, rows, folder / variant.name))
-                found[variant.name]["parameters"] = runs[variant.name].parameters
-        if not runs:
+        fitting = [variant for variant in selected if "error" not in found[variant.name]]
+        if not fitting:
             raise UsageError("no variant fits into the memory of this machine")
+        results.say(f"opening {', '.join(variant.name for variant in fitting)}")
+        runs = stack.enter_context(in_turns(fitting, task, rows, folder))
         results.say("warming up, counting")
         next_step = 2 * len(rows)  # every micro-batch twice: allocators know their sizes then
         for name, run in runs.items():
             for number in range(next_step):
                 run.step(number)
             numbers = range(next_step, next_step + len(rows))
-            found[name]["counts"] = asdict(counts_of(run, numbers, manifest.vocab_size, device().type))
+            found[name]["parameters"] = run.call(parameters_of)
+            found[name]["counts"] = asdict(run.call(counts_of, numbers, manifest.vocab_size, device().type))
             if device().type == "cuda":
-                found[name]["counts"]["kernels"] = kernels_of(run, numbers)
+                found[name]["counts"]["kernels"] = run.call(kernels_of, numbers)
+            run.call(freeze)
         next_step += len(rows)
         results.say(f"{options.rounds} rounds of {len(rows)} steps")
-        gc.collect()
-        gc.freeze()  # what is there now: a collection costs the variant that it happens to fall into
         measured = run_rounds(runs, options.rounds, len(rows), next_step, patience=options.patience)
         seconds = measured.seconds
         next_step += options.rounds * len(rows)
         for name, run in runs.items():
-            found[name]["parts"] = parts_of(run, range(next_step, next_step + len(rows)))
-        gc.unfreeze()
+            found[name]["parts"] = run.call(parts_of, range(next_step, next_step + len(rows)))
     tokens = sum(int(split.lengths[samples].sum()) for samples in rows)
     base = next(iter(runs))
     for name in runs:
