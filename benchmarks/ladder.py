@@ -139,7 +139,9 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         results.say(f"opening {', '.join(variant.name for variant in fitting)}")
         runs = stack.enter_context(in_turns(fitting, task, rows, folder))
         results.say("warming up, counting")
-        next_step = 2 * len(rows)  # every micro-batch twice: allocators know their sizes then
+        # Every micro-batch twice: allocators know their sizes then. What is counted begins behind a record.
+        every = task.config("never-opened").log.every
+        next_step = math.ceil(2 * len(rows) / every) * every
         for name, run in runs.items():
             for number in range(next_step):
                 run.step(number)
