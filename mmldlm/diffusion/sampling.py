@@ -49,6 +49,27 @@ class Generation:
         return [part.tolist() for part in self.tokens.split(self.lengths)]
 
 
+@dataclass(frozen=True)
+class Blank:
+    """What is to be written: all of the texts, or the part that is masked at the start.
+
+    The reverse steps apply to it as to texts of its own. The network is told the time at which training masks as many
+    tokens of a text: t times the blank's share. (What is masked decides alone what the best network predicts, not the
+    time: RADD, arXiv 2406.03736, theorem 1. Ours was trained with the two in step.)
+    """
+
+    places: Tensor  # int64 [F]
+    layout: Layout  # of these tokens alone
+    share: Tensor  # float32 [B]: of each sample's tokens
+
+    @classmethod
+    def of(cls, tokens: Tensor, mask_id: int, layout: Layout) -> Blank:
+        places = (tokens == mask_id).nonzero().squeeze(1)
+        lengths = torch.bincount(layout.sample_of_token[places], minlength=layout.num_samples).tolist()
+        share = torch.tensor(lengths, device=tokens.device) / torch.tensor(layout.lengths, device=tokens.device)
+        return cls(places, Layout(tuple(lengths), layout.latent_tokens, tokens.device), share)
+
+
 @torch.no_grad()
 def generate(
     model: Network,
@@ -61,12 +82,14 @@ def generate(
     lengths: tuple[int, ...],
     tokens: Tensor | None = None,
     on_step: Callable[[float, Tensor], None] | None = None,
+    kept: Tensor | None = None,
 ) -> Generation:
     """Denoise B samples of known lengths.
 
     `latents` [B, M, C]: the condition in l2t; otherwise only its shape and device count. `tokens` [N]: the
     condition in t2l. `generator` is a host generator: the same seed gives the same draw on any device.
-    `on_step(t, tokens)` sees the text as it appears.
+    `on_step(t, tokens)` sees the text as it appears. `kept` [N]: text to write on; its tokens stay as they are in every
+    step, but where they are [MASK], of which each sample has one at least.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     device, batch = latents.device, latents.shape[0]
@@ -75,7 +98,8 @@ def generate(
     writes_text, writes_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if writes_latent else latents
     if writes_text:
-        x = torch.full((layout.num_tokens,), text.mask_id, device=device)
+        x = (torch.full((layout.num_tokens,), text.mask_id) if kept is None else kept).to(device)
+        blank = Blank.of(x, text.mask_id, layout)
     else:
         assert tokens is not None
         x = tokens.to(device)
@@ -87,7 +111,7 @@ def generate(
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
     for t, s in pairwise(grid):
         positions = (x == text.mask_id).nonzero().squeeze(1) if writes_text else x.new_empty(0)
-        t_text, t_latent = times(t if writes_text else 0.0), times(t if writes_latent else 0.0)
+        t_text, t_latent = t * blank.share if writes_text else times(0.0), times(t if writes_latent else 0.0)
         logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
         if config.guidance != 1:
             if mode == "l2t":
@@ -105,7 +129,19 @@ def generate(
             confidence = torch.zeros(x.shape, device=device).index_copy(
                 0, positions, log_p.gather(1, drawn[:, None]).squeeze(1)
             )
-            x = text.reverse_step(x, proposal, confidence, t, s, layout, config.decoding, config.remask, generator)
+            part = blank.places
+            stepped = text.reverse_step(
+                x[part],
+                proposal[part],
+                confidence[part],
+                t,
+                s,
+                blank.layout,
+                config.decoding,
+                config.remask,
+                generator,
+            )
+            x = x.index_copy(0, part, stepped)
             if on_step is not None:
                 on_step(s, x)
     return Generation(x.cpu(), lengths, z.float().cpu())
