@@ -18,6 +18,7 @@ import numpy as np
 
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME, seal_of
+from mmldlm.data.neighbours import latent_blocks, neighbours_of
 from mmldlm.data.shard_writer import spread
 from mmldlm.data.shards import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -26,7 +27,6 @@ from mmldlm.errors import DataError
 from mmldlm.files import sha256
 
 _SAMPLED = 10_000  # latents whose norms are told
-_ROWS = 8192  # latents compared at a time
 _TOLD = 100  # bad samples of a shard
 _BINS = 12
 _BAR = 40  # characters of the longest bar
@@ -229,20 +229,13 @@ def _encoder_identity(folder: Path) -> dict[str, Any]:
 def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
     """Mean [C] and rms of the training split, and the largest standardised norm of all."""
     total, count = np.zeros(store.manifest.latent.channels), 0
-    for latents in _latents(store.split("train")):
+    for latents in latent_blocks(store.split("train")):
         total, count = total + latents.sum((0, 1)), count + latents.shape[0] * latents.shape[1]
     mean = total / count
     shards = {name: [*split.shards] for name, split in store.manifest.splits.items()}
     squares, largest = spread(store.path, shards, mean)
     rms = float(np.sqrt(sum(squares) / total.size / count))
     return mean, rms, float(np.sqrt(largest)) / rms
-
-
-def _latents(split: Split) -> Iterator[np.ndarray]:
-    """float64 [rows, M, C] of all samples, in order."""
-    for shard in split.shards:
-        for first in range(0, len(shard.latents), _ROWS):
-            yield shard.latents[first : first + _ROWS].astype(np.float64)
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -270,20 +263,4 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbours: in
 
 def nearest(store: Store, split: Split, rows: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
     """For each of `rows`, the `count` other samples whose standardised latents have the largest cosine, and these."""
-
-    def directions(latents: np.ndarray) -> np.ndarray:
-        flat = store.standardise(latents).reshape(len(latents), -1)
-        return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
-
-    wanted, first = directions(split.gather(rows)[2]), 0
-    best: list[list[tuple[float, int]]] = [[] for _ in rows]
-    for latents in _latents(split):
-        cosines = wanted @ directions(latents).T
-        for index, row in enumerate(rows.tolist()):
-            if first <= row < first + len(latents):
-                cosines[index, row - first] = -np.inf
-            top = np.argsort(-cosines[index], kind="stable")[:count]
-            found = [(float(cosines[index, place]), first + int(place)) for place in top if cosines[index, place] > -2]
-            best[index] = sorted(best[index] + found, key=lambda pair: (-pair[0], pair[1]))[:count]
-        first += len(latents)
-    return [[(row, cosine) for cosine, row in found] for found in best]
+    return neighbours_of(store, split, split.gather(rows)[2], count, rows.tolist())
