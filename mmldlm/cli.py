@@ -14,7 +14,7 @@ COMMANDS = {
     "prepare": ("mmldlm.data.prepare", "raw text to a data store"),
     "data": ("mmldlm.data.command", "look at a data store, or verify it"),
     "train": ("mmldlm.train", "train a run"),
-    "sample": ("mmldlm.sample", "write texts from latents, find latents of texts"),
+    "sample": ("mmldlm.sample.command", "write texts from latents, find latents of texts"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
     "config": ("mmldlm.config_command", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),

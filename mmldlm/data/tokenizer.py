@@ -87,8 +87,16 @@ class Tokenizer:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"a text has characters outside the tokenizer's alphabet ({_one_line(error)})") from None
+            raise _unknown_characters(error) from None
         return [encoding.ids for encoding in encodings]
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids as of `encode_batch`, and the characters [start, stop) of `text` that each of them spells."""
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise _unknown_characters(error) from None
+        return encoding.ids, encoding.offsets
 
     def decode_batch(self, ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Texts of ids; `[MASK]` and `[PAD]` are left out unless `keep_special`."""
@@ -106,6 +114,10 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[tokenizers.Tokenizer]]:
         return Tokenizer, (self._backend,)
+
+
+def _unknown_characters(error: Exception) -> DataError:
+    return DataError(f"a text has characters outside the tokenizer's alphabet ({_one_line(error)})")
 
 
 def _one_line(error: Exception) -> str:

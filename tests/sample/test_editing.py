@@ -1,0 +1,151 @@
+"""`mmldlm sample --edit`: a marked span is written anew, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm import cli
+from mmldlm.build import LoadedRun
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.errors import DataError, UsageError
+from mmldlm.sample import encode_texts
+from mmldlm.sample.editing import Marked, blanked, edit
+
+pytestmark = pytest.mark.quick
+
+MARKED = "The rose of [soil and] water."
+
+
+@pytest.mark.parametrize(
+    ("marked", "text", "span"),
+    [
+        (MARKED, "The rose of soil and water.", "soil and"),
+        ("[all]", "all", "all"),
+        ("here: [].", "here: .", ""),
+        (r"x[\[0\]] = 1", "x[0] = 1", "[0]"),
+        (r"C:\new \\[ö\]", None, None),
+        (r"C:\new \\[ö]", "C:\\new \\ö", "ö"),
+        ("[b]\\", "b\\", "b"),
+        ("none", None, None),
+        ("[one] and [two]", None, None),
+        ("[one [in] another]", None, None),
+        ("]backwards[", None, None),
+        ("[open", None, None),
+    ],
+)
+def test_one_span_in_brackets(marked: str, text: str | None, span: str | None) -> None:
+    if text is None:
+        with pytest.raises(UsageError, match=r"--edit: expected one \[span\] to rewrite, found .*\\\["):
+            Marked.read(marked)
+    else:
+        found = Marked.read(marked)
+        assert (found.text, found.text[found.start : found.stop]) == (text, span)
+
+
+def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
+    (text,) = tokenizer.decode_batch([ids], keep_special=True)
+    return text
+
+
+def test_the_span_is_whole_tokens_of_the_text(short_run: LoadedRun) -> None:
+    """Byte-level BPE writes a space with the word behind it; the kept text is spelt as it was."""
+    tokenizer = short_run.tokenizer
+    ids = tokenizer.encode_batch(["The rose of soil and water."])[0]
+    row = blanked(short_run, Marked.read(MARKED), None)
+    assert len(row) == len(ids)
+    assert [new for new, old in zip(row, ids, strict=True) if new != old] == [tokenizer.mask_id] * row.count(
+        tokenizer.mask_id
+    )
+    assert shown(tokenizer, row).replace("[MASK]", "") == "The rose of water."
+    for length in (1, 5):
+        row = blanked(short_run, Marked.read(MARKED), length)
+        assert shown(tokenizer, row) == f"The rose of{'[MASK]' * length} water."
+
+
+@pytest.mark.parametrize(
+    ("marked", "expected"),
+    [
+        ("The [] rose", "The[MASK][MASK]  rose"),
+        ("The[] rose", "The[MASK][MASK] rose"),
+        ("[]The rose", "[MASK][MASK]The rose"),
+        ("The rose[]", "The rose[MASK][MASK]"),
+        ("ab[]cd", "ab[MASK][MASK]cd"),
+    ],
+)
+def test_nothing_is_lost_where_the_span_is_empty(short_run: LoadedRun, marked: str, expected: str) -> None:
+    run = short_run if "rose" in marked else replace(short_run, tokenizer=Tokenizer.characters())
+    assert shown(run.tokenizer, blanked(run, Marked.read(marked), 2)) == expected
+    with pytest.raises(UsageError, match="--span-length"):
+        blanked(run, Marked.read(marked), None)
+
+
+def test_characters_of_several_tokens_go_as_a_whole(short_run: LoadedRun) -> None:
+    tokenizer = short_run.tokenizer
+    row = blanked(short_run, Marked.read("The é[ö]ü rose"), None)
+    assert row.count(tokenizer.mask_id) == 2  # bytes
+    assert shown(tokenizer, row) == "The é[MASK][MASK]ü rose"
+
+
+def test_versions_differ_in_the_span_alone(short_run: LoadedRun) -> None:
+    latents = encode_texts(short_run, ["The rose of soil and water.", "The wave."])
+    config = SamplingConfig(steps=4, remask=1.0)
+    row = blanked(short_run, Marked.read(MARKED), 6)
+    made, texts = edit(short_run, config, 0, row, latents, count=3)
+    assert len(texts) == 6 and len(set(texts)) > 1
+    assert all(text.startswith("The rose of") and text.endswith(" water.") for text in texts)
+    assert np.allclose(made.latents.numpy(), latents.repeat(3, axis=0), atol=1e-6)
+    with pytest.raises(DataError, match=r"--edit: expected at most \d+ tokens with the span, found"):
+        blanked(short_run, Marked.read(MARKED), 500)
+
+
+def test_the_latent_is_the_texts_own_or_anothers(
+    short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what `--out` writes: the latents that were written from."""
+    found = []
+    for name, more in (("own", []), ("like", ["--like", "The wave."]), ("read", ["--latents", tmp_path / "like.npy"])):
+        out = tmp_path / f"{name}.npy"
+        arguments = ["sample", short_run_dir, "--edit", MARKED, "-n", "2", *more, "--out", out]
+        assert cli.main(list(map(str, arguments))) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"edit: {MARKED}" and len(lines) == (4 if name != "read" else 6)
+        assert all(line.startswith("  The rose of") and line.endswith(" water.") for line in lines[1:-1])
+        found.append(np.load(out))
+    own, like, read = found
+    assert not np.allclose(own, like) and np.allclose(read, like.repeat(2, axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--edit", "no span"], "--edit: expected one [span] to rewrite, found no brackets"),
+        (["--edit", "an [] empty one"], "--edit: the [span] is empty, expected --span-length"),
+        (["--edit", "[a]", "--span-length", "0"], "--span-length: expected at least 1, found 0"),
+        (["--edit", "[a]", "--length", "5"], "--length: does not go with --edit, which takes --span-length"),
+        (["--edit", "[a]", "--text", "b"], "--text: does not go with --edit"),
+        (["--edit", "[a]", "--mode", "t2l"], "--edit: writes from latents, expected --mode l2t, found t2l"),
+        (["--edit", "[a]", "--like", "b", "--latents", "c.npy"], "--like and --latents: expected one latent"),
+        (["--edit", "[a]", "--interpolate", "a", "b"], "--interpolate and --edit: expected one of them"),
+        (["--text", "a", "--like", "b"], "--like: belongs to --edit, which was not given"),
+        (["--text", "a", "--span-length", "2"], "--span-length: belongs to --edit"),
+        (["--interpolate", "a", "b", "--like", "c"], "--like: belongs to --edit"),
+        (["--text", "a", "--points", "3"], "--points: belongs to --interpolate, which was not given"),
+        (["--interpolate", "a", "b", "--points", "1"], "--points: expected 2 to 1000, found 1"),
+        (["--interpolate", "a", "b", "-n", "2"], "--count: does not go with --interpolate, which writes one text"),
+        (["--interpolate", "a", "b", "--text", "c"], "--text: does not go with --interpolate"),
+        (["--interpolate", "a", "b", "--latents", "c.npy"], "--latents: does not go with --interpolate"),
+        (["--interpolate", "a", "b", "--mode", "joint"], "--interpolate: writes from latents, expected --mode l2t"),
+        (["--text", "a", "--mode", "t2l", "--watch"], "--watch: shows texts appear, expected --mode l2t or joint"),
+    ],
+)
+def test_options_that_contradict_each_other(
+    short_run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    assert cli.main(["sample", str(short_run_dir), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert expected in told and told.count("\n") == 1
