@@ -15,6 +15,7 @@ COMMANDS = {
     "data": ("mmldlm.data.command", "look at a data store, or verify it"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.sample.command", "write texts from latents, find latents of texts"),
+    "demo": ("mmldlm.demo.command", "a web page on this machine, to sample from a run by hand"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
     "config": ("mmldlm.config_command", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
@@ -43,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()
     sys.stderr.flush()
-    if name in ("train", "doctor"):
-        os._exit(status)  # for the reason in train.py
+    if name in ("train", "doctor", "demo"):
+        os._exit(status)  # for the reason in train.py; and a thread of the demo may be in the midst of a generation
     return status
 
 

@@ -23,6 +23,7 @@ class ExitCode(IntEnum):
     STORAGE = 74
     STOPPED = 75
     PEER_LOST = 76
+    INTERRUPTED = 130
 
 
 class MmldlmError(Exception):
@@ -98,7 +99,7 @@ def outcome(error: BaseException | None) -> tuple[int, str]:
     if isinstance(error, MmldlmError):
         return int(error.exit_code), str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return int(ExitCode.INTERRUPTED), "interrupted"
     if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
         return int(ExitCode.STORAGE), f"cannot write {error.filename or ''}: {error.strerror}"
     return 1, f"{type(error).__name__}: {error}"
