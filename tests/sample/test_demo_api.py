@@ -5,10 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,9 +16,7 @@ import numpy as np
 import pytest
 
 from mmldlm.build import LoadedRun
-from mmldlm.demo import command
 from mmldlm.demo.server import MOST_BYTES, DemoServer
-from mmldlm.errors import run_command
 from mmldlm.sample import encode_texts, sample
 from mmldlm.sample.conditions import encoder_of
 
@@ -204,6 +199,10 @@ def test_strangers_are_refused(server: DemoServer, headers: dict[str, str], stat
     assert post(server, "write", {"text": TEXT, "sampling": {"steps": 1}}, **told)[0] == status
 
 
+def test_only_this_machine_is_listened_to(server: DemoServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+
+
 def test_a_page_elsewhere_cannot_send_json_unasked(server: DemoServer) -> None:
     """The kinds of content that a browser sends anywhere without asking first; and asking is not answered."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
@@ -264,50 +263,3 @@ def test_the_page_is_one_file_that_may_load_nothing(server: DemoServer) -> None:
 def test_the_page_is_part_of_the_package() -> None:
     told = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '"mmldlm.demo" = ["page.html"]' in told
-
-
-# --- the command ------------------------------------------------------------------------------------------
-
-
-def test_the_command_serves_until_ctrl_c(short_run_dir: Path) -> None:
-    demo = subprocess.Popen(
-        [sys.executable, "-m", "mmldlm.cli", "demo", str(short_run_dir), "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert demo.stdout is not None and demo.stderr is not None
-        told = demo.stdout.readline()
-        port = int(re.search(r"open http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends\)", told)[1])  # type: ignore[index]
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/api/run")
-        assert connection.getresponse().status == 200
-        # Also in the midst of a request.
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        request = {"text": TEXT, "count": 16, "length": 32, "sampling": {"steps": 512}}
-        connection.request("POST", "/api/write", json.dumps(request), JSON)
-        time.sleep(0.5)
-        demo.send_signal(signal.SIGINT)
-        assert demo.wait(timeout=20) == 130
-        assert demo.stderr.read() == "" and demo.stdout.read() == ""
-    finally:
-        demo.kill()
-        demo.wait()
-
-
-def test_only_this_machine_is_listened_to(server: DemoServer) -> None:
-    assert server.server_address[0] == "127.0.0.1"
-
-
-def test_the_command_refuses(short_run_dir: Path, server: DemoServer, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code, expected in (
-        ([str(short_run_dir), "--port", str(server.port)], 2, f"--port: {server.port} is in use, expected a free one"),
-        ([str(short_run_dir), "--port", "80"], 2, "--port: expected 0 or 1024 to 65535, found 80"),
-        ([str(short_run_dir), "--port", "70000"], 2, "--port: expected 0 or 1024"),
-        (["/nowhere"], 65, "/nowhere: not a run folder"),
-    ):
-        assert run_command(lambda given=arguments: command.main(given)) == code  # type: ignore[misc]
-        told = capsys.readouterr().err
-        assert expected in told and told.count("\n") == 1
