@@ -5,7 +5,6 @@ and DDP); FSDP2 and ZeRO override what differs.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import warnings
@@ -13,23 +12,18 @@ from collections.abc import Callable, Container, Generator, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
-from mmldlm.errors import MmldlmError, error_of
 from mmldlm.runtime.average import WeightAverage
 from mmldlm.runtime.launch import DDP, Launch
 from mmldlm.runtime.loss_scale import LossScale
+from mmldlm.runtime.processes import Processes
 from mmldlm.runtime.watchdog import Watchdog
 
 T = TypeVar("T")
-
-# Groups that were left, never freed: where DDP's reducer holds the last reference, gloo's threads are joined under the
-# lock of Python's interpreter, which now and then they wait for themselves.
-_left: list[Any] = []
 
 
 def fits(norm: Tensor, limit: float) -> Tensor:
@@ -40,28 +34,19 @@ def fits(norm: Tensor, limit: float) -> Tensor:
     return norm.double() <= min(limit, sys.float_info.max)
 
 
-class Runtime:
-    """The processes of this run: who they are, and what they do together.
+class Runtime(Processes):
+    """The processes of this run, and what they do together with one model."""
 
-    Every method that is called collective must be called by all ranks in the same order.
-    """
-
-    shards_parameters = False  # whether a forward pass is itself collective
     exchange_bytes = 0  # memory of the device that the engine takes within a backward pass and gives back after it
     average: WeightAverage | None = None  # of the trained weights, see `keep_average`
     loss_scale: LossScale | None = None  # in fp16
 
     def __init__(self, accelerator: Accelerator, launch: Launch, watchdog: Watchdog | None):
-        self.accelerator, self.launch, self.watchdog = accelerator, launch, watchdog
+        super().__init__(launch.rank, launch.world_size, watchdog)
+        self.accelerator, self.launch, self.engine = accelerator, launch, launch.engine
         self.device: torch.device = accelerator.device
-        self.rank, self.world_size, self.engine = launch.rank, launch.world_size, launch.engine
-        self.peer_lost = False
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
     # --- training -----------------------------------------------------------------------------------------
 
@@ -263,67 +248,3 @@ class Runtime:
         for group in self.bare_optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.engine}"
-
-    # --- together -----------------------------------------------------------------------------------------
-
-    def waiting(self, collective: str) -> contextlib.AbstractContextManager[Any]:
-        """Tell the watchdog what the main thread waits for from here on."""
-        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.waiting(collective)
-
-    def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
-        """Collective: sum of a small tensor, on the host in float64; every rank gets the same bits."""
-        total = values.detach().to("cpu", torch.float64, copy=True)
-        if self.world_size > 1:
-            with self.waiting(what):
-                dist.all_reduce(total)
-        return total
-
-    def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
-        """Collective: the small value of each rank, in order of rank, as JSON has it: a tuple comes back as a list."""
-        assert _is_json(value), f"{what}: {value!r} is more than JSON can say"
-        text = json.dumps(value).encode()
-        if self.world_size == 1:
-            return [json.loads(text)]
-        # PyTorch's own gather of objects unpickles, and so runs, whatever comes over the network.
-        with self.waiting(what):
-            lengths = [int(length) for length in _all_gather(torch.tensor([len(text)]))]
-            padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
-            return [json.loads(part.numpy().tobytes()) for part in _all_gather(padded)]
-
-    @contextlib.contextmanager
-    def agreeing(self, what: str) -> Iterator[None]:
-        """Collective: a user error of one rank in the body is an error of all, so that nobody waits in vain."""
-        error: MmldlmError | None = None
-        try:
-            yield
-        except MmldlmError as found:
-            error = found
-        verdicts = self.gather(None if error is None else (int(error.exit_code), str(error)), what)
-        if error is not None:
-            raise error
-        for rank, verdict in enumerate(verdicts):
-            if verdict is not None:
-                raise error_of(verdict[0], f"rank {rank}: {verdict[1]}")
-
-    def close(self) -> None:
-        """Leave the group; one that has lost a rank cannot be taken down in good order, and goes with the process."""
-        if self.watchdog is not None:
-            self.watchdog.close()
-        if dist.is_available() and dist.is_initialized() and not self.peer_lost:
-            _left.append(dist.group.WORLD)
-            dist.destroy_process_group()
-
-
-def _all_gather(tensor: Tensor) -> list[Tensor]:
-    """Collective: this tensor of the host of each rank."""
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return found
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, (str, int, float))

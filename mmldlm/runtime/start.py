@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,18 +15,15 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwar
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
-from mmldlm.errors import ConfigError, PeerLostError
+from mmldlm.errors import ConfigError
 from mmldlm.runtime.config import DDPConfig, DistributedConfig
 from mmldlm.runtime.deepspeed_config import StepPlan, resolve_deepspeed_config
 from mmldlm.runtime.engine import Runtime
 from mmldlm.runtime.environment import export_settings
+from mmldlm.runtime.group import join
 from mmldlm.runtime.launch import DDP, FSDP2, SINGLE, Launch
 from mmldlm.runtime.loss_scale import LossScale
-from mmldlm.runtime.network import use_interface_towards
-from mmldlm.runtime.watchdog import Watchdog
 
-RENDEZVOUS_S = 300.0  # longest wait for the other processes to appear
-NCCL_MARGIN_S = 30.0
 WRAPPED = "MMDiTBlock"  # the unit of sharding
 
 
@@ -43,7 +39,7 @@ def start(config: DistributedConfig, launch: Launch, plan: StepPlan) -> Runtime:
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
-        watchdog = _join(config, launch)
+        watchdog = join(config, launch)
     accelerator = _accelerator(config, launch, plan, deepspeed)
     runtime = _runtime_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
@@ -55,41 +51,6 @@ def start(config: DistributedConfig, launch: Launch, plan: StepPlan) -> Runtime:
 class _DeepSpeedPlugin(DeepSpeedPlugin):
     def set_deepspeed_weakref(self) -> None:
         """Tells models of the transformers package how they are sharded; ours are none, and need not have it."""
-
-
-def _join(config: DistributedConfig, launch: Launch) -> Watchdog:
-    """Ours before any library's: the timeout of a group that others start is not the one asked for."""
-    use_cuda = torch.cuda.is_available()
-    if use_cuda:
-        if launch.local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"launcher: {launch.local_world_size} processes on this node, but {torch.cuda.device_count()} GPUs"
-            )
-        torch.cuda.set_device(launch.local_rank)
-    if launch.nodes > 1:
-        # gloo would ask the host's name, which often leads to the loopback.
-        use_interface_towards(launch.master.rsplit(":", 1)[0])
-    patience = timedelta(seconds=min(RENDEZVOUS_S, max(30.0, config.timeout_s)))
-    timeout = timedelta(seconds=config.timeout_s)
-    try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=patience)))
-        store.set_timeout(timeout)
-        # torchrun's static rendezvous keeps its store over restarts, and what was left in it would be believed.
-        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            # PyTorch's answer to a timeout of NCCL is SIGABRT; our watchdog leaves in order, and comes first.
-            timeout=timeout + timedelta(seconds=NCCL_MARGIN_S) if use_cuda else timeout,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise PeerLostError(f"the {launch.world_size} processes did not meet at {launch.master}: {reason}") from error
-    watchdog = Watchdog(store, rank, world_size, config.timeout_s)
-    watchdog.start()
-    return watchdog
 
 
 def _accelerator(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mmldlm.runtime import engine
+from mmldlm.runtime import processes
 from mmldlm.runtime.config import DistributedConfig
 from mmldlm.runtime.deepspeed_config import StepPlan
 from mmldlm.runtime.launch import read_launch
@@ -42,8 +42,8 @@ def main() -> None:
         raise SystemExit(f"{more!r} was sent")
     pickled = pickle.dumps(Canary(Path(sys.argv[1])))
     if runtime.rank:
-        engine._all_gather(torch.tensor([len(pickled)]))
-        engine._all_gather(torch.frombuffer(bytearray(pickled.ljust(len(pickled))), dtype=torch.uint8))
+        processes._all_gather(torch.tensor([len(pickled)]))
+        processes._all_gather(torch.frombuffer(bytearray(pickled.ljust(len(pickled))), dtype=torch.uint8))
     else:
         try:
             found: Any = runtime.gather("y")
