@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Layout
+from mmldlm.diffusion.noise import Randomness, draw_uniform
 from mmldlm.diffusion.schedule import MOST_MODE_SCALE, LogLinear, TimeSampler, check_sampler
 from mmldlm.schema import setting
 
@@ -88,7 +89,7 @@ class MaskedDiffusion:
         layout: Layout,
         decoding: TextDecoding,
         remask: float,
-        generator: torch.Generator,
+        generator: Randomness,
     ) -> Tensor:
         """Tokens [N] at time s, given a proposed token and its log probability for every position [N].
 
@@ -101,7 +102,7 @@ class MaskedDiffusion:
             return torch.where(is_masked, proposal, noised)
         if decoding == "ancestral":
             write, mask_again = self.unmask_probability(t, s, remask)
-            chance = torch.rand(noised.shape, generator=generator, device="cpu").to(noised.device)
+            chance = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
             written = torch.where(is_masked & (chance < write), proposal, noised)
             return torch.where(~is_masked & (chance < mask_again), self.mask_id, written)
         assert remask == 0, "confidence-based decoding has no remasking"
@@ -136,13 +137,15 @@ def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
 
 
-def draw_tokens(log_p: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+def draw_tokens(log_p: Tensor, temperature: float, generator: Randomness, samples: Tensor | None = None) -> Tensor:
     """One token a row [P]: the likeliest at temperature 0, else by the Gumbel-max trick in float64.
+
+    `samples` [P] says whose each row is, where each sample has a stream of its own.
 
     float64: in lower precision Gumbel noise cuts the tails, which lowers the temperature unasked
     (arXiv 2409.02908).
     """
     if temperature == 0:
         return log_p.argmax(-1)
-    uniform = torch.rand(log_p.shape, generator=generator, dtype=torch.float64).clamp_min(1e-300).to(log_p.device)
+    uniform = draw_uniform(generator, log_p.shape, torch.float64, samples).clamp_min(1e-300).to(log_p.device)
     return (log_p.double() - (-uniform.log()).log()).argmax(-1)

@@ -1,4 +1,5 @@
-"""All randomness of training: a function of (seed, step, place in the global batch), and of nothing else.
+"""All randomness of training: a function of (seed, step, place in the global batch), and of nothing else; and the same
+for generation, where each sample has a stream of its own.
 
 Rank, world size, micro-batches and loader workers do not enter, so a run resumes and re-partitions
 exactly. A counter-based generator (Philox, SC 2011, "Parallel random numbers: as easy as 1, 2, 3") gives
@@ -8,7 +9,7 @@ tokens are then known without waiting for a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,3 +127,44 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
         epsilon.append(generator.standard_normal(batch.latents.shape[1:], dtype=np.float32))
         uniforms.append(generator.random(length, dtype=np.float32))
     return torch.from_numpy(np.concatenate(uniforms)), torch.from_numpy(np.stack(epsilon))
+
+
+class SampleStreams:
+    """Random numbers of one generation: each sample's from its own stream, a function of (seed, kind, slot).
+
+    So what is made of a sample does not depend on its company, its rank or the number of ranks.
+    """
+
+    def __init__(self, seed: int, kind: int, slots: Tensor):
+        """`slots` int64 [B]; generations of another `kind` are drawn independently."""
+        self._streams = [_philox(seed, purpose=2, step=kind, slot=slot) for slot in slots.tolist()]
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        """float32 of `shape` [B, ...]."""
+        return torch.from_numpy(np.stack([s.standard_normal(shape[1:], dtype=np.float32) for s in self._streams]))
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, samples: Tensor) -> Tensor:
+        """In [0, 1), of `shape` [rows, ...]; `samples` int64 [rows], rising: the sample that each row is of."""
+        rows = torch.bincount(samples, minlength=len(self._streams)).tolist()
+        drawn = [
+            stream.random((count, *shape[1:]), dtype=np.float64 if dtype == torch.float64 else np.float32)
+            for stream, count in zip(self._streams, rows, strict=True)
+            if count
+        ]
+        return torch.from_numpy(np.concatenate(drawn)) if drawn else torch.empty(tuple(shape), dtype=dtype)
+
+
+Randomness = torch.Generator | SampleStreams  # of a generation, on the host: the same on any device
+
+
+def draw_normal(source: Randomness, shape: Sequence[int]) -> Tensor:
+    """float32 of `shape` [B, ...], on the host."""
+    return source.normal(shape) if isinstance(source, SampleStreams) else torch.randn(tuple(shape), generator=source)
+
+
+def draw_uniform(source: Randomness, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None) -> Tensor:
+    """In [0, 1), of `shape` [rows, ...], on the host; `samples` int64 [rows], rising: the sample of each row."""
+    if isinstance(source, torch.Generator):
+        return torch.rand(tuple(shape), generator=source, dtype=dtype)
+    assert samples is not None, "a stream for each sample must know whose each row is"
+    return source.uniform(shape, dtype, samples.cpu())

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmldlm.batch import Layout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler
 from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
-from mmldlm.diffusion.noise import Mode
+from mmldlm.diffusion.noise import Mode, Randomness, draw_normal
 from mmldlm.diffusion.objective import Network
 from mmldlm.schema import setting
 
@@ -77,7 +77,7 @@ def generate(
     latent: GaussianDiffusion,
     mode: Mode,
     config: SamplingConfig,
-    generator: torch.Generator,
+    generator: Randomness,
     latents: Tensor,
     lengths: tuple[int, ...],
     tokens: Tensor | None = None,
@@ -87,14 +87,14 @@ def generate(
     """Denoise B samples of known lengths.
 
     `latents` [B, M, C]: the condition in l2t; otherwise only its shape and device count. `tokens` [N]: the
-    condition in t2l. `generator` is a host generator: the same seed gives the same draw on any device.
-    `on_step(t, tokens)` sees the text as it appears. `kept` [N]: text to write on; its tokens stay as they are in every
-    step, but where they are [MASK], of which each sample has one at least.
+    condition in t2l. `generator` is a host generator, or a stream for each sample: the same seed gives the same draw on
+    any device. `on_step(t, tokens)` sees the text as it appears. `kept` [N]: text to write on; its tokens stay as they
+    are in every step, but where they are [MASK], of which each sample has one at least.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     device, batch = latents.device, latents.shape[0]
     layout = Layout(lengths, latents.shape[1], device)
-    noise = torch.randn(latents.shape, generator=generator).to(device)
+    noise = draw_normal(generator, latents.shape).to(device)
     writes_text, writes_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if writes_latent else latents
     if writes_text:
@@ -124,7 +124,7 @@ def generate(
             z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
         if writes_text:
             log_p = sharpen(logits, config.temperature, config.top_p)
-            drawn = draw_tokens(log_p, config.temperature, generator)
+            drawn = draw_tokens(log_p, config.temperature, generator, layout.sample_of_token[positions])
             proposal = x.index_copy(0, positions, drawn)
             confidence = torch.zeros(x.shape, device=device).index_copy(
                 0, positions, log_p.gather(1, drawn[:, None]).squeeze(1)
