@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from mmldlm.build import load_run
     from mmldlm.data.shards import Store
     from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
+    from mmldlm.evaluation.likelihood import text_bound
 
     store = Store.open(out / "store")
     splits = (store.split("train"), store.split("test"))
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for checkpoint in sorted((out / "run" / "checkpoints").glob("step-*")):
         run = load_run(out / "run", checkpoint)
         evaluation = Evaluation(run, EvaluationConfig(samples=256, times=4))
-        bits = float(evaluation.text_nats("none").sum()) / (len(evaluation.ids) * LENGTH) * BITS
+        bits = float(text_bound(evaluation, "none").nats.sum()) / (len(evaluation.ids) * LENGTH) * BITS
         curve.append({"step": run.step, "bits_per_character": bits})
         print(f"| {run.step} | {bits:.3f} |", flush=True)
     result = {"unigram": unigram, "bigram": bigram, "curve": curve}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from mmldlm.checkpoint import CheckpointStore, TensorFiles, load_model_state
+from mmldlm.checkpoint import Checkpoint, CheckpointStore, TensorFiles, load_model_state, verify
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.mixture import open_data
@@ -16,7 +17,7 @@ from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.objective import Objective
+from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.ema import WORDS, Weights
 from mmldlm.errors import DataError
 from mmldlm.model.attention import resolve_backend
@@ -59,7 +60,7 @@ class LoadedRun:
     config: RunConfig
     store: Store
     tokenizer: Tokenizer
-    model: MMDiT
+    model: Network
     objective: Objective
     device: torch.device
     step: int
@@ -68,6 +69,22 @@ class LoadedRun:
 
     def __str__(self) -> str:
         return f"step {self.step}, {WORDS[self.weights]}"
+
+
+def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a run's latest start; `DataError` where the folder is no run."""
+    path = Path(run_dir) / "config.yaml"
+    if not path.is_file():
+        raise DataError(f"{run_dir}: not a run folder, expected config.yaml and checkpoints/ of `mmldlm train`")
+    return load_config(path, overrides, may_extend=False)
+
+
+def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
+    """The newest good one of a run; `DataError` where there is none."""
+    found = CheckpointStore(Path(run_dir) / "checkpoints", config.checkpoint.retention).newest(repair=False)
+    if found is None:
+        raise DataError(f"{run_dir}: no checkpoint in checkpoints/ yet; train first")
+    return found
 
 
 def load_run(
@@ -81,14 +98,8 @@ def load_run(
     has changed.
     """
     folder = Path(run_dir)
-    if not (folder / "config.yaml").is_file():
-        raise DataError(f"{folder}: not a run folder, expected config.yaml and checkpoints/ of `mmldlm train`")
-    elsewhere = [f"data.path={data}", "data.mixture={}"] if data else []
-    config = load_config(folder / "config.yaml", elsewhere, may_extend=False)
-    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.retention)
-    found = checkpoints.open(checkpoint) if checkpoint else checkpoints.newest(repair=False)
-    if found is None:
-        raise DataError(f"{folder}: no checkpoint in checkpoints/ yet; train first")
+    config = run_config(folder, [f"data.path={data}", "data.mixture={}"] if data else [])
+    found = verify(Path(checkpoint)) if checkpoint else newest_checkpoint(folder, config)
     for path in config.data.mixture or [config.data.path]:
         if not Path(path).is_dir():
             raise DataError(f"{path}: the run's data store is not there; name its place with --data")

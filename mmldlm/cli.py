@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()
     sys.stderr.flush()
-    if name in ("train", "doctor", "demo"):
+    if argv is None and name in ("train", "doctor", "evaluate", "demo"):
         os._exit(status)  # for the reason in train.py; and a thread of the demo may be in the midst of a generation
     return status
 

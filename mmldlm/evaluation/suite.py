@@ -1,0 +1,71 @@
+"""All metrics of the modes asked for, in order, as they go into `evaluation.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmldlm.build import LoadedRun
+from mmldlm.diffusion.noise import Mode, trained_modes
+from mmldlm.evaluation.documents import Evaluation, EvaluationConfig, Progress
+from mmldlm.evaluation.joint import joint_metrics
+from mmldlm.evaluation.latents import latent_metrics
+from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text
+from mmldlm.evaluation.perplexity import CausalModel
+from mmldlm.evaluation.sts import encode_sentences, read_pairs, sts_metrics
+from mmldlm.evaluation.texts import text_metrics
+from mmldlm.runtime.processes import Processes
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a user may bring along."""
+
+    sts: Path | None = None  # pairs of sentences with a score
+    perplexity_model: Path | None = None  # folder of a causal language model
+
+
+def evaluate(
+    run: LoadedRun,
+    config: EvaluationConfig,
+    modes: Sequence[Mode] | None = None,
+    extras: Extras = Extras(),
+    processes: Processes | None = None,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """Collective: the metrics of `modes`, by default those that the run trained; the same on every rank.
+
+    What cannot be measured is refused before anything is.
+    """
+    processes = processes or Processes()
+    trained = trained_modes(run.config.mode, run.config.mode_schedule)
+    modes = tuple(modes or trained)
+    model = None
+    with processes.agreeing("opening of what is to be evaluated"):
+        evaluation = Evaluation(run, config, processes)
+        _ = evaluation.encoder
+        pairs = read_pairs(extras.sts) if extras.sts and "t2l" in modes else []
+        encode_sentences(evaluation, pairs)
+        if extras.perplexity_model and "joint" in modes:
+            model = CausalModel(extras.perplexity_model, run.device)
+    result: dict[str, Any] = {
+        "step": run.step,
+        "weights": run.weights,
+        **asdict(config),
+        "documents": len(evaluation.ids),
+        "modes_trained": list(trained),
+        "modes": list(modes),
+    }
+    if "joint" in modes:
+        result |= likelihood_of_text(evaluation, progress)
+    if "l2t" in modes:
+        result["l2t"] = likelihood_given_latents(evaluation, progress) | text_metrics(evaluation, progress)
+    if "t2l" in modes:
+        result["t2l"] = latent_metrics(evaluation, progress)
+        if pairs:
+            result["t2l"] |= sts_metrics(evaluation, pairs, progress)
+    if "joint" in modes:
+        result["joint"] = joint_metrics(evaluation, model, progress)
+    return result

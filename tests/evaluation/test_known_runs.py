@@ -1,0 +1,207 @@
+"""A run that knows all documents scores as well as can be, one that has learned nothing is at chance."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from known_runs import fresh_run, perfect_run
+
+from mmldlm.build import LoadedRun
+from mmldlm.evaluate import finite
+from mmldlm.evaluation import Evaluation, EvaluationConfig
+from mmldlm.evaluation.joint import frechet_metrics
+from mmldlm.evaluation.latents import closeness
+from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text, text_bound
+from mmldlm.evaluation.statistics import cosine, ranks_of_own
+from mmldlm.evaluation.suite import Extras, evaluate
+from mmldlm.evaluation.table import samples_markdown, table
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny_store: Path) -> LoadedRun:
+    return fresh_run(tiny_store)
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs of held-out documents, and as score the cosine of their latents."""
+    run = perfect_run(tiny_store)
+    split = run.store.split("test")
+    texts = run.tokenizer.decode_batch([split.tokens(row).tolist() for row in range(len(split))])
+    latents = np.stack([split.latents(row) for row in range(len(split))])
+    scores = cosine(latents[:-1], latents[1:])
+    path = tmp_path_factory.mktemp("sts") / "pairs.tsv"
+    lines = [
+        "\t".join([first, second, f"{score:.9f}"])
+        for first, second, score in zip(texts, texts[1:], scores, strict=False)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def perfect(tiny_store: Path, pairs: Path) -> dict[str, Any]:
+    return evaluate(perfect_run(tiny_store), EvaluationConfig(texts=20), extras=Extras(sts=pairs))
+
+
+def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
+    l2t = perfect["l2t"]
+    assert l2t["bits_per_token"] < 1e-6 and l2t["bits_per_token_shuffled"] > 10
+    assert l2t["token_accuracy"] == l2t["exact_match"] == 1
+    assert l2t["bleu"] == pytest.approx(100) and l2t["chrf"] == pytest.approx(100)
+    assert l2t["reencoded_cosine"] == l2t["reencoded_cosine_true"] == pytest.approx(1, abs=1e-5)
+    assert l2t["unencodable"] == 0
+    # It writes another document's text from another document's latent, and that is no success.
+    for suffix in ("_shuffled", "_mean_latent", "_unigram"):
+        assert l2t[f"token_accuracy{suffix}"] < 0.3 and l2t[f"exact_match{suffix}"] < 0.1
+        assert l2t[f"bleu{suffix}"] < 30 and l2t[f"chrf{suffix}"] < 50 and l2t[f"reencoded_cosine{suffix}"] < 0.9
+    assert all(pair["reference"] == pair["generation"] for pair in l2t["samples"])
+
+
+def test_latents_of_a_perfect_run(perfect: dict[str, Any], tiny_store: Path) -> None:
+    t2l, truth = perfect["t2l"], Evaluation(perfect_run(tiny_store), EvaluationConfig()).raw_latents
+    assert t2l["cosine"] == pytest.approx(1, abs=1e-4)
+    own = ranks_of_own(truth.reshape(len(truth), -1), truth.reshape(len(truth), -1))
+    assert t2l["recall_at_1"] == (own <= 1).mean() > 0.8  # equal documents are told apart by nobody
+    assert t2l["recall_at_10"] == 1 and t2l["median_rank"] == 1
+    assert t2l["cosine_shuffled"] < t2l["cosine_mean_latent"] < 0.9
+    assert t2l["sts_spearman"] > 0.999 and t2l["sts_spearman_encoder"] > 0.999
+    assert abs(t2l["sts_spearman_shuffled"]) < 0.72  # 4.5 deviations of 39 pairs
+
+
+def test_texts_and_latents_together_of_a_perfect_run(perfect: dict[str, Any]) -> None:
+    joint = perfect["joint"]
+    assert joint["reencoded_cosine"] == pytest.approx(1, abs=1e-4) and joint["reencoded_cosine_shuffled"] < 0.8
+    assert joint["token_entropy"] == pytest.approx(joint["token_entropy_true"], rel=0.05)
+    assert joint["frechet_distance"] < joint["frechet_distance_noise"] / 2
+    assert joint["repetition_4"] == pytest.approx(joint["repetition_4_true"], abs=0.05)
+
+
+def test_a_run_that_has_learned_nothing_is_at_chance(tiny_store: Path) -> None:
+    fresh = fresh_run(
+        tiny_store, "latent.prediction=epsilon"
+    )  # which leaves its latents noise; of x0 they are the mean
+    found = evaluate(fresh, EvaluationConfig(split="train", samples=300, texts=20, times=2))
+    l2t, t2l, joint = found["l2t"], found["t2l"], found["joint"]
+    # The head's first logits are small: all but [MASK] and [PAD] are nearly as likely. Variance as in test_elbo.py.
+    words = fresh.store.manifest.vocab_size - 2
+    for bits in (found["bits_per_token"], l2t["bits_per_token"]):
+        assert bits == pytest.approx(math.log2(words), rel=0.1)
+    for control in ("bits_per_token_shuffled", "bits_per_token_mean_latent"):
+        assert l2t[control] == pytest.approx(l2t["bits_per_token"], rel=1e-5)
+    assert found["controls"]["unigram_bits_per_token"] < l2t["bits_per_token"]
+    assert l2t["token_accuracy"] < 0.02 and l2t["exact_match"] == 0 and l2t["bleu"] < 3
+    count, chance = 300, 10 / 300
+    assert abs(t2l["recall_at_10"] - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
+    assert abs(t2l["median_rank"] - t2l["median_rank_chance"]) < 4.5 * count / (2 * math.sqrt(count))
+    assert t2l["cosine"] < t2l["cosine_mean_latent"]
+    assert joint["frechet_distance"] > joint["frechet_distance_true"]
+    assert joint["token_entropy"] > joint["token_entropy_true"]
+
+
+class Uniform(torch.nn.Module):
+    def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        return torch.full((len(positions),), math.log(1000.0)), latents, torch.zeros(len(latents), 32)
+
+
+def test_bound_of_a_uniform_network_is_log_v(fresh: LoadedRun) -> None:
+    """Through the evaluation's own path: the estimator, its weights and its normalisation."""
+    evaluation = Evaluation(replace(fresh, model=Uniform()), EvaluationConfig(times=200))
+    bound = text_bound(evaluation, "own")
+    assert bound.nats.sum() / evaluation.lengths.sum() == pytest.approx(math.log(1000), rel=0.03)
+    assert bound.nll.sum() / bound.masked.sum() == pytest.approx(math.log(1000))
+    assert bound.masked.mean() / evaluation.lengths.mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_tables_add_up_to_the_bound(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig())
+    for found in (likelihood_of_text(evaluation, print), likelihood_given_latents(evaluation, print)):
+        assert sum(row["bits_of_bound"] for row in found["by_t_text"]) == pytest.approx(found["bits_per_token"])
+        assert sum(row["draws"] for row in found["by_t_text"]) == 4 * len(evaluation.ids)
+        rows = found["by_length"]
+        inside = [(evaluation.lengths >= row["tokens_from"]) & (evaluation.lengths <= row["tokens_to"]) for row in rows]
+        assert np.sum(inside, axis=0).tolist() == [1] * len(evaluation.ids)
+        tokens = [evaluation.lengths[own].sum() for own in inside]
+        mean = np.average([row["bits_per_token"] for row in rows], weights=tokens)
+        assert mean == pytest.approx(found["bits_per_token"])
+        low, high = found["bits_per_token_ci95"]
+        assert low < found["bits_per_token"] < high
+
+
+def test_unigram_control_is_the_cross_entropy(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
+    train = fresh.store.split("train")
+    counts = np.ones(fresh.store.manifest.vocab_size)
+    for index in range(len(train)):
+        np.add.at(counts, train.tokens(index), 1)
+    expected = [-np.log(counts[text] / counts.sum()).sum() for text in evaluation.tokens]
+    assert evaluation.unigram_nats() == pytest.approx(expected)
+
+
+def test_unigram_texts_have_the_frequencies_of_the_training_split(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(split="train", samples=320))
+    texts = evaluation.unigram_tokens(320)
+    assert [len(text) for text in texts] == evaluation.lengths.tolist()
+    drawn = np.bincount(np.concatenate(texts), minlength=fresh.store.manifest.vocab_size) / evaluation.lengths.sum()
+    p = fresh.store.token_counts / fresh.store.token_counts.sum()
+    assert (np.abs(drawn - p) <= 4.5 * np.sqrt(p * (1 - p) / evaluation.lengths.sum())).all()
+    assert evaluation.unigram_tokens(5) == texts[:5]
+
+
+def test_shuffled_latents_are_never_ones_own(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=24))
+    own, shuffled = evaluation.latents["own"], evaluation.latents["shuffled"]
+    assert sorted(own.flatten().tolist()) == sorted(shuffled.flatten().tolist())
+    rows = {tuple(row.flatten().tolist()) for row in own}
+    same = [np.array_equal(a, b) for a, b in zip(own, shuffled, strict=True)]
+    assert sum(same) <= 24 - len(rows)  # only true duplicates may coincide
+
+
+def test_latents_that_are_not_numbers_find_nothing(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
+    assert closeness(evaluation, np.full((20, 1, 8), np.nan, np.float32))["recall_at_10"] == 0
+    assert frechet_metrics(evaluation, np.full((20, 1, 8), np.nan))["frechet_distance"] is None
+    json.dumps(finite({"a": [float("inf"), {"b": float("nan")}]}), allow_nan=False)
+
+
+def test_frechet_distance_is_refused_of_too_few_samples(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig())
+    found = frechet_metrics(evaluation, evaluation.latents["shuffled"][:8])
+    assert found["frechet_distance"] is None and found["frechet_samples_needed"] == 9
+    found = frechet_metrics(evaluation, evaluation.latents["own"][:20])
+    assert found["frechet_distance"] == pytest.approx(0, abs=1e-5)
+    assert found["frechet_distance_noise"] > found["frechet_distance_true"] > 0.1
+    shown = table(evaluate(fresh, EvaluationConfig(texts=8), modes=["joint"]))
+    assert "the Frechet distance needs --texts 9 or more" in shown
+
+
+@pytest.mark.parametrize("modes", [["l2t"], ["t2l"], ["joint"]])
+def test_only_what_is_asked_for_is_measured(fresh: LoadedRun, modes: list[Any]) -> None:
+    found = evaluate(fresh, EvaluationConfig(samples=20, texts=10, times=1), modes=modes)
+    assert [mode for mode in ("l2t", "t2l", "joint") if mode in found] == found["modes"] == modes
+    assert ("bits_per_token" in found) == (modes == ["joint"])
+    assert modes[0] in table(found) and samples_markdown(found).startswith("# Samples at step 0")
+    narrow = replace(fresh, config=replace(fresh.config, mode=modes[0]))
+    assert evaluate(narrow, EvaluationConfig(samples=20, texts=10, times=1)) == {**found, "modes_trained": modes}
+
+
+def test_the_split_into_batches_changes_the_last_digits_only(fresh: LoadedRun) -> None:
+    """What is drawn for a document does not depend on those beside it."""
+    small, large = (Evaluation(fresh, EvaluationConfig(batch=batch)) for batch in (3, 64))
+    for mode in ("l2t", "t2l", "joint"):
+        one, two = (each.write(mode, "own", 20, fresh.config.sampling) for each in (small, large))
+        assert one.tokens == two.tokens
+        assert one.latents == pytest.approx(two.latents, abs=1e-4)
+    assert text_bound(small, "own").nats == pytest.approx(text_bound(large, "own").nats, rel=1e-5)
+    other = Evaluation(fresh, EvaluationConfig(seed=1))
+    other.ids, other.lengths = large.ids, large.lengths
+    assert other.write("joint", "none", 20, fresh.config.sampling).tokens != two.tokens

@@ -1,0 +1,98 @@
+"""Generative perplexity is what transformers computes, of a small random GPT-2 that lies in a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from known_runs import fresh_run, perfect_run
+
+from mmldlm.errors import DataError, UsageError
+from mmldlm.evaluation import Evaluation, EvaluationConfig
+from mmldlm.evaluation.perplexity import CausalModel, nats_of, perplexity
+from mmldlm.evaluation.suite import Extras, evaluate
+
+OF_ITS_OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
+CPU = torch.device("cpu")
+TEXTS = ["The rose of soil and water.", "The wave.", "T", "", "The tide " * 40]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
+    """Of 48 positions, with the store's tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    made = tmp_path_factory.mktemp("gpt2")
+    run = fresh_run(tiny_store)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=run.tokenizer.vocab_size, n_positions=48, n_embd=32, n_layer=2, n_head=2)
+    config.initializer_range = 0.3  # so that tokens are far from equally likely
+    GPT2LMHeadModel(config).save_pretrained(made)
+    run.tokenizer.save(made)
+    return made
+
+
+def test_nats_are_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ours = CausalModel(folder, CPU)
+    assert ours.limit == 48
+    total, tokens = 0.0, 0
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :48]
+        nats, count = ours.nats(text)
+        assert count == max(0, ids.shape[1] - 1)
+        if count:
+            with torch.no_grad():
+                loss = float(theirs(ids, labels=ids).loss)
+            assert nats / count == pytest.approx(loss, rel=1e-5)
+            total, tokens = total + count * loss, tokens + count
+    shares = sum(nats_of(ours, TEXTS, rank, 3) for rank in range(3))
+    assert np.array_equal(shares, nats_of(ours, TEXTS, 0, 1))
+    assert perplexity(shares) == pytest.approx(math.exp(total / tokens), rel=1e-5)
+
+
+def test_perplexity_stands_beside_that_of_held_out_texts(folder: Path, tiny_store: Path) -> None:
+    config, extras = EvaluationConfig(texts=12, times=1), Extras(perplexity_model=folder)
+    joint = evaluate(perfect_run(tiny_store), config, ["joint"], extras)["joint"]
+    evaluation = Evaluation(perfect_run(tiny_store), config)
+    model = CausalModel(folder, CPU)
+    for suffix, tokens in (("_true", evaluation.tokens[:12]), ("_unigram", evaluation.unigram_tokens(12))):
+        expected = perplexity(nats_of(model, evaluation.decode(tokens), 0, 1))
+        assert joint[f"generative_perplexity{suffix}"] == expected
+    assert joint["generative_perplexity"] > 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "expected the folder of a causal language model"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "cannot load the model"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "cannot load the model"),
+        (lambda folder: (folder / "config.json").write_text(json.dumps(OF_ITS_OWN_CODE)), "cannot load the model"),
+    ],
+)
+def test_what_is_no_such_model_is_refused(
+    folder: Path, tmp_path: Path, spoil: Callable[[Path], object], expected: str
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    spoil(tmp_path)
+    with pytest.raises(DataError, match=expected) as caught:
+        CausalModel(tmp_path, CPU)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.quick
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install mmldlm\[perplexity\]"):
+        CausalModel(tmp_path, CPU)

@@ -1,0 +1,151 @@
+"""The formulas behind the metrics give what the reference libraries give."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import sacrebleu.metrics
+import scipy.linalg
+import scipy.spatial.distance
+import scipy.stats
+
+from mmldlm.evaluation.perplexity import perplexity
+from mmldlm.evaluation.statistics import (
+    cosine,
+    distinct,
+    frechet_distance,
+    length_buckets,
+    ranks_of_own,
+    ratio,
+    repetition,
+    spearman,
+    token_entropy,
+)
+from mmldlm.evaluation.texts import likeness, reencoded
+
+pytestmark = pytest.mark.quick
+
+RANDOM = np.random.default_rng(0)
+
+
+def test_a_mean_has_the_interval_of_scipy() -> None:
+    values = RANDOM.normal(3, 2, 80)
+    found = ratio(values, np.ones(80))
+    assert found.value == pytest.approx(values.mean(), rel=1e-12)
+    assert found.standard_error == pytest.approx(scipy.stats.sem(values), rel=1e-12)
+    assert found.interval == pytest.approx(scipy.stats.norm.interval(0.95, values.mean(), scipy.stats.sem(values)))
+    bits = found * 2.0
+    assert bits == (2 * found.value, 2 * found.standard_error, (2 * found.interval[0], 2 * found.interval[1]))
+
+
+def test_the_interval_of_a_ratio_covers_the_truth_in_95_of_100_draws() -> None:
+    """Nats that go with the length, as those of documents do. Of 2,000 draws, 4.5 deviations are 2.2 points."""
+    lengths = RANDOM.integers(4, 60, (2000, 100)).astype(float)
+    nats = lengths * RANDOM.normal(3, 0.5, lengths.shape) + RANDOM.normal(0, 20, lengths.shape) + 40
+    truth = 3 + 40 / 31.5
+    intervals = [ratio(*draw).interval for draw in zip(nats, lengths, strict=True)]
+    covered = np.mean([low <= truth <= high for low, high in intervals])
+    assert abs(covered - 0.95) < 0.025
+    # As that of a mean of quotients, or as if lengths were all the same, it would be another.
+    assert np.mean([ratio(n, np.full(100, s.mean())).standard_error for n, s in zip(nats, lengths, strict=True)]) > (
+        1.2 * np.mean([ratio(n, s).standard_error for n, s in zip(nats, lengths, strict=True)])
+    )
+
+
+@pytest.mark.parametrize("levels", [3, 1000])
+def test_spearman_is_that_of_scipy_with_and_without_ties(levels: int) -> None:
+    a = RANDOM.integers(0, levels, 60).astype(float)
+    b = a + RANDOM.integers(0, 2 * levels, 60)
+    assert spearman(a, b) == pytest.approx(scipy.stats.spearmanr(a, b).statistic, rel=1e-12)
+    assert spearman(a, np.exp(a / levels)) == pytest.approx(1) and spearman(a, -a) == pytest.approx(-1)
+    assert math.isnan(spearman(a, np.ones(60)))
+
+
+@pytest.mark.parametrize(("samples", "features"), [(200, 5), (9, 8), (50, 1)])
+def test_frechet_distance_is_that_of_scipys_matrix_root(samples: int, features: int) -> None:
+    mixing = RANDOM.normal(size=(features, features))
+    a = RANDOM.normal(size=(samples, features))
+    b = RANDOM.normal(size=(samples + 7, features)) @ mixing + 0.5
+    one, two = (np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (a, b))
+    root = scipy.linalg.sqrtm(one @ two).real
+    expected = np.square(a.mean(0) - b.mean(0)).sum() + np.trace(one + two - 2 * root)
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(b, a) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+    assert frechet_distance(a, a + 2) == pytest.approx(4 * features, rel=1e-6)
+    with pytest.raises(AssertionError):
+        frechet_distance(a[:features], b)
+
+
+def test_entropy_is_that_of_scipy() -> None:
+    texts = [RANDOM.integers(0, 9, size).tolist() for size in (1, 5, 40)]
+    expected = [scipy.stats.entropy(np.unique(text, return_counts=True)[1], base=2) for text in texts]
+    assert token_entropy(texts) == pytest.approx(np.mean(expected), rel=1e-12)
+    assert token_entropy([[7] * 30]) == 0 and token_entropy([list(range(32))]) == pytest.approx(5)
+
+
+def test_distinct_and_repetition_count_n_grams() -> None:
+    texts = [[1, 2, 1, 2, 1], [1, 2], [3]]
+    assert distinct(texts, 1) == 3 / 8
+    assert distinct(texts, 2) == 2 / 5  # 12 21 12 21, 12
+    assert distinct(texts, 3) == 2 / 3
+    assert distinct(texts, 6) is None
+    assert repetition(texts, 2) == pytest.approx((1 - 2 / 4 + 0) / 2)
+    assert repetition(texts, 6) is None
+    assert repetition([[4] * 20], 4) == pytest.approx(1 - 1 / 17) and repetition([list(range(20))], 4) == 0
+
+
+def test_cosine_is_that_of_scipy() -> None:
+    a, b = RANDOM.normal(size=(2, 6, 3, 5))
+    expected = [
+        [1 - scipy.spatial.distance.cosine(x, y) for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)
+    ]
+    assert cosine(a, b) == pytest.approx(np.mean(expected, axis=1))
+    a[2, 0, 0] = np.nan
+    assert np.isnan(cosine(a, b)).tolist() == [False, False, True, False, False, False]
+    found = reencoded(a, b)
+    assert found["unencodable"] == 1 and found["reencoded_cosine"] == pytest.approx(
+        np.delete(np.mean(expected, 1), 2).mean()
+    )
+    assert reencoded(np.full((2, 1, 4), np.nan), np.ones((2, 1, 4)))["reencoded_cosine"] is None
+
+
+def test_ranks_are_those_of_a_sorted_list_and_ties_are_no_success() -> None:
+    truth, made = RANDOM.normal(size=(2, 30, 4))
+    for row, rank in enumerate(ranks_of_own(made, truth)):
+        distances = [scipy.spatial.distance.cosine(made[row], candidate) for candidate in truth]
+        assert rank == 1 + sorted(distances).index(distances[row])
+    assert (ranks_of_own(truth, truth) == 1).all()
+    twice = np.concatenate([truth, truth])
+    assert (ranks_of_own(twice, twice) == 2).all()
+    made[3] = np.nan
+    assert ranks_of_own(made, truth)[3] == 30
+
+
+def test_texts_are_scored_as_sacrebleu_does() -> None:
+    references = ["the cat sat on the mat .", "a second sentence, with words", "Übung macht den Meister"]
+    texts = ["the cat sat on a mat .", "a second sentence, with birds", "Übung macht keinen Meister"]
+    spelled = [[ord(letter) for letter in text.ljust(40)] for text in references]
+    written = [[ord(letter) for letter in text.ljust(40)] for text in texts]
+    found = likeness(written, texts, spelled, references)
+    assert found["bleu"] == sacrebleu.metrics.BLEU().corpus_score(texts, [references]).score
+    assert found["chrf"] == sacrebleu.metrics.CHRF().corpus_score(texts, [references]).score
+    assert 20 < found["bleu"] < 90 and 50 < found["chrf"] < 95
+    pairs = [a == b for x, y in zip(written, spelled, strict=True) for a, b in zip(x, y, strict=True)]
+    assert found["token_accuracy"] == np.mean(pairs)
+    assert found["exact_match"] == 0
+    found = likeness(spelled, [*references[:2], texts[2]], spelled, references)
+    assert found["exact_match"] == 2 / 3 and found["token_accuracy"] == 1
+
+
+def test_perplexity_is_over_tokens_not_over_texts() -> None:
+    assert perplexity(np.array([[math.log(8), 1], [3 * math.log(2), 3], [0, 0]])) == pytest.approx(2**1.5)
+    assert perplexity(np.zeros((2, 2))) is None
+
+
+def test_length_buckets_hold_each_document_once() -> None:
+    lengths = np.array([1, 8, 9, 16, 40, 64, 65])
+    assert length_buckets(lengths) == [(1, 8), (9, 16), (33, 64), (65, 128)]
+    assert length_buckets(np.array([3])) == [(1, 8)]

@@ -1,0 +1,83 @@
+"""Pairs of sentences with a score: what is read, what is refused, and what is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+from known_runs import fresh_run
+
+from mmldlm.build import LoadedRun
+from mmldlm.errors import DataError
+from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
+from mmldlm.evaluation.sts import Pair, encode_sentences, read_pairs, sts_metrics
+
+pytestmark = pytest.mark.quick
+
+PAIRS = [
+    Pair("The rose of soil.", "The tulip of water.", 4.5),
+    Pair("The wave.", "The rose of soil.", 0.2),
+    Pair("The wave.", "The tide and reef.", 4.0),
+    Pair("The oven.", "The violin.", 1.0),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_store: Path) -> LoadedRun:
+    return fresh_run(tiny_store, "latent.prediction=epsilon")
+
+
+def test_both_formats_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\t{score}\n" for a, b, score in PAIRS) + "\n")
+    rows = (json.dumps({"score": score, "sentence1": a, "sentence2": b, "genre": "x"}) for a, b, score in PAIRS)
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert read_pairs(tmp_path / "a.tsv") == read_pairs(tmp_path / "a.jsonl") == PAIRS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "", "expected a .tsv or .jsonl file"),
+        ("none.tsv", None, "cannot be read"),
+        ("a.tsv", "a\tb\t1\na\tb\n", "line 2: expected two sentences and a number with tabs between"),
+        ("a.tsv", "a\tb\tgood\n", "line 1"),
+        ("a.tsv", "a\t \t1\n", "line 1"),
+        ("a.tsv", "a\tb\tnan\n", "line 1"),
+        ("a.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "line 1: expected keys sentence1, sentence2, score"),
+        ("a.jsonl", '{"sentence1": "a", "sentence2": 3, "score": 1}\n', "line 1"),
+        ("a.jsonl", "[1, 2, 3]\n", "line 1"),
+        ("a.jsonl", "not json\n", "line 1"),
+        ("a.tsv", "a\tb\t1\na\tc\t2\n", "2 pairs, expected at least 3"),
+        ("a.tsv", "a\tb\t1\na\tc\t1\nd\te\t1\n", "of different scores"),
+    ],
+)
+def test_what_is_no_pair_is_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=expected):
+        read_pairs(tmp_path / name)
+
+
+def test_a_sentence_beyond_the_model_is_refused(run: LoadedRun) -> None:
+    evaluation = Evaluation(run, EvaluationConfig(samples=4))
+    with pytest.raises(DataError, match="sentences of 1 to 32 tokens, found"):
+        encode_sentences(evaluation, [*PAIRS, Pair("The " * 40, "a", 1.0)])
+
+
+def test_the_correlations_are_those_of_scipy(run: LoadedRun) -> None:
+    evaluation = Evaluation(run, EvaluationConfig(samples=4))
+    pairs = [*PAIRS, Pair("zzz qqq", "The wave.", 2.0)]  # of words that the encoder does not know
+    found = sts_metrics(evaluation, pairs, lambda _: None)
+    assert found["sts_pairs"] == 5 and found["sts_unencodable"] == 1
+    a, b = (evaluation.encoder.encode([pair[side] for pair in PAIRS]) for side in (0, 1))
+    scores = [pair.score for pair in pairs]
+    assert found["sts_spearman_encoder"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores[:4]).statistic)
+    sentences, tokens = encode_sentences(evaluation, pairs)
+    made = run.store.restore(evaluation.latents_of(tokens, run.config.sampling))
+    a, b = (np.stack([made[sentences.index(pair[side])] for pair in pairs]) for side in (0, 1))
+    assert found["sts_spearman"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores).statistic)
+    other = scipy.stats.spearmanr(cosine(a, np.roll(b, -1, axis=0)), scores).statistic
+    assert found["sts_spearman_shuffled"] == pytest.approx(other)
