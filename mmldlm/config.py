@@ -50,6 +50,12 @@ class ValidationConfig:
     every: int = setting(250, "optimizer steps between validations; 0: none", at_least=0)
     samples: int = setting(512, "held-out samples of a validation", at_least=1)
     text_samples: int = setting(4, "held-out latents to write text from at each validation; 0: none", at_least=0)
+    quality_every: int = setting(
+        0,
+        "optimizer steps between measurements of what the run generates, `quality/` in the curves; 0: none",
+        at_least=0,
+    )
+    quality_samples: int = setting(64, "held-out samples of such a measurement, in each trained mode", at_least=2)
 
 
 @dataclass(frozen=True)

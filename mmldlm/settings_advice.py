@@ -42,6 +42,9 @@ ADVICE = {
     "sampling.steps": "Time grows with them; many more than there are tokens to write change little",
     "sampling.temperature": "Below 1 for small models: the quickstart has 0.6",
     "validation.every": "512 samples cost, for each trained mode, the forward passes of four steps of 128",
+    "validation.quality_every": "64 samples cost, for each trained mode, as many of their forward passes as there are "
+    "sampling.steps: with 32 and three modes about what 16 steps of 128 do, so every 2,000 steps under 1 %",
+    "validation.quality_samples": "64 tell a trend; of two runs, compare `mmldlm evaluate`",
     "log.every": "On a GPU, each record is a wait for the device: not below 10",
     "checkpoint.every_steps": "As much work as you are ready to lose; writing goes on beside the training",
     "checkpoint.every_minutes": "Where a scheduler ends jobs after a time, or steps take long",

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
+from mmldlm.build import LoadedRun
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.ema import decay_at
 from mmldlm.errors import StoppedBySignal
+from mmldlm.evaluation.quality import quality
 from mmldlm.guard import Skip, account, poisoned
 from mmldlm.learning_rate import batch_scale, lr_at
 from mmldlm.lifecycle import RunLifecycle
 from mmldlm.runtime.engine import fits
 from mmldlm.telemetry import StepNumbers, memory_values, phase
-from mmldlm.validation import text_samples, validation_losses
+from mmldlm.validation import text_samples, validation_ids, validation_losses
 
 
 class Training(RunLifecycle):
@@ -142,6 +144,8 @@ class Training(RunLifecycle):
             self._log(lr)
         if config.validation.every and (state.step % config.validation.every == 0 or last):
             self._validate()
+        if config.validation.quality_every and (state.step % config.validation.quality_every == 0 or last):
+            self._measure_quality()
         if (self.save_schedule.due(state.step) or self._save_agreed) and not last:
             self.save()
 
@@ -255,6 +259,32 @@ class Training(RunLifecycle):
             self.state.best_validations = sorted([*self.state.best_validations, loss])[: max(1, keep_best)]
             if loss in self.state.best_validations[:keep_best]:
                 self.save(validation_loss=loss)
+
+    def _measure_quality(self) -> None:
+        self.settle()
+        paused = time.perf_counter()
+        self.tracker.heartbeat(self.state.step, "quality")
+        parts, runtime, measured = self.parts, self.runtime, self.config.ema.measured
+        run = LoadedRun(
+            folder=self.run_dir,
+            config=self.config,
+            store=parts.store,
+            tokenizer=parts.tokenizer,
+            model=runtime.forward_bare,
+            objective=parts.objective,
+            device=runtime.device,
+            step=self.state.step,
+            weights=measured,
+            has_average=self.config.ema.decay > 0,
+        )
+        ids = validation_ids(parts.store.split("validation"), self.config.validation.quality_samples)
+        model = runtime.bare_model
+        model.eval()
+        with runtime.averaged() if measured == "ema" else nullcontext():
+            values = quality(run, ids, runtime)
+        model.train()
+        self.tracker.quality(self.state.step, values)
+        self.meter.began += time.perf_counter() - paused
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of this moment, if there is none yet; with `wait`, every checkpoint is there at the end.

@@ -18,7 +18,9 @@ from typing import Any, Literal, get_args
 from mmldlm.errors import DataError
 from mmldlm.files import write_atomically
 
-Kind = Literal["train", "validation", "start", "checkpoint", "resume", "skip", "micro_batch", "heartbeat", "end"]
+Kind = Literal[
+    "train", "validation", "quality", "start", "checkpoint", "resume", "skip", "micro_batch", "heartbeat", "end"
+]
 KINDS: tuple[str, ...] = get_args(Kind)
 RESERVED = frozenset({"kind", "step", "time", "nonfinite"})
 

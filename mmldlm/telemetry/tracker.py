@@ -16,6 +16,7 @@ from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.tensorboard import TensorBoard
 
 HPARAM_METRICS = ("loss/total", "validation/total")
+SHOWN_OF_QUALITY = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10", "_token_entropy", "_repetition_4")
 
 
 class Tracker:
@@ -77,6 +78,16 @@ class Tracker:
         shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in _numbers(values).items())
         average = " of the average of the weights" if values.get("weights") == "ema" else ""
         self._progress.message(f"validation{average} at step {step:,}: {shown}")
+
+    def quality(self, step: int, values: Mapping[str, float]) -> None:
+        """What the run generates beside what is held out, see `mmldlm.evaluation.quality`."""
+        if not self.enabled:
+            return
+        self._write("quality", step, values)
+        self._scalars(step, values)
+        chosen = {key: value for key, value in values.items() if key.endswith(SHOWN_OF_QUALITY)}
+        shown = "  ".join(f"{key.removeprefix('quality/')} {value:.3f}" for key, value in chosen.items())
+        self._progress.message(f"quality at step {step:,}: {shown}")
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
         """Texts side by side, as `{"reference": ..., "generated": ...}` a row; to TensorBoard only."""

@@ -134,6 +134,8 @@ EFFECTS: dict[str, Run | ShownBy] = {
     "validation.every": Run("1", "records"),
     "validation.samples": Run("8", "validation"),
     "validation.text_samples": Run("1", "texts"),
+    "validation.quality_every": Run("2", "records", ("validation.quality_samples=4",)),
+    "validation.quality_samples": ShownBy("tests/evaluation/test_quality.py::test_quality_is_that_of_the_checkpoint"),
     "log.every": Run("2", "records"),
     "log.tensorboard": Run("true", "files"),
     "profile.steps": Run("[2, 2]", "files"),

@@ -1,0 +1,56 @@
+"""What a training measures of its generations is what its checkpoints give afterwards."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from mmldlm import train
+from mmldlm.build import load_run
+from mmldlm.evaluation import Evaluation, EvaluationConfig
+from mmldlm.evaluation.latents import latent_metrics
+from mmldlm.evaluation.quality import SEED, quality
+from mmldlm.runtime.processes import Processes
+from mmldlm.telemetry import read_metrics
+from mmldlm.validation import validation_ids
+
+MODES = {"l2t": "bleu", "t2l": "cosine", "joint": "token_entropy"}
+
+
+@pytest.mark.parametrize("samples", [6, 18])
+def test_quality_is_that_of_the_checkpoint(samples: int, tiny_config: Path, tmp_path: Path) -> None:
+    """Also of the average of the weights, which is what is measured where one is kept."""
+    settings = [f"validation.quality_samples={samples}", "validation.quality_every=3", "train.steps=5", "ema.decay=0.9"]
+    assert train.main([str(tiny_config), *settings, "validation.every=0"]) == 0
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "quality"]
+    assert [record["step"] for record in records] == [3, 5]
+    found = {key: value for key, value in records[-1].items() if key.startswith("quality/")}
+    run = load_run(tmp_path / "run")
+    assert run.weights == "ema"
+    ids = validation_ids(run.store.split("validation"), samples)
+    assert len(ids) == samples
+    assert found == quality(run, ids, Processes())
+    assert found != quality(load_run(tmp_path / "run", weights="trained"), ids, Processes())
+    assert {f"quality/{mode}_{key}" for mode, key in MODES.items()} < found.keys()
+    # And the metrics are those of `mmldlm evaluate`.
+    config = EvaluationConfig("validation", samples, samples, seed=SEED, batch=16)
+    direct = latent_metrics(Evaluation(run, config, ids=ids), lambda _: None)
+    assert found["quality/t2l_cosine"] == direct["cosine"]
+    # Of eight channels, a Frechet distance needs nine samples.
+    assert ("quality/joint_frechet_distance" in found) == (samples >= 9)
+    assert all(map(math.isfinite, found.values()))
+
+
+def test_only_trained_modes_are_measured_and_none_by_default(tiny_config: Path, tmp_path: Path) -> None:
+    settings = ["train.steps=2", "validation.every=0", "validation.quality_samples=2"]
+    for name, extra in (("off", []), ("on", ["mode=t2l", "validation.quality_every=2"])):
+        assert train.main([str(tiny_config), f"run.dir={tmp_path / name}", *settings, *extra]) == 0
+    off, on = (
+        [record for record in read_metrics(tmp_path / name / "metrics.jsonl") if record["kind"] == "quality"]
+        for name in ("off", "on")
+    )
+    assert off == [] and len(on) == 1
+    keys = [key for key in on[0] if key.startswith("quality/")]
+    assert keys and all(key.startswith("quality/t2l_") for key in keys)
