@@ -21,10 +21,12 @@ class CausalModel:
         folder = Path(folder)
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers.utils.logging import disable_progress_bar
         except ImportError:
             raise UsageError(
                 f"--perplexity-model {folder} needs transformers: pip install mmldlm[perplexity]"
             ) from None
+        disable_progress_bar()  # which would be drawn into files as well
         if not (folder / "config.json").is_file():
             raise DataError(f"--perplexity-model {folder}: expected the folder of a causal language model, config.json")
         try:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from known_runs import fresh_run, perfect_run
+from safetensors.torch import load_file
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
@@ -71,12 +72,19 @@ def test_perplexity_stands_beside_that_of_held_out_texts(folder: Path, tiny_stor
     assert joint["generative_perplexity"] > 1
 
 
+def pickle_weights(folder: Path) -> None:
+    """As older models come, which transformers would read."""
+    file = folder / "model.safetensors"
+    torch.save(load_file(file), folder / "pytorch_model.bin")
+    file.unlink()
+
+
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
         (lambda folder: (folder / "config.json").unlink(), "expected the folder of a causal language model"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "cannot load the model"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "cannot load the model"),
+        (pickle_weights, "cannot load the model"),
         (lambda folder: (folder / "config.json").write_text(json.dumps(OF_ITS_OWN_CODE)), "cannot load the model"),
     ],
 )
