@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     CONFIG = 64
     DATA = 65
+    ALERT = 69
     NUMERICAL = 70
     RUN_IN_USE = 73
     STORAGE = 74

@@ -35,6 +35,7 @@ from mmldlm.optimizers import build_optimizer, implementation, resolve_fused
 from mmldlm.runtime.deepspeed_config import StepPlan
 from mmldlm.runtime.engine import Runtime
 from mmldlm.runtime.environment import settings_to_export, unread_names
+from mmldlm.telemetry import memory_limits
 from mmldlm.validation import validation_ids
 
 SHARED_FOLDER_PATIENCE_S = 5.0
@@ -161,6 +162,7 @@ def startup_report(
         "device": str(runtime.device),
         "name": torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        **memory_limits(),
     }
     ranks = runtime.gather(me, "start-up report")
     batches = {

@@ -4,7 +4,7 @@ from mmldlm.telemetry.meter import Meter, StepNumbers
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import Progress
-from mmldlm.telemetry.resources import cuda_memory_mib, memory_values, resident_mib
+from mmldlm.telemetry.resources import cuda_memory_mib, memory_limits, memory_values, resident_mib
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 
@@ -18,6 +18,7 @@ __all__ = [
     "TensorBoard",
     "Tracker",
     "cuda_memory_mib",
+    "memory_limits",
     "memory_values",
     "phase",
     "read_metrics",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-MIB = 2**20
+from mmldlm.telemetry.host_memory import MIB, host_memory_mib
 
 
 def resident_mib() -> float:
@@ -32,9 +32,21 @@ def cuda_memory_mib() -> tuple[float, float] | None:
     return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
 
 
+def memory_limits() -> dict[str, float]:
+    """What there is of it, for the start-up report: of this host, and of the CUDA device if one is in use."""
+    limits = {}
+    if (host := host_memory_mib()) is not None:
+        limits["host_memory_mib"] = host[0]
+    if cuda_memory_mib() is not None:
+        limits["device_memory_mib"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / MIB
+    return limits
+
+
 def memory_values() -> dict[str, float]:
     """The `memory/` group of a training record."""
     values = {"memory/resident_mib": resident_mib()}
+    if (host := host_memory_mib()) is not None:
+        values["memory/host_free_mib"] = host[1]
     if (cuda := cuda_memory_mib()) is not None:
         values["memory/cuda_allocated_mib"], values["memory/cuda_reserved_mib"] = cuda
     return values

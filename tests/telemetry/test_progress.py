@@ -4,7 +4,7 @@ import mmap
 import pytest
 
 from mmldlm.telemetry import Progress, memory_values, resident_mib
-from mmldlm.telemetry.progress import human_count, human_duration
+from mmldlm.units import human_count, human_duration
 
 pytestmark = pytest.mark.quick
 
