@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
 
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, run_command
@@ -22,7 +23,7 @@ COMMANDS = {
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
     "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
 }
-PRINTS = ("config", "data")  # the commands that only show something
+PRINTS = ("config", "data", "monitor")  # the commands that only show something
 
 
 def usage() -> str:
@@ -44,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     module = importlib.import_module(COMMANDS[name][0])
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody reads any more what was said on the way
+        sys.stderr.flush()
     if argv is None and name in ("train", "doctor", "evaluate", "demo"):
         os._exit(status)  # for the reason in train.py; and a thread of the demo may be in the midst of a generation
     return status

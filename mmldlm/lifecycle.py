@@ -43,7 +43,7 @@ from mmldlm.startup import (
     startup_report,
     step_plan,
 )
-from mmldlm.telemetry import Meter, StepProfiler, Tracker
+from mmldlm.telemetry import Meter, Notices, StepProfiler, Tracker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,6 +103,7 @@ class RunLifecycle:
 
     def _open(self) -> None:
         config = self.config
+        self.notices = self._stack.enter_context(Notices(speaks=self.launch.local_rank == 0))
         # All that can be refused is refused before anything is created.
         check_resume(config.resume)
         config.train.check_batches(self.launch.world_size)
@@ -214,6 +215,7 @@ class RunLifecycle:
         self._stack.callback(self.profiler.close)
         if not runtime.is_main:
             return
+        self.notices.write = self.tracker.message
         self.guard.file = self._stack.enter_context(skips_file(self.run_dir, self.state.step, resumed))
         write_config(config, self.run_dir)
         write_atomically(self.run_dir / "startup.json", (json.dumps(report, indent=1) + "\n").encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
@@ -79,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody reads any more what was said on the way
+        sys.stderr.flush()
     # torch with gloo now and then aborts in static destructors after a good run, which launchers report as failure.
     os._exit(status)

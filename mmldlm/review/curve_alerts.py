@@ -55,21 +55,41 @@ def overflow(look: Look) -> Alert | None:
 
 
 def not_finite(look: Look) -> Alert | None:
-    """A curve whose latest value is NaN or infinite."""
+    """A loss whose latest value is NaN or infinite; a norm that is not is of a step that was left out."""
     for kind in CURVES:
-        latest = look.history.last(kind)
-        if latest is not None and latest.get("nonfinite"):
+        latest = look.history.last(kind) or {}
+        losses = [tag for tag in latest.get("nonfinite") or [] if tag.startswith(("loss/", "validation/"))]
+        if losses:
             return Alert(
                 "not finite",
-                f"{', '.join(latest['nonfinite'][:3])} at step {latest['step']}",
+                f"{', '.join(losses[:3])} at step {latest['step']}",
                 "go back to a checkpoint before that step (resume=PATH) with a lower optim.lr",
             )
     return None
 
 
 def rising_loss(look: Look) -> Alert | None:
-    """The loss is above where it was, by more than chance and `thresholds.rise`; or three validations in a row are."""
-    return _rising_training(look) or _rising_validation(look)
+    """The loss is above where it was, by more than chance and `thresholds.rise`, or even above that of the start.
+
+    Or each of the last three validations was worse than the one before.
+    """
+    return _diverged(look) or _rising_training(look) or _rising_validation(look)
+
+
+def _diverged(look: Look) -> Alert | None:
+    losses = values_of(look.train, "loss/total")
+    untrained, now = losses[:3], losses[3:][-_BLOCK:]
+    if len(now) < _BLOCK:
+        return None
+    found, limit = statistics.median(now), max(untrained) + look.thresholds.diverged * abs(max(untrained))
+    if found <= limit:
+        return None
+    return Alert(
+        "rising loss",
+        f"loss/total is {found:.4g} (median of {_BLOCK} records), more than at the start ({max(untrained):.4g})",
+        "the run has diverged and will not come back by itself: start again with a lower optim.lr or a longer "
+        "optim.warmup_steps",
+    )
 
 
 def _rising_training(look: Look) -> Alert | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 
 from mmldlm.errors import ExitCode
 from mmldlm.review.alert import Alert
 from mmldlm.review.look import Look, values_of
+from mmldlm.review.records import Record
 from mmldlm.units import human_duration
 
 _GIB = 2**30
+_STEPS, _SPEEDS = 10, 10  # steps at least of which a speed is taken, and how many such speeds are compared
 
 
 def ended_badly(look: Look) -> Alert | None:
@@ -90,19 +94,28 @@ def no_news(look: Look) -> Alert | None:
 
 
 def unstable_speed(look: Look) -> Alert | None:
-    """Tokens a second scatter widely from record to record."""
-    speeds = sorted(values_of(look.session[-20:], "speed/tokens_per_s"))
-    if len(speeds) < 20:
+    """Tokens a second scatter widely, though each value is of at least 10 steps."""
+    together = max(1, math.ceil(_STEPS / look.history.steps_between))
+    records = look.session[-_SPEEDS * together :]
+    if len(records) < _SPEEDS * together:
         return None
-    low, high, middle = speeds[2], speeds[-3], statistics.median(speeds)
+    speeds = sorted(_speed(records[i : i + together]) for i in range(0, len(records), together))
+    low, high, middle = speeds[1], speeds[-2], statistics.median(speeds)
     if high - low <= look.thresholds.speed_spread * middle:
         return None
     return Alert(
         "unstable speed",
-        f"{low:.0f} to {high:.0f} tokens/s in most of the last 20 records",
+        f"{low:.0f} to {high:.0f} tokens/s over {together * look.history.steps_between} steps each",
         "is another job on this machine, its disk or network? A trace says which operations vary "
         "(profile.steps=[FIRST,LAST]); if data_wait varies too, see data-bound",
     )
+
+
+def _speed(records: Sequence[Record]) -> float:
+    """Tokens a second over all of these training records."""
+    seconds = values_of(records, "speed/step_s")
+    tokens = [speed * of for speed, of in zip(values_of(records, "speed/tokens_per_s"), seconds, strict=True)]
+    return sum(tokens) / max(sum(seconds), 1e-9)
 
 
 def low_speed(look: Look) -> Alert | None:

@@ -29,6 +29,7 @@ class Thresholds:
     rise: float = setting(
         0.05, "rise of the loss, relative to the lowest: 10 records' median over that of the best 10 in a row", above=0
     )
+    diverged: float = setting(0.2, "loss of 10 records above the largest of the first three, relative to that", above=0)
     validation_rise: float = setting(
         0.02, "rise of the validation loss, relative to the lowest, over the last 3 validations, each worse", above=0
     )
@@ -38,7 +39,9 @@ class Thresholds:
     norm_jump: float = setting(5.0, "gradient norm of 5 records over that of the 100 before", above=1)
     norm_clipped: float = setting(50.0, "gradient norm of 20 records over optim.clip_norm", above=1)
     speed_spread: float = setting(
-        1.0, "from the 10th to the 90th percentile of 20 records' tokens a second, over their median", above=0
+        0.5,
+        "highest less lowest of 10 speeds of 10 steps or more each, the two outermost left out, over their median",
+        above=0,
     )
     speed_drop: float = setting(0.5, "tokens a second of 10 records over those of the session before", above=0, below=1)
     data_wait: float = setting(0.2, "share of a step's time that is waited for data, over 10 records", above=0, below=1)
@@ -84,7 +87,10 @@ class Look:
         latest = history.last()
         if latest is None or latest["kind"] in ("start", "resume") or step_s is None:
             return self.interval_s + self.thresholds.silent_s
-        usual = max(self.thresholds.silent_steps * step_s, 2 * history.steps_between * step_s)
+        usual = self.thresholds.silent_steps * step_s
+        if any(process.state() == "stopped" for process in history.processes):
+            return self.interval_s + usual
+        usual = max(usual, 2 * history.steps_between * step_s)
         if latest["kind"] == "heartbeat":
             usual = max(usual, self._busy_s(latest))
         return self.interval_s + usual

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmldlm.brief import shown
 from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.review.alert import Alert
 from mmldlm.review.alerts import alerts
@@ -88,15 +89,24 @@ def _pause_s(looks: Sequence[Look], interval_s: float) -> float:
     return min([interval_s, *(seconds + _LATE_S for seconds in left if seconds > 0)])
 
 
+def _thresholds(assignments: Sequence[str]) -> Thresholds:
+    tree: dict[str, object] = {}
+    known = [key for key, _ in leaves(Thresholds)]
+    for assignment in assignments:
+        if assignment.partition("=")[0] not in known:
+            raise UsageError(
+                f"--threshold {shown(assignment)}: expected KEY=VALUE, KEY being one of {', '.join(known)}"
+            )
+        set_dotted(tree, assignment)
+    return build(Thresholds, tree)
+
+
 def main(argv: list[str] | None = None) -> int:
     """`mmldlm monitor`; lets `MmldlmError` pass."""
     options = _parser().parse_args(argv)
     if not 0.1 <= options.interval <= 86_400:
         raise UsageError(f"--interval {options.interval:g}: expected 0.1 to 86400 seconds")
-    tree: dict[str, object] = {}
-    for assignment in options.threshold:
-        set_dotted(tree, assignment)
-    thresholds = build(Thresholds, tree)
+    thresholds = _thresholds(options.threshold)
     histories = [History.read(run) for run in options.runs]
     try:
         return watch(histories, options.interval, thresholds, Output(options.json, options.once))

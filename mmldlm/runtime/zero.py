@@ -40,8 +40,8 @@ class ZeroRuntime(Runtime):
         self.shards_parameters = self.stage == 3
         # DeepSpeed rounds the weights before it makes its masters of them, and frozen ones have no masters.
         initial = {name: tensor.cpu().clone() for name, tensor in model_state(model).items()}
-        # DeepSpeed calls it by the name that PyTorch is about to drop.
-        warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+        # DeepSpeed calls them by the names that PyTorch is about to drop.
+        warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
         super().prepare(model, optimizer)
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad

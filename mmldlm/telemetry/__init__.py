@@ -2,6 +2,7 @@
 
 from mmldlm.telemetry.meter import Meter, StepNumbers
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
+from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.resources import cuda_memory_mib, memory_limits, memory_values, resident_mib
@@ -11,6 +12,7 @@ from mmldlm.telemetry.tracker import Tracker
 __all__ = [
     "Meter",
     "MetricsFile",
+    "Notices",
     "ProfileConfig",
     "Progress",
     "StepNumbers",

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from mmldlm.units import human_count, human_duration
@@ -34,7 +35,7 @@ class Progress:
     ):
         self.total_steps = total_steps
         self._stream = stream or sys.stderr
-        self._in_place = self._stream.isatty()
+        self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._open_line = False
         self._clock = clock
         # (step, seconds) of recent events. Evaluation and saving in between count: the ETA is of the whole run.
@@ -44,23 +45,28 @@ class Progress:
         self._recent.append((step, self._clock()))
         line = self._line(step, values)
         if not self._in_place:
-            print(line, file=self._stream, flush=True)
+            self._print(line + "\n")
             return
         width = self._width()
         # One column stays free: many terminals wrap when the last one is written.
-        print("\r" + line[: width - 1].ljust(width - 1), end="", file=self._stream, flush=True)
+        self._print("\r" + line[: width - 1].ljust(width - 1))
         self._open_line = True
 
     def message(self, text: str) -> None:
         """A line of its own that stays."""
         self.close()
-        print(text, file=self._stream, flush=True)
+        self._print(text + "\n")
 
     def close(self) -> None:
         """End a line that was updated in place."""
         if self._open_line:
-            print(file=self._stream, flush=True)
+            self._print("\n")
             self._open_line = False
+
+    def _print(self, text: str) -> None:
+        """Where nobody reads any more, or the disk of a log is full, that is no reason to end a run."""
+        with suppress(OSError):
+            print(text, end="", file=self._stream, flush=True)
 
     def eta_s(self) -> float | None:
         """Seconds to the last step at the speed of the recent ones; None until there is one."""

@@ -120,6 +120,11 @@ class Tracker:
             self._progress.close()
             self.flush()
 
+    def message(self, text: str) -> None:
+        """A line for whoever looks on, beside the progress line."""
+        if self.enabled:
+            self._progress.message(text)
+
     def flush(self) -> None:
         if not self.enabled:
             return

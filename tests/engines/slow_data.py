@@ -1,0 +1,31 @@
+"""`mmldlm.train` on a disk that gets slow: from step SLOW_STEP on, reading takes four times as long as a step did."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from itertools import pairwise
+from typing import Any
+
+from mmldlm import train
+from mmldlm.data import loader
+
+STEP = int(os.environ["SLOW_STEP"])
+_collate = loader.collate
+began: list[float] = []  # at which a micro-batch was read, one a step
+
+
+def collate(*arguments: Any) -> Any:
+    began.append(time.monotonic())
+    if len(began) > STEP:
+        time.sleep(4 * statistics.median(later - earlier for earlier, later in pairwise(began[:STEP])))
+    return _collate(*arguments)
+
+
+loader.collate = collate
+status = train.main()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)

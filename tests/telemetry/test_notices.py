@@ -1,0 +1,90 @@
+"""Warnings come once, each in one line; and a log that nobody can write to ends no run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from mmldlm.telemetry import Notices, Progress, host_memory
+from mmldlm.telemetry.notices import to_stderr
+
+pytestmark = pytest.mark.quick
+
+
+def heard(notices: Notices) -> list[str]:
+    lines: list[str] = []
+    notices.write = lines.append
+    return lines
+
+
+def warn_in_each_step(steps: int) -> None:
+    for step in range(steps):
+        with warnings.catch_warnings():  # which has Python forget what it has said
+            warnings.simplefilter("always")
+            warnings.warn("an old\nname", FutureWarning, stacklevel=1)
+        logging.getLogger("some.library").warning("odd shape %d", 3)
+        logging.getLogger("mmldlm.data").warning("shard %d is slow", step % 2)
+
+
+def test_each_once_in_one_line() -> None:
+    before = warnings.showwarning
+    with Notices(speaks=True) as notices:
+        lines = heard(notices)
+        warn_in_each_step(4)
+    assert lines == [
+        "warning: an old name (FutureWarning in test_notices.py:29)",
+        "warning: odd shape 3",
+        "warning: shard 0 is slow",
+        "warning: shard 1 is slow",
+    ]
+    assert warnings.showwarning is before and notices not in logging.getLogger().handlers
+
+
+def test_the_others_of_a_node_say_only_what_is_their_own() -> None:
+    with Notices(speaks=False) as notices:
+        lines = heard(notices)
+        warn_in_each_step(2)
+    assert lines == ["warning: shard 0 is slow", "warning: shard 1 is slow"]
+
+
+def test_a_log_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as when `tee` was killed
+    for stream in (Path("/dev/full").open("w", encoding="utf-8"), os.fdopen(writer, "w")):
+        progress = Progress(10, 0, stream)
+        progress.update(1, {"loss/total": 1.0})
+        progress.message("validation")
+        progress.close()
+        monkeypatch.setattr("sys.stderr", stream)
+        to_stderr("a warning")
+        monkeypatch.undo()
+        with pytest.raises(OSError):
+            stream.close()  # so it really could not be written
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    Progress(10, 0, stream).update(1, {})
+    assert stream.getvalue().endswith("\n") and "\r" not in stream.getvalue()
+
+
+def test_memory_of_the_host_and_of_a_control_group(tmp_path: Path) -> None:
+    found = host_memory.host_memory_mib()
+    assert found is not None and 0 < found[1] < found[0]
+    names = ("memory.max", "memory.current", "inactive_file")
+    (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {20 * 2**20}\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert list(host_memory._group(tmp_path, *names)) == []
+    (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
+    assert list(host_memory._group(tmp_path, *names)) == [(100.0, 60.0)], "caches of files can be had back"
