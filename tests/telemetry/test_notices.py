@@ -55,7 +55,7 @@ def test_the_others_of_a_node_say_only_what_is_their_own() -> None:
 def test_a_log_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as when `tee` was killed
-    for stream in (Path("/dev/full").open("w", encoding="utf-8"), os.fdopen(writer, "w")):
+    for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), os.fdopen(writer, "w")):
         progress = Progress(10, 0, stream)
         progress.update(1, {"loss/total": 1.0})
         progress.message("validation")
