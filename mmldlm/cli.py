@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": ("mmldlm.demo.command", "a web page on this machine, to sample from a run by hand"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
     "monitor": ("mmldlm.review.monitor", "watch runs: curves, speed, and alerts with advice"),
+    "report": ("mmldlm.review.report", "show runs side by side in one HTML page"),
     "config": ("mmldlm.config_command", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
     "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
