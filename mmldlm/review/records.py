@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +11,8 @@ from typing import Any, BinaryIO
 from mmldlm.errors import StorageError
 
 Record = dict[str, Any]
+
+_SEEN_BYTES = 512  # of the end of what was read, by which a file is known again; the times in it are like no other's
 
 
 class Records:
@@ -28,7 +29,7 @@ class Records:
     def _forget(self) -> None:
         self.all: list[Record] = []
         self.damaged = 0
-        self._inode, self._read, self._torn = -1, 0, b""
+        self._read, self._end, self._torn = 0, b"", b""
 
     def refresh(self) -> bool:
         """Whether there is anything new; StorageError where the file is there, but cannot be read."""
@@ -43,17 +44,16 @@ class Records:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
 
     def _read_on(self, file: BinaryIO) -> bool:
-        inode = os.fstat(file.fileno()).st_ino
-        size = file.seek(0, 2)
-        replaced = inode != self._inode or size < self._read
+        file.seek(self._read - len(self._end))
+        replaced = file.read(len(self._end)) != self._end
         if replaced:
             self._forget()
-            self._inode = inode
-        file.seek(self._read)
+            file.seek(0)
         added = file.read()
         if not added:
             return replaced
         self._read += len(added)
+        self._end = (self._end + added)[-_SEEN_BYTES:]
         *lines, self._torn = (self._torn + added).split(b"\n")
         for line in lines:
             self._take(line)

@@ -70,7 +70,12 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
     again.write("resume", 2, {"total_steps": 9})
     again.write("train", 3, {"loss/total": -3.0})
     assert history.refresh() and history.series("loss/total").values == [1.0, 2.0, -3.0]
-    again.write("resume", 1, {"total_steps": 9})  # of a folder that was put together by hand
+    third = written(tmp_path / "run", resume_step=2)  # and it is longer than before at the next look
+    third.write("resume", 2, {"total_steps": 9})
+    for step in range(3, 9):
+        third.write("train", step, {"loss/total": -2.0 * step})
+    assert history.refresh() and history.series("loss/total").values[2:] == [-6.0, -8.0, -10.0, -12.0, -14.0, -16.0]
+    third.write("resume", 1, {"total_steps": 9})  # of a folder that was put together by hand
     assert history.refresh() and history.series("loss/total").values == [1.0] and len(history.session) == 1
 
 
