@@ -251,15 +251,18 @@ def _draw_run(axis: Axes, panel: Panel, run: Run, colour: str, crowded: bool) ->
 
 
 def _finish(axis: Axes, panel: Panel) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axis.set_title(panel.title)
     axis.set_xlabel("step")
     axis.margins(x=0.02)
     if panel.logarithmic:
         axis.set_yscale("log")
-        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            which(_plain_number)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(_plain_number)
+        axis.yaxis.set_minor_locator(NullLocator())
     elif panel.from_zero:
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
 
 
 def _plain_number(value: float, _: Any) -> str:

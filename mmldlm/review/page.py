@@ -81,8 +81,8 @@ def _runs(content: Content) -> str:
             rows.append(
                 [
                     f"{_swatch(index)}{escape(run.name)}<br><small>{escape(str(run.path))}</small>",
-                    f'<span class="state {run.state.name}">{run.state.name}</span><br>'
-                    f"<small>{escape(run.state.cause if run.state.name != 'finished' else '')}</small>",
+                    f'<span class="state {run.state.name}">{run.state.name}</span>'
+                    f'<small class="cause">{escape(run.state.cause if run.state.name != "finished" else "")}</small>',
                     f"{run.history.step:,}" + (f" of {total:,}" if isinstance(total, int) else ""),
                     escape(str(run.seed if run.seed is not None else "unknown")),
                     human_duration(run.seconds),

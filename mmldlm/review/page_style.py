@@ -27,14 +27,15 @@ p { margin: .25rem 0 .75rem; max-width: 60rem; }
 a { color: var(--live); }
 .soft { color: var(--soft); }
 nav a { margin-right: 1rem; white-space: nowrap; }
-figure { margin: .5rem 0 1rem; padding: .75rem; background: var(--panel); border-radius: 8px; }
-figure svg { display: block; width: 100%; height: auto; }
+figure { margin: .5rem 0 1rem; padding: .75rem; background: var(--panel); border-radius: 8px; overflow-x: auto; }
+figure svg { display: block; width: 100%; min-width: 40rem; height: auto; }
 .wide { overflow-x: auto; margin: .5rem 0 1rem; }
 table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; }
 thead th { border-bottom: 2px solid var(--line); vertical-align: bottom; }
 .number { text-align: right; white-space: nowrap; }
+.cause { display: block; min-width: 9rem; }
 td.text { min-width: 16rem; overflow-wrap: anywhere; }
 code { font: .92em ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 td:first-child code { white-space: nowrap; }
