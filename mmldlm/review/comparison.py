@@ -17,7 +17,7 @@ ABSENT = "(absent)"
 
 # What decides how a run went beside its config, by key of its start-up report.
 _SURROUNDINGS = ("engine", "world_size", "nodes", "optimizer", "attention", "compile", "git", "data_manifest")
-_FIRST = ("validation/", "loss/")  # of the metrics, in this order
+_FIRST = ("validation/", "quality/", "loss/")  # of the metrics, in this order
 
 
 @dataclass(frozen=True)

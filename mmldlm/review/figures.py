@@ -16,7 +16,7 @@ from mmldlm.brief import cut
 from mmldlm.errors import UsageError
 from mmldlm.review.comparison import Group
 from mmldlm.review.history import Series
-from mmldlm.review.outcome import EventKind, Run
+from mmldlm.review.outcome import MEASURED, EventKind, Run, is_control
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +38,8 @@ MARKS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, word
 TITLES = {
     "speed/tokens_per_s": "tokens per second",
     "speed/samples_per_s": "samples per second",
+    "speed/tflops_per_s": "useful TFLOPs per second",
+    "speed/mfu": "MFU: useful FLOPs over the device's peak",
     "speed/step_s": "seconds a step",
     "speed/data_wait_s": "seconds a step waits for data",
     "memory/resident_mib": "resident memory, MiB",
@@ -89,7 +91,7 @@ class Panel:
 
     title: str
     train: str = ""  # tag of training records
-    validation: str = ""  # tag of validation records
+    validation: str = ""  # tag of records of what is measured on held-out documents
     logarithmic: bool = False
     from_zero: bool = False
 
@@ -130,10 +132,10 @@ def draw(groups: Sequence[Group], folder: Path) -> list[Drawing]:
 def plan(runs: Sequence[Run]) -> list[tuple[str, str, str, list[Panel]]]:
     """(name, title, about, panels) of each figure, by the tags that the runs have."""
     train = dict.fromkeys(tag for run in runs for tag in run.history.tags("train"))
-    validation = dict.fromkeys(tag for run in runs for tag in run.history.tags("validation"))
+    validation = dict.fromkeys(tag for run in runs for tag in run.history.tags(*MEASURED))
     names = dict.fromkeys(
         [tag.removeprefix("loss/") for tag in train if tag.startswith("loss/")]
-        + [tag.removeprefix("validation/") for tag in validation]
+        + [tag.removeprefix("validation/") for tag in validation if not is_control(tag)]
     )
     whole = [name for name in names if "/" not in name and not name.endswith(_OF_ONE_MODE)]
     first = ("total", "text", "latent", "length")
@@ -172,6 +174,8 @@ def plan(runs: Sequence[Run]) -> list[tuple[str, str, str, list[Panel]]]:
 
 
 def _loss_title(name: str) -> str:
+    if name.startswith("quality/"):
+        return name.removeprefix("quality/").replace("_", " ")
     what, _, mode = name.partition("_") if name.endswith(_OF_ONE_MODE) else (name, "", "")
     return f"{what} loss, {mode}" if mode else name if "/" in name else f"{name} loss"
 
@@ -211,7 +215,7 @@ def figure(groups: Sequence[Group], panels: Sequence[Panel]) -> Figure:
 def _draw_run(axis: Axes, panel: Panel, run: Run, colour: str, crowded: bool) -> set[EventKind]:
     """The curves of a run, and what happened to it on them; returns the kinds of events that are marked."""
     width = 1.0 if crowded else 1.6
-    train, measured = run.curve(panel.train, "train"), run.curve(panel.validation, "validation")
+    train, measured = run.curve(panel.train, "train"), run.curve(panel.validation, *MEASURED)
     if train.steps:
         steps, middle, low, high = binned(train, _FEW_POINTS if crowded else 200)
         axis.plot(steps, middle, color=colour, linewidth=width, marker="." if len(steps) == 1 else "")

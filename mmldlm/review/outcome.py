@@ -19,9 +19,15 @@ TAIL = 0.1  # share of the steps over which a training loss is averaged
 
 EventKind = Literal["start", "resume", "skip", "checkpoint", "micro_batch", "stop", "finish", "failure"]
 
-# Keys of evaluation.json that say how it was measured.
+MEASURED = ("validation", "quality")  # the kinds of records of what is measured on held-out documents
+
+# Keys of evaluation.json that say how it was measured, and others that are no measurement.
 _HOW_EVALUATED = ("step", "weights", "split", "samples", "texts", "times", "seed")
-_CONTROLS = ("control", "shuffled", "mean_latent", "chance", "unigram", "standard_error", "texts", "candidates")
+_NO_METRIC = (*_HOW_EVALUATED, "batch", "documents")
+_CONTROLS = (
+    *("control", "shuffled", "mean_latent", "chance", "unigram", "_true", "_noise"),
+    *("standard_error", "texts", "candidates", "_needed"),
+)
 _HIGHER = (
     "accuracy",
     "bleu",
@@ -33,6 +39,7 @@ _HIGHER = (
     "distinct",
     "tokens_per_s",
     "samples_per_s",
+    "flops_per_s",
     "mfu",
 )
 _LOWER = (
@@ -46,6 +53,7 @@ _LOWER = (
     "wait_s",
     "memory",
     "unencodable",
+    "median_rank",
 )
 
 Better = Literal["higher", "lower", ""]
@@ -61,14 +69,15 @@ def _last(series: Series) -> float:
     return series.values[-1]
 
 
-# By group of tags: the kind of record, what stands for the whole series, and that in words.
-RULES: dict[str, tuple[str, Callable[[Series], float], str]] = {
-    "loss/": ("train", _tail_mean, "mean of the training records of the last 10 % of the steps"),
-    "validation/": ("validation", _last, "last validation, as for all that is measured in one"),
-    "speed/": ("train", lambda series: statistics.median(series.values), "median of the training records"),
-    "memory/": ("train", lambda series: max(series.values), "highest of the training records, of rank 0"),
-    "data/": ("train", _last, "last training record"),
-    "health/": ("train", _last, "last training record"),
+# By group of tags: the kinds of records, what stands for the whole series, and that in words.
+RULES: dict[str, tuple[tuple[str, ...], Callable[[Series], float], str]] = {
+    "loss/": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
+    "validation/": (MEASURED, _last, "last validation"),
+    "quality/": (MEASURED, _last, "last measurement of what the run generates"),
+    "speed/": (("train",), lambda series: statistics.median(series.values), "median of the training records"),
+    "memory/": (("train",), lambda series: max(series.values), "highest of the training records, of rank 0"),
+    "data/": (("train",), _last, "last training record"),
+    "health/": (("train",), _last, "last training record"),
 }
 BEST = "validation/total/best"
 BEST_RULE = "lowest validation/total"
@@ -86,8 +95,8 @@ def better(key: str) -> Better:
 
 
 def is_control(key: str) -> bool:
-    """Whether a key of evaluation.json is there for others to be held against."""
-    return any(word in key for word in _CONTROLS)
+    """Whether a metric is there for others to be held against."""
+    return key.startswith((EVALUATION, "quality/")) and any(word in key for word in _CONTROLS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class Run:
         self.path = Path(path)
         self.history = History.read(path)
         self.name = self.history.name
-        self._curves: dict[tuple[str, str], Series] = {}
+        self._curves: dict[tuple[str, ...], Series] = {}
         # Between two records there may be a validation and a save.
         usual = (self.history.step_s or 0.0) * self.history.steps_between
         self.state: State = self.history.state(patience_s=max(600.0, 10 * usual))
@@ -122,7 +131,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """Of the curves."""
-        steps = [record["step"] for record in self.history.of("train", "validation")]
+        steps = [record["step"] for record in self.history.of("train", *MEASURED)]
         return max(steps, default=0)
 
     @cached_property
@@ -138,24 +147,23 @@ class Run:
 
     # --- values -----------------------------------------------------------------------------------------------
 
-    def curve(self, tag: str, kind: str, until: float = math.inf) -> Series:
-        """The finite values of `tag` up to step `until`."""
-        if (tag, kind) not in self._curves:
-            steps, values, times = series = self.history.series(tag, kind)
+    def curve(self, tag: str, *kinds: str, until: float = math.inf) -> Series:
+        """The finite values of `tag` in records of `kinds` up to step `until`."""
+        key = (tag, *kinds)
+        if key not in self._curves:
+            steps, values, times = series = self.history.series(tag, *kinds)
             kept = [index for index, value in enumerate(series.values) if math.isfinite(value)]
-            self._curves[tag, kind] = Series(
-                [steps[i] for i in kept], [values[i] for i in kept], [times[i] for i in kept]
-            )
-        whole = self._curves[tag, kind]
+            self._curves[key] = Series([steps[i] for i in kept], [values[i] for i in kept], [times[i] for i in kept])
+        whole = self._curves[key]
         end = bisect_right(whole.steps, until)
         return Series(whole.steps[:end], whole.values[:end], whole.times[:end])
 
     def values(self, until: float = math.inf) -> dict[str, float]:
         """What stands for each curve up to step `until`, by tag."""
         found: dict[str, float] = {}
-        for group, (kind, rule, _) in RULES.items():
-            for tag in self.history.tags(kind):
-                if (tag.startswith(group) or kind == "validation") and (series := self.curve(tag, kind, until)).steps:
+        for group, (kinds, rule, _) in RULES.items():
+            for tag in self.history.tags(*kinds):
+                if tag.startswith(group) and (series := self.curve(tag, *kinds, until=until)).steps:
                     found[tag] = rule(series)
                     if tag == "validation/total":
                         found[BEST] = min(series.values)
@@ -169,7 +177,7 @@ class Run:
             for key, value in flatten(self._evaluation).items()
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         }
-        return {EVALUATION + key: value for key, value in numbers.items() if key not in _HOW_EVALUATED}
+        return {EVALUATION + key: value for key, value in numbers.items() if key not in _NO_METRIC}
 
     @cached_property
     def evaluated(self) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
 
 def test_a_run_that_goes_on_and_then_is_killed(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, 60, "the first steps")
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, 120, "the first steps")
     found = made(run, runs / "base-1", out=tmp_path / "out")
     alive = found["runs"]["run"]
     assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5
@@ -208,6 +208,8 @@ def test_events_are_marked_and_told(tmp_path: Path) -> None:
             file.write("skip", step, {"reason": "spike", "loss": 9.0, "optim/grad_norm": 123.0})
             continue
         file.write("train", step, {"loss/total": 5 - step / 10, "optim/lr": 1e-3, "optim/grad_norm": 1.0})
+        if step % 10 == 0:
+            file.write("validation", step, {"validation/total": 6.0, "quality/l2t_bleu": float(step)})
         if step == 10:
             file.write("checkpoint", step, {"path": "x/step-00000010", "stall_s": 0.25})
         if step == 20:
@@ -219,7 +221,9 @@ def test_events_are_marked_and_told(tmp_path: Path) -> None:
     found = made(run, out=tmp_path / "out")
     once = ("start", "skip", "checkpoint", "stop", "resume", "micro_batch", "failure")
     assert found["runs"]["run"]["events"] == dict.fromkeys(once, 1)
+    assert found["runs"]["run"]["metrics"]["quality/l2t_bleu"] == 30.0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert ">l2t bleu</text>" in page
     for told in (
         "spike, gradient norm 123",
         "stopped by SIGTERM",
