@@ -21,6 +21,7 @@ from mmldlm.sample.watching import Watcher
 pytestmark = pytest.mark.quick
 
 TEXT = "The rose of soil and water."
+_END = "\x1e"  # behind all that was written; no watcher writes it
 
 
 def test_lines_tell_every_step(short_run: LoadedRun) -> None:
@@ -61,8 +62,12 @@ class Terminal:
 
     def look(self) -> list[str]:
         """Full lines on the screen; AssertionError where one wrapped, or went up beyond the top."""
+        self.stream.write(_END)
         self.stream.flush()
-        written = os.read(self._reader, 1 << 16).decode().replace("\r\n", "\n")
+        content = b""
+        while not content.endswith(_END.encode()):  # a terminal hands on what it gets in parts, and later
+            content += os.read(self._reader, 1 << 16)
+        written = content.decode().removesuffix(_END).replace("\r\n", "\n")
         for part in re.findall(r"\x1b\[\d+F\x1b\[J|\n|[^\n\x1b]+", written):
             if part == "\n":
                 self.lines.append("")
@@ -90,7 +95,8 @@ def test_a_terminal_shows_one_state_at_a_time(short_run: LoadedRun) -> None:
     watcher(0.0, [ids])
     assert "".join(line[2:] for line in terminal.look()[1:]) == "The rose of soil and water and salt."
     watcher(0.0, [ids] * 20)  # more than the screen has room for
-    assert len(terminal.look()) == 11 and terminal.look.__self__.lines[-2] == "..."
+    full = terminal.look()
+    assert len(full) == 11 and full[-1] == "..."
     watcher.close()
     terminal.stream.write("done\n")
     assert terminal.look() == ["done"]
