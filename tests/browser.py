@@ -104,10 +104,17 @@ class Page:
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Page]:
-    """A page of a fresh browser, whose profile is in `folder`."""
+def browser(folder: Path, *switches: str) -> Iterator[Page]:
+    """A page of a fresh browser, whose profile is in `folder`; `switches` as on its command line."""
     assert FOUND is not None
-    options = ["--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    options = [
+        *switches,
+        "--headless",
+        "--remote-debugging-pipe",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+    ]
     if os.geteuid() == 0:
         options.append("--no-sandbox")  # which root cannot have
     # The browser reads commands from descriptor 3 and answers on 4.

@@ -9,14 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
 from typing import Any
 
+import browser
 import by_hand
 import numpy as np
 import pytest
-from browser import show
 from tiny_run import TINY
 from waiting import wait_until
 
@@ -128,20 +129,31 @@ def test_one_seed_has_no_interval_and_the_shortest_run_says_how_far_is_compared(
     assert all("(n = 1)" in cells[-1] and "[" not in cells[-1] for cells in table.values())
 
 
-def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]]) -> None:
+@contextmanager
+def shown(page: Path, folder: Path) -> Iterator[browser.Page]:
+    """A page as a browser without network shows it."""
+    with browser.browser(folder, "--host-resolver-rules=MAP * ~NOTFOUND") as opened:
+        opened.open(page.resolve().as_uri())
+        yield opened
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
+def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, _ = reported
     page = (out / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//[a-z]|<script|<link|<iframe|@import", page, re.IGNORECASE)
     references = re.findall(r'(?:href|src)\s*=\s*"([^"]*)"|url\(([^)]*)\)', page)
     assert references and all((a or b).startswith("#") for a, b in references)
-    shown = show(out / "report.html")
+    with shown(out / "report.html", tmp_path / "browser") as opened:
+        document = opened.value("document.documentElement.outerHTML")
+        assert len(opened.requests) == 1 and opened.complaints == []
     for name in (*names("base"), *names("slow")):
-        assert name in shown
+        assert name in document
     for words in ("gradient norm before clipping", "tokens per second", "resident memory, MiB", "checkpoint"):
-        assert re.search(rf"<text[^>]*>{words}</text>", shown), f"{words}: not in a figure"
+        assert re.search(rf"<text[^>]*>{words}</text>", document), f"{words}: not in a figure"
     pictures = {path.stem for path in out.glob("*.png")}
     assert pictures == {"loss", "quality", "speed", "memory", "optimizer"}
-    assert shown.count("<svg") == len(pictures) and rows(shown, "comparison") == rows(page, "comparison")
+    assert document.count("<svg") == len(pictures) and rows(document, "comparison") == rows(page, "comparison")
 
 
 def test_it_imports_no_torch(runs: Path, tmp_path: Path) -> None:
@@ -265,7 +277,17 @@ def test_what_a_folder_holds_is_text_and_no_page(tmp_path: Path) -> None:
     made(run, out=tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "<img" not in page and page.count("&lt;img") >= 8
-    assert "<img" not in show(tmp_path / "out" / "report.html")
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
+def test_a_browser_finds_no_page_in_what_a_folder_holds(tmp_path: Path) -> None:
+    run = tmp_path / "<img src=x>"
+    run.mkdir()
+    MetricsFile(run / "metrics.jsonl", None).write("start", 0, {"total_steps": 9, "engine": "<img src=x>"})
+    made(run, out=tmp_path / "out")
+    with shown(tmp_path / "out" / "report.html", tmp_path / "browser") as page:
+        assert "&lt;img" in page.value("document.documentElement.outerHTML")
+        assert page.value("document.querySelectorAll('img').length") == 0
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "start", "st'])
