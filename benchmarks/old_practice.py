@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mmldlm.batch import Batch, Layout
 from mmldlm.config import RunConfig
-from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model import mmdit
 from mmldlm.model.attention import Backend
@@ -154,8 +153,8 @@ class OldPractice(Training):
         return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
 
     def _read(self, loss: Tensor, sums: Tensor) -> None:
-        modes = len(MODES)
-        losses = {"loss": loss, "text": sums[:modes].sum(), "latent": sums[modes : 2 * modes].sum()}
+        cells = self.parts.objective.cells
+        losses = {"loss": loss, "text": sums[:cells].sum(), "latent": sums[cells : 2 * cells].sum()}
         for name, value in losses.items():
             if torch.isnan(value).any().item():
                 raise FloatingPointError(f"{name} is not a number")

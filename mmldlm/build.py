@@ -49,6 +49,7 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
         config.loss,
         MaskedDiffusion(manifest.mask_id, config.loss.text),
         GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
+        config.log.noise_levels,
     )
 
 

@@ -42,14 +42,29 @@ class RunSettings:
 @dataclass(frozen=True)
 class LogConfig:
     every: int = setting(10, "optimizer steps between log records", at_least=1)
+    noise_levels: int = setting(
+        5, "equal parts of the noise times in [0, 1] whose losses are shown one by one; 1: none", at_least=1, at_most=10
+    )
     tensorboard: bool = setting(True, "write TensorBoard files into the run folder")
+    figures_every: int = setting(
+        1000,
+        "optimizer steps between figures, histograms and the quality/ numbers behind them in TensorBoard; they come "
+        "with the next validation, and with the last; 0: none",
+        at_least=0,
+    )
+    figure_samples: int = setting(64, "held-out samples behind each of the figures", at_least=2, at_most=4096)
+    projector: bool = setting(False, "with the figures, latents and texts for TensorBoard's projector")
+
+    def __post_init__(self) -> None:
+        if self.projector and not (self.tensorboard and self.figures_every):
+            raise ValueError("projector: comes with figures, expected tensorboard: true and figures_every above 0")
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
     every: int = setting(250, "optimizer steps between validations; 0: none", at_least=0)
     samples: int = setting(512, "held-out samples of a validation", at_least=1)
-    text_samples: int = setting(4, "held-out latents to write text from at each validation; 0: none", at_least=0)
+    text_samples: int = setting(4, "texts to write in each of l2t and joint at each validation; 0: none", at_least=0)
     quality_every: int = setting(
         0,
         "optimizer steps between measurements of what the run generates, `quality/` in the curves; 0: none",

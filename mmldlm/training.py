@@ -21,6 +21,7 @@ from mmldlm.evaluation.quality import quality
 from mmldlm.guard import Skip, account, poisoned
 from mmldlm.learning_rate import batch_scale, lr_at
 from mmldlm.lifecycle import RunLifecycle
+from mmldlm.pictures import pictures_due, take_pictures
 from mmldlm.runtime.engine import fits
 from mmldlm.telemetry import StepNumbers, memory_values, phase
 from mmldlm.validation import text_samples, validation_ids, validation_losses
@@ -238,19 +239,23 @@ class Training(RunLifecycle):
 
     def _validate(self) -> None:
         self.settle()
-        paused = time.perf_counter()
-        self.tracker.heartbeat(self.state.step, "validation")
-        parts, runtime = self.parts, self.runtime
-        model, measured = runtime.bare_model, self.config.ema.measured
+        paused, step = time.perf_counter(), self.state.step
+        self.tracker.heartbeat(step, "validation")
+        parts, config, runtime, measured = self.parts, self.config, self.runtime, self.config.ema.measured
+        model = runtime.bare_model
         model.eval()
         with torch.no_grad(), runtime.averaged() if measured == "ema" else nullcontext():
-            values = validation_losses(parts.objective, parts.store, parts.validation_ids, self.config, runtime)
-            # Where a forward pass is collective, all ranks write the same texts.
-            if self.config.validation.text_samples and (runtime.is_main or runtime.shards_parameters):
-                rows = text_samples(parts.objective, parts.store, parts.tokenizer, self.config, runtime)
-                self.tracker.samples(self.state.step, rows, "l2t")
+            held_out = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
+            texts = text_samples(parts.objective, parts.store, parts.tokenizer, config, runtime)
+            due = pictures_due(step, config)
+            pictures = take_pictures(parts.objective, parts.store, config, runtime) if due else None
         model.train()
-        self.tracker.validation(self.state.step, {**values, "weights": measured})
+        values = {**held_out.values, **(pictures.quality if pictures else {})}
+        self.tracker.validation(step, {**values, "weights": measured}, held_out.levels)
+        for tag, rows in texts.items():
+            self.tracker.samples(step, rows, tag)
+        if pictures:
+            self.tracker.pictures(step, pictures, held_out.levels, parts.tokenizer if config.log.projector else None)
         self.meter.began += time.perf_counter() - paused
         loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
         if self.plateau is not None:

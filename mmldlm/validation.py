@@ -1,10 +1,11 @@
-"""Held-out losses on a fixed time grid and seed, and held-out texts written from their latents, during training."""
+"""Held-out losses on a fixed time grid and seed, and texts written from latents and from noise, during training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -15,16 +16,19 @@ from mmldlm.data.loader import fixed_batches, permute
 from mmldlm.data.mixture import shared_out
 from mmldlm.data.shards import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights, trained_modes
+from mmldlm.diffusion.noise import MODES, Mode, draw_noise, mode_weights, trained_modes
 from mmldlm.diffusion.objective import Objective
-from mmldlm.diffusion.sampling import generate
+from mmldlm.diffusion.sampling import Generation, generate
 
 if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime
 
+T = TypeVar("T")
+
 MICRO_BATCH = 64
 SEED = 20_260  # of times, masks and noise: every validation of every run sees the same
 MOST_SHUFFLED = 1 << 20  # samples; of more, only those that are asked for are drawn
+LEVELS_DRAWN = 30  # noise levels of a curve over t, at least: as many as TensorBoard's histograms have bins
 
 
 def validation_ids(split: Split, count: int) -> list[int]:
@@ -54,31 +58,46 @@ def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
             yield number, replace(batch, slots=torch.from_numpy(places)[batch.slots])
 
 
+def dealt(items: Sequence[T], runtime: Runtime) -> Iterator[tuple[int, T, bool]]:
+    """This rank's share of `items` with their numbers, and whether each counts.
+
+    Where a forward pass is collective, a rank that is out of items gets the last one again, uncounted.
+    """
+    for place in range(runtime.rank, len(items) + runtime.rank, runtime.world_size):
+        counted = place < len(items)
+        if not counted and not runtime.shards_parameters:
+            return
+        number = min(place, len(items) - 1)
+        yield number, items[number], counted
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a validation measured."""
+
+    values: dict[str, float]  # validation/..., and quality/... where it follows from them
+    levels: dict[str, list[float]]  # losses over the noise times, in fine steps from 0 to 1, by modality and mode
+
+
 def validation_losses(
     objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Runtime
-) -> dict[str, float]:
-    """Mean losses over `ids` of the validation split, every trained mode alike, whatever its share in training.
-
-    Of several stores, those of each as well.
+) -> HeldOut:
+    """Collective: mean losses over `ids` of the validation split, every trained mode alike, whatever its share in
+    training. Of several stores, those of each as well.
 
     Each rank takes its part of the micro-batches; noise is keyed by place, so the result does not depend
-    on how many ranks there are. Where a forward pass is collective, a rank that is out of batches goes through
-    its last ones again, uncounted.
+    on how many ranks there are.
     """
-    objective = objective.plain()
+    finer = -(-LEVELS_DRAWN // objective.levels)
+    objective = objective.plain(finer)
     split = store.split("validation")
-    sums, counts = torch.zeros(2, len(split.sources), 2 * len(MODES) + 1, dtype=torch.float64)
+    sums, counts = torch.zeros(2, len(split.sources), objective.size, dtype=torch.float64)
     trained = trained_modes(config.mode, config.mode_schedule)
     for step, mode in enumerate(MODES):
         if mode not in trained:
             continue
         weights = mode_weights(mode)
-        batches = list(_batches(split, ids))
-        for place in range(runtime.rank, len(batches) + runtime.rank, runtime.world_size):
-            counted = place < len(batches)
-            if not counted and not runtime.shards_parameters:
-                break
-            source, batch = batches[min(place, len(batches) - 1)]
+        for _, (source, batch), counted in dealt(list(_batches(split, ids)), runtime):
             noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
             _, part = objective(runtime.forward_bare, noised.to(runtime.device), noised.counts.tolist())
@@ -86,15 +105,19 @@ def validation_losses(
                 sums[source] += part.double().cpu()
                 counts[source] += noised.counts
     sums, counts = runtime.sum(sums, "validation losses"), runtime.sum(counts, "validation counts")
-    found = {"validation": objective.summary(sums.sum(0), counts.sum(0))}
+    found = {"validation": objective.summary(sums.sum(0), counts.sum(0), finer)}
     if len(split.sources) > 1:
-        parts = zip(split.sources, sums, counts, strict=True)
-        found |= {f"validation/{source.name}": objective.summary(*own) for source, *own in parts if own[1].sum() > 0}
-    return {
+        for source, own_sums, own_counts in zip(split.sources, sums, counts, strict=True):
+            if own_counts.sum() > 0:  # of each store without its noise levels, which are many
+                found[f"validation/{source.name}"] = objective.summary(own_sums, own_counts, objective.levels)
+    values = {
         name.replace("loss/", f"{prefix}/"): value
         for prefix, summary in found.items()
         for name, value in summary.items()
     }
+    if objective.text.loss_kind == "elbo" and "l2t" in trained:
+        values["quality/l2t_bits_per_token"] = values["validation/text_l2t"] / math.log(2)
+    return HeldOut(values, objective.by_level(sums.sum(0), counts.sum(0)))
 
 
 def text_samples(
@@ -103,21 +126,52 @@ def text_samples(
     tokenizer: Tokenizer,
     config: RunConfig,
     runtime: Runtime,
-) -> list[dict[str, str]]:
-    """A few held-out documents, each beside the text that the model writes from its latent."""
+) -> dict[str, list[dict[str, str]]]:
+    """By tag, a few texts that the model writes, each beside one to compare it with; on rank 0.
+
+    In l2t that is the document whose latent it was given. In joint, text and latent come out of noise: it is the
+    held-out document whose latent is nearest to the one that came with the text.
+    """
+    # Where a forward pass is collective, all ranks write the same texts.
+    if not config.validation.text_samples or not (runtime.is_main or runtime.shards_parameters):
+        return {}
     split = store.split("validation")
     ids = validation_ids(split, config.validation.text_samples)
     (batch,) = fixed_batches(split, ids, len(ids))
-    generation = generate(
-        runtime.forward_bare,
-        objective.text,
-        objective.latent,
-        "l2t",
-        config.sampling,
-        torch.Generator().manual_seed(SEED),
-        batch.latents.to(runtime.device),
-        batch.lengths,
-    )
-    references = [part.tolist() for part in batch.tokens.split(batch.lengths)]
-    pairs = zip(tokenizer.decode_batch(references), tokenizer.decode_batch(generation.split()), strict=True)
-    return [{"reference": reference, "generation": written} for reference, written in pairs]
+    trained = trained_modes(config.mode, config.mode_schedule)
+
+    def write(mode: Mode) -> Generation:
+        return generate(
+            runtime.forward_bare,
+            objective.text,
+            objective.latent,
+            mode,
+            config.sampling if mode == "l2t" else replace(config.sampling, guidance=1.0),
+            torch.Generator().manual_seed(SEED),
+            batch.latents.to(runtime.device),
+            batch.lengths,
+        )
+
+    found: dict[str, list[dict[str, str]]] = {}
+    if "l2t" in trained:
+        references = tokenizer.decode_batch([part.tolist() for part in batch.tokens.split(batch.lengths)])
+        written = tokenizer.decode_batch(write("l2t").split())
+        found["samples/l2t"] = [
+            {"reference": reference, "generation": text} for reference, text in zip(references, written, strict=True)
+        ]
+    if "joint" in trained:
+        made = write("joint")
+        rows = _nearest(made.latents.numpy(), split, validation_ids(split, config.validation.samples))
+        nearest = tokenizer.decode_batch([split.tokens(row).tolist() for row in rows])
+        found["samples/joint"] = [
+            {"held-out text of the nearest latent": text, "generation": written}
+            for text, written in zip(nearest, tokenizer.decode_batch(made.split()), strict=True)
+        ]
+    return found
+
+
+def _nearest(latents: np.ndarray, split: Split, ids: Sequence[int]) -> list[int]:
+    """For each of the standardised `latents` [n, M, C] the row among `ids` whose latent has the largest cosine."""
+    candidates = split.manifest.latent.standardise(split.gather(np.asarray(ids, np.int64))[2]).reshape(len(ids), -1)
+    candidates = candidates / np.maximum(np.linalg.norm(candidates, axis=1, keepdims=True), 1e-12)
+    return [ids[place] for place in (latents.reshape(len(latents), -1) @ candidates.T).argmax(1)]

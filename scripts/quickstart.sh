@@ -32,5 +32,5 @@ cat <<'END'
     runs/quickstart/samples.md         held-out texts beside what was written from their latents
     runs/quickstart/evaluation.json    every metric beside its control
     and at the curves:
-    .venv/bin/tensorboard --logdir runs --samples_per_plugin text=200,scalars=100000 --host 127.0.0.1
+    .venv/bin/tensorboard --logdir runs --samples_per_plugin text=200,images=200,scalars=100000 --host 127.0.0.1
 END

@@ -7,8 +7,9 @@ the whole global batch, so that no split of it into ranks and micro-batches chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -22,6 +23,8 @@ from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.schema import setting
 
 Network = Callable[..., tuple[Tensor, ...]]
+
+NOISE = "_noise_"  # in the names of losses at one noise level
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,11 @@ class NoisedBatch:
     targets: Tensor  # int64 [P]: what they were
     token_weight: Tensor  # float32 [P]: in the loss that is shown, a bound under `loss.text: elbo`
     trained_token_weight: Tensor | None  # float32 [P]: in the loss that is trained, where it is another
-    token_mode: Tensor  # int64 [P]
+    token_cell: Tensor  # int64 [P]: mode and level of t_text, see `Objective`
     latent_target: Tensor  # float32 [B, M, C]
     latent_weight: Tensor  # float32 [B]: 0 where the latent is pinned
     trained_latent_weight: Tensor | None  # float32 [B]: in the loss that is trained, where it is another
-    mode: Tensor  # int64 [B]
+    latent_cell: Tensor  # int64 [B]: mode and level of t_latent
     length_target: Tensor  # int64 [B]: length - 1
     counts: Tensor  # float64 [S] on the host: what the sums of `Objective.__call__` are divided by
 
@@ -117,10 +120,14 @@ class NoisedBatch:
 
 
 class Objective:
-    """Sums and counts [S]: text by mode, latents by mode, lengths, then each of `extras`."""
+    """Sums and counts [S]: text by cell, latents by cell, lengths, then each of `extras`.
 
-    def __init__(self, config: LossConfig, text: MaskedDiffusion, latent: GaussianDiffusion):
-        self.config, self.text, self.latent = config, text, latent
+    A cell is a mode at one of `levels` equal parts of the noise times in [0, 1]: number mode x levels + level.
+    """
+
+    def __init__(self, config: LossConfig, text: MaskedDiffusion, latent: GaussianDiffusion, levels: int = 1):
+        self.config, self.text, self.latent, self.levels = config, text, latent, levels
+        self.cells = len(MODES) * levels
         shown = {
             "label_smoothing": config.label_smoothing > 0,
             "z": config.z_loss > 0,
@@ -129,8 +136,16 @@ class Objective:
         }
         self.extras = tuple(name for name, is_shown in shown.items() if is_shown)
 
-    def plain(self) -> Objective:
-        """The losses as they are shown, without what only training adds: for held-out samples."""
+    @property
+    def size(self) -> int:
+        """S: how many sums there are."""
+        return 2 * self.cells + 1 + len(self.extras)
+
+    def plain(self, finer: int = 1) -> Objective:
+        """The losses as they are shown, without what only training adds: for held-out samples.
+
+        Each noise level is cut into `finer` ones.
+        """
         config = LossConfig(
             text=self.config.text,
             latent=self.config.latent,
@@ -138,7 +153,7 @@ class Objective:
             latent_weight=self.config.latent_weight,
             length_weight=self.config.length_weight,
         )
-        return Objective(config, self.text, self.latent)
+        return Objective(config, self.text, self.latent, self.levels * finer)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Forward processes of both modalities; on the host, where `positions` has a known size."""
@@ -149,6 +164,7 @@ class Objective:
         trains_text = noise.mode != MODES.index("t2l")
         trains_latent = noise.mode != MODES.index("l2t")
         lengths = torch.tensor(batch.lengths)
+        text_cell, latent_cell = (self._cell(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, noise.importance) * trains_text
         trained_token_weight = trained_latent_weight = None
         if self.config.text_weight_limit is not None:
@@ -167,25 +183,28 @@ class Objective:
             targets=batch.tokens[positions],
             token_weight=token_weight[sample],
             trained_token_weight=trained_token_weight,
-            token_mode=noise.mode[sample],
+            token_cell=text_cell[sample],
             latent_target=self.latent.target(batch.latents, noise.epsilon, noise.t_latent),
             latent_weight=trains_latent.float(),
             trained_latent_weight=trained_latent_weight,
-            mode=noise.mode,
+            latent_cell=latent_cell,
             length_target=lengths - 1,
-            counts=self._counts(noise.mode, lengths, sample),
+            counts=self._counts(text_cell, latent_cell, lengths, sample),
         )
 
-    def _counts(self, mode: Tensor, lengths: Tensor, masked_sample: Tensor) -> Tensor:
-        """By mode: tokens that the text loss is spread over; samples whose latent is trained; all samples; extras."""
-        t2l, l2t = MODES.index("t2l"), MODES.index("l2t")
+    def _cell(self, mode: Tensor, t: Tensor) -> Tensor:
+        return mode * self.levels + (t * self.levels).long().clamp_max(self.levels - 1)
+
+    def _counts(self, text_cell: Tensor, latent_cell: Tensor, lengths: Tensor, masked_sample: Tensor) -> Tensor:
+        """By cell: tokens that the text loss is spread over; samples whose latent is trained; all samples; extras."""
         real_tokens = (
             lengths if self.text.loss_kind == "elbo" else torch.bincount(masked_sample, minlength=len(lengths))
         )
-        tokens = torch.zeros(len(MODES), dtype=torch.float64).index_add(0, mode, real_tokens.double())
-        samples = torch.bincount(mode, minlength=len(MODES)).double()
-        tokens[t2l], total = 0, samples.sum()
-        samples[l2t] = 0
+        tokens = torch.zeros(self.cells, dtype=torch.float64).index_add(0, text_cell, real_tokens.double())
+        samples = torch.bincount(latent_cell, minlength=self.cells).double()
+        total = samples.sum()
+        tokens.view(len(MODES), -1)[MODES.index("t2l")] = 0
+        samples.view(len(MODES), -1)[MODES.index("l2t")] = 0
         of_extras = {"label_smoothing": tokens.sum(), "z": tokens.sum()}  # a weight counts once a micro-batch
         extras = [of_extras.get(name, torch.ones_like(total)) for name in self.extras]
         return torch.cat([tokens, samples, torch.stack([total, *extras])])
@@ -197,13 +216,15 @@ class Objective:
         divided by their counts only when somebody looks, so a step waits for nothing.
         """
         text_terms, latent_pred, length_logits, *learned = model(*noised.inputs)
-        modes, config = len(MODES), self.config
+        cells, config = self.cells, self.config
         extras: dict[str, Tensor] = {}
-        tokens, samples = max(1.0, sum(totals[:modes])), max(1.0, sum(totals[modes : 2 * modes]))
+        tokens, samples = max(1.0, sum(totals[:cells])), max(1.0, sum(totals[cells : 2 * cells]))
         nll = text_terms[:, 0] if config.shapes_text else text_terms
-        text = nll.new_zeros(modes).index_add(0, noised.token_mode, noised.token_weight * nll)
+        # What is trained is summed by itself: into how many cells its parts are counted changes no bit of it.
+        weighted = noised.token_weight * nll
+        text = nll.new_zeros(cells).index_add(0, noised.token_cell, weighted.detach())
         weight = noised.trained_token_weight
-        trained_text = text.sum() if weight is None else (weight * nll).sum()
+        trained_text = (weighted if weight is None else weight * nll).sum()
         weight = noised.token_weight if weight is None else weight
         if config.label_smoothing:
             # (1 - e) nll + e (mean over all tokens of their nll), as what it adds to nll.
@@ -211,58 +232,81 @@ class Objective:
         if config.z_loss:
             extras["z"] = config.z_loss * (weight * text_terms[:, 1].square()).sum()
         latent_losses = self.latent.losses(latent_pred, noised.latent_target)
-        latent = nll.new_zeros(modes).index_add(0, noised.mode, latent_losses * noised.latent_weight)
+        weighted = noised.latent_weight * latent_losses
+        latent = nll.new_zeros(cells).index_add(0, noised.latent_cell, weighted.detach())
         weight = noised.trained_latent_weight
-        trained_latent = latent.sum() if weight is None else (weight * latent_losses).sum()
+        trained_latent = (weighted if weight is None else weight * latent_losses).sum()
         length = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
         text_loss, latent_loss = sum(extras.values(), trained_text) / tokens, trained_latent / samples
-        length_loss = config.length_weight * length / max(1.0, totals[2 * modes])
+        length_loss = config.length_weight * length / max(1.0, totals[2 * cells])
         if config.latent_weighting == "fixed":
             loss = text_loss + config.latent_weight * latent_loss + length_loss
         else:
             (log_variances,) = learned
             weights = (-log_variances).exp()
             own = noised.counts.tolist()
-            shares = (sum(own[:modes]) / tokens, sum(own[modes : 2 * modes]) / samples)
+            shares = (sum(own[:cells]) / tokens, sum(own[cells : 2 * cells]) / samples)
             loss = weights[0] * text_loss + weights[1] * latent_loss + length_loss
             loss = loss + 0.5 * (shares[0] * log_variances[0] + shares[1] * log_variances[1])
             extras |= {"text_weight": weights[0], "latent_weight": weights[1]}
         shown = [extras[name].view(1) for name in self.extras]
         return loss, torch.cat([text, latent, length[None], *shown]).detach()
 
-    def summary(self, sums: Tensor, counts: Tensor) -> dict[str, float]:
+    def summary(self, sums: Tensor, counts: Tensor, finer: int = 1) -> dict[str, float]:
         """Mean losses by name from sums and counts over any number of micro-batches; nats for text.
 
         The total has the weights of the config, also where others are learned, and no time weighting: so it can be
-        compared, with that of validation and of other runs.
+        compared, with that of validation and of other runs. Those of noise levels are over all modes; `finer`: so many
+        of them are shown as one.
         """
-        modes = len(MODES)
-        text, latent, length = sums[:modes], sums[modes : 2 * modes], sums[2 * modes]
-        tokens, samples, total = counts[:modes], counts[modes : 2 * modes], counts[2 * modes]
+        cells = self.cells
         extras = {
             name: float(value / count)
-            for name, value, count in zip(self.extras, sums[2 * modes + 1 :], counts[2 * modes + 1 :], strict=True)
+            for name, value, count in zip(self.extras, sums[2 * cells + 1 :], counts[2 * cells + 1 :], strict=True)
             if count > 0
         }
-        values: dict[str, float] = {}
-        if tokens.sum() > 0:
-            values["loss/text"] = float(text.sum() / tokens.sum())
-        if samples.sum() > 0:
-            values["loss/latent"] = float(latent.sum() / samples.sum())
-        values["loss/length"] = float(length / total)
-        values["loss/total"] = (
-            values.get("loss/text", 0.0)
-            + self.config.latent_weight * values.get("loss/latent", 0.0)
-            + self.config.length_weight * values["loss/length"]
+        whole: dict[str, float] = {}
+        parts: dict[str, float] = {}
+        for name, first in (("text", 0), ("latent", cells)):
+            own, of = (each[first : first + cells].view(len(MODES), -1, finer).sum(2) for each in (sums, counts))
+            whole |= _means({f"loss/{name}": (own.sum(), of.sum())})
+            of_modes = zip(MODES, own.sum(1), of.sum(1), strict=True)
+            parts |= _means({f"loss/{name}_{mode}": (value, count) for mode, value, count in of_modes})
+            if own.shape[1] > 1:
+                of_levels = zip(level_names(own.shape[1]), own.sum(0), of.sum(0), strict=True)
+                parts |= _means({f"loss/{name}{NOISE}{level}": (value, count) for level, value, count in of_levels})
+        whole["loss/length"] = float(sums[2 * cells] / counts[2 * cells])
+        whole["loss/total"] = (
+            whole.get("loss/text", 0.0)
+            + self.config.latent_weight * whole.get("loss/latent", 0.0)
+            + self.config.length_weight * whole["loss/length"]
             + sum(extras.get(name, 0.0) for name in ("label_smoothing", "z"))
         )
-        values |= {f"loss/{name}": value for name, value in extras.items()}
-        for index, name in enumerate(MODES):
-            if tokens[index] > 0:
-                values[f"loss/text_{name}"] = float(text[index] / tokens[index])
-            if samples[index] > 0:
-                values[f"loss/latent_{name}"] = float(latent[index] / samples[index])
-        return values
+        return whole | {f"loss/{name}": value for name, value in extras.items()} | parts
+
+    def by_level(self, sums: Tensor, counts: Tensor) -> dict[str, list[float]]:
+        """Mean losses over the noise levels, from 0 to 1, of each modality and mode that has any: "text_l2t"; NaN
+        where nothing was measured."""
+        shape = (2, len(MODES), self.levels)
+        means = (sums[: 2 * self.cells] / counts[: 2 * self.cells]).view(shape)  # 0 / 0 is NaN
+        measured = counts[: 2 * self.cells].view(shape).sum(2) > 0
+        return {
+            f"{name}_{mode}": means[place, number].tolist()
+            for place, name in enumerate(("text", "latent"))
+            for number, mode in enumerate(MODES)
+            if measured[place, number]
+        }
+
+
+def level_names(levels: int) -> list[str]:
+    """Of equal parts of [0, 1]: "0-0.2", "0.2-0.4" ..."""
+    edges = [f"{round(edge / levels, 2):g}" for edge in range(levels + 1)]
+    return [f"{low}-{high}" for low, high in pairwise(edges)]
+
+
+def _means(parts: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Sum over count, where anything was counted."""
+    return {name: float(value / count) for name, (value, count) in parts.items() if count > 0}
 
 
 def total_counts(noised: Iterable[NoisedBatch]) -> Tensor:

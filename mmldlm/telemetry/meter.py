@@ -21,8 +21,8 @@ class StepNumbers:
     samples: int  # over all ranks
     sample_ids: list[list[int]]  # of this rank's micro-batches, as all that follows
     losses: Tensor  # [micro-batches]
-    sums: Tensor  # [micro-batches, 2 * modes + 1]
-    counts: Tensor  # float64 [micro-batches, 2 * modes + 1] on the host
+    sums: Tensor  # [micro-batches, S] of `Objective`
+    counts: Tensor  # float64 [micro-batches, S] on the host
 
 
 class Meter:

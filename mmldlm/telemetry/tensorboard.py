@@ -8,6 +8,7 @@ begin with the second of creation.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -16,20 +17,43 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mmldlm.files import write_atomically
 from mmldlm.schema import flatten
 
 # Category -> chart -> tags, which are regular expressions. The first category is open on arrival.
 LAYOUT: dict[str, dict[str, list[str]]] = {
     "What matters": {
-        "loss: training and validation": [r"^loss/total$", r"^validation/(loss/)?total$"],
-        "text loss: training and validation": [r"^loss/text$", r"^validation/(loss/)?text$"],
-        "latent loss: training and validation": [r"^loss/latent$", r"^validation/(loss/)?latent$"],
+        "loss: training and validation": [r"^loss/total$", r"^validation/total$"],
+        "text loss: training and validation": [r"^loss/text$", r"^validation/text$"],
+        "latent loss: training and validation": [r"^loss/latent$", r"^validation/latent$"],
         "learning rate": [r"^optim/lr$"],
         "gradient norm": [r"^optim/grad_norm$"],
         "tokens per second": [r"^speed/tokens_per_s$"],
     },
+    "Quality, held out": {
+        "text from its latent (l2t): bits per token": [r"^quality/l2t_bits_per_token$"],
+        "text from its latent (l2t): tokens right at first guess": [r"^quality/figures_l2t_first_guess_accuracy$"],
+        "latent of a text (t2l): cosine, and found first among the figures' samples": [r"^quality/figures_t2l_"],
+        "what is written from latents (validation.quality_every)": [r"^quality/l2t_(token_accuracy|exact_match)$"],
+        "latents that are found (validation.quality_every)": [r"^quality/t2l_(cosine|recall_at_\d+)$"],
+    },
+    "By mode": {
+        "text loss, training": [r"^loss/text_(l2t|joint)$"],
+        "text loss, validation": [r"^validation/text_(l2t|joint)$"],
+        "latent loss, training": [r"^loss/latent_(t2l|joint)$"],
+        "latent loss, validation": [r"^validation/latent_(t2l|joint)$"],
+    },
+    "By noise time, 0 (data) to 1 (noise)": {
+        "text loss, training": [r"^loss/text_noise_"],
+        "text loss, validation": [r"^validation/text_noise_"],
+        "latent loss, training": [r"^loss/latent_noise_"],
+        "latent loss, validation": [r"^validation/latent_noise_"],
+    },
     "Speed and health": {
         "step time and data wait (s)": [r"^speed/step_s$", r"^speed/data_wait_s$"],
+        "useful TFLOPs a second, and their share of the device's peak": [r"^speed/(tflops_per_s|mfu)$"],
         "memory (MiB)": [r"^memory/"],
         "skipped steps": [r"^health/skipped_steps$"],
     },
@@ -37,6 +61,13 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
 
 FLUSH_SECONDS = 20  # what a kill may cost of the curves; checkpoints flush by themselves
 MAX_CLOCK_SKEW_S = 2.0
+_BINS = 30  # of histograms: as many as TensorBoard draws
+_PROJECTOR = """embeddings {
+  tensor_name: "latents"
+  tensor_path: "latents.tsv"
+  metadata_path: "latents_labels.tsv"
+}
+"""
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +78,13 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path | str, purge_step: int):
+        self.folder, self._first_step = Path(folder), purge_step
+        self._end: Any = None
         # Imported here: it takes seconds, and only one process of a run writes.
         from torch.utils.tensorboard import SummaryWriter
 
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _await_later_name(Path(folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _await_later_name(self.folder)
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -69,22 +102,64 @@ class TensorBoard:
         # A block by indentation has no end mark that the content could contain.
         self._writer.add_text(tag, "\n".join("    " + line for line in _readable(content).splitlines()), step)
 
+    def about(self, tag: str, content: str) -> None:
+        """What holds from the first step of this start on, as text. It goes the way of that step's events where a
+        later start hides them."""
+        self.text(self._first_step, tag, content)
+
+    def histogram(self, step: int, tag: str, values: np.ndarray, within: tuple[float, float]) -> None:
+        """Of those of `values` that are finite; what lies outside of `within` counts at its ends."""
+        bars, edges = np.histogram(values[np.isfinite(values)].clip(*within), bins=_BINS, range=within)
+        self._bars(step, tag, bars.astype(np.float64), edges)
+
+    def profile(self, step: int, tag: str, heights: Sequence[float]) -> None:
+        """`heights` over equal parts of [0, 1], as a histogram: so that one step lies behind the other."""
+        bars = np.nan_to_num(np.asarray(heights, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+        self._bars(step, tag, bars, np.linspace(0, 1, len(bars) + 1))
+
+    def _bars(self, step: int, tag: str, bars: np.ndarray, edges: np.ndarray) -> None:
+        middles = (edges[1:] + edges[:-1]) / 2
+        sums = (float(bars @ middles**power) for power in (0, 1, 2))
+        # Readers take the first limit as the right end of a bin from minus infinity: an empty one.
+        limits, counts = edges.tolist(), [0.0, *bars.tolist()]
+        self._writer.add_histogram_raw(tag, limits[0], limits[-1], *sums, limits, counts, step)
+
+    def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        """uint8 [height, width, 3]."""
+        self._writer.add_image(tag, pixels, step, dataformats="HWC")
+
+    def projector(self, latents: np.ndarray, labels: Sequence[Sequence[str]], columns: Sequence[str]) -> None:
+        """Points [n, D] for the page "Projector", each with a label in every column; they replace earlier ones."""
+        points = io.BytesIO()
+        np.savetxt(points, latents, fmt="%.4g", delimiter="\t")
+        rows = [[" ".join(_readable(label).split()) for label in row] for row in (columns, *labels)]
+        write_atomically(self.folder / "latents.tsv", points.getvalue())
+        write_atomically(self.folder / "latents_labels.tsv", "".join("\t".join(row) + "\n" for row in rows))
+        write_atomically(self.folder / "projector_config.pbtxt", _PROJECTOR)
+
     def hparams(self, values: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
-        """The run's hyper-parameters, compared between runs by the tags `metrics`.
+        """The run's hyper-parameters. Runs are compared by the last values of the scalars `metrics`.
 
         `SummaryWriter.add_hparams` would open a sub-run, and refuses lists and None.
         """
         from torch.utils.tensorboard.summary import hparams
 
         flat = {name: _hparam(value) for name, value in flatten(values).items()}
-        writer = self._writer._get_file_writer()
-        for summary in hparams(flat, dict.fromkeys(metrics, 0.0)):
-            writer.add_summary(summary)
+        experiment, start, self._end = hparams(flat, dict.fromkeys(metrics, 0.0))
+        for summary in (experiment, start):
+            self._writer._get_file_writer().add_summary(summary, self._first_step)
+
+    def end(self, step: int) -> None:
+        """The run is complete."""
+        if self._end is not None:
+            self._writer._get_file_writer().add_summary(self._end, max(step, self._first_step))
 
     def layout(self, layout: Mapping[str, Mapping[str, list[str]]] = LAYOUT) -> None:
         """The page "Custom scalars"."""
+        from torch.utils.tensorboard.summary import custom_scalars
+
         charts = {c: {t: ["Multiline", tags] for t, tags in group.items()} for c, group in layout.items()}
-        self._writer.add_custom_scalars(charts)
+        self._writer._get_file_writer().add_summary(custom_scalars(charts), self._first_step)
 
     def flush(self) -> None:
         self._writer.flush()

@@ -1,6 +1,7 @@
 """`Tracker`: what the training loop talks to. It fans out to metrics file, TensorBoard and progress.
 
-Tags are `group/name`, the groups being loss, validation, optim, speed, memory, data and health.
+Tags are `group/name`, the groups being loss, validation (the same losses, held out), quality, optim, speed, memory,
+data and health; they are the same in the metrics file and in TensorBoard.
 """
 
 from __future__ import annotations
@@ -8,15 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mmldlm.schema import flatten
+from mmldlm.telemetry import figures
 from mmldlm.telemetry.metrics import Kind, MetricsFile
 from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.tensorboard import TensorBoard
 
-HPARAM_METRICS = ("loss/total", "validation/total")
+if TYPE_CHECKING:
+    from mmldlm.data.tokenizer import Tokenizer
+    from mmldlm.pictures import Pictures
+
+HPARAM_METRICS = (
+    "loss/total",
+    "validation/total",
+    "validation/text",
+    "validation/latent",
+    "quality/l2t_bits_per_token",
+    "quality/figures_l2t_first_guess_accuracy",
+    "quality/figures_t2l_cosine",
+    "quality/figures_t2l_recall_at_1",
+    "speed/tokens_per_s",
+)
 SHOWN_OF_QUALITY = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10", "_token_entropy", "_repetition_4")
+_OF_PARTS = "_noise_"  # in tags that a line has no room for
 
 
 class Tracker:
@@ -38,6 +57,7 @@ class Tracker:
         self.enabled = enabled
         self._total_steps, self._start_step, self._resumed = total_steps, start_step, resumed
         self._board: TensorBoard | None = None
+        self._told = False
         if not enabled:
             return
         folder = Path(run_dir)
@@ -55,9 +75,9 @@ class Tracker:
         if self._board is None:
             return
         self._board.layout()
-        self._board.text(self._start_step, f"run/{kind}", _lines(info))
+        self._board.about(f"run/{kind}", _lines(info))
         if config is not None:
-            self._board.text(self._start_step, "run/config", _lines(config))
+            self._board.about("run/config", _lines(config))
             self._board.hparams(config, HPARAM_METRICS)
         self._board.flush()
 
@@ -69,13 +89,20 @@ class Tracker:
         self._scalars(step, values)
         self._progress.update(step, values)
 
-    def validation(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Losses, and as "weights" what they were measured with, see `mmldlm.ema`."""
+    def validation(
+        self, step: int, values: Mapping[str, float | str], levels: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        """Losses, and as "weights" what they were measured with, see `mmldlm.ema`; `levels`: losses over the noise
+        times, by modality and mode."""
         if not self.enabled:
             return
         self._write("validation", step, values)
         self._scalars(step, values)
-        shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in _numbers(values).items())
+        if self._board is not None:
+            for name, heights in (levels or {}).items():
+                self._board.profile(step, f"loss_over_noise_time/{name}", heights)
+        numbers = {key: value for key, value in _numbers(values).items() if _OF_PARTS not in key}
+        shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in numbers.items())
         average = " of the average of the weights" if values.get("weights") == "ema" else ""
         self._progress.message(f"validation{average} at step {step:,}: {shown}")
 
@@ -93,6 +120,28 @@ class Tracker:
         """Texts side by side, as `{"reference": ..., "generated": ...}` a row; to TensorBoard only."""
         if self._board is not None:
             self._board.samples(step, rows, tag)
+
+    def pictures(
+        self, step: int, pictures: Pictures, levels: Mapping[str, Sequence[float]], tokenizer: Tokenizer | None
+    ) -> None:
+        """Figures and histograms of held-out samples, to TensorBoard only; with a `tokenizer` its projector, too."""
+        board = self._board
+        if board is None:
+            return
+        for tag, (values, within) in figures.distributions(pictures).items():
+            board.histogram(step, tag, values, within)
+        if figures.MISSING is None:
+            for tag, pixels in figures.draw(pictures, levels).items():
+                board.image(step, tag, pixels)
+        elif not self._told:
+            self._progress.message(figures.MISSING)
+            self._told = True
+        if tokenizer is not None:
+            texts = tokenizer.decode_batch([tokens.tolist() for tokens in pictures.tokens])
+            points = figures.latents(pictures)
+            texts_of = {"true": texts, "t2l": texts, "joint": ["(out of noise)"] * len(points.get("joint", []))}
+            labels = [(kind, text) for kind in points for text in texts_of[kind]]
+            board.projector(np.concatenate(list(points.values())), labels, ("kind", "text"))
 
     def event(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         """A skip, a checkpoint: what happened once. It is on disk when this returns."""
@@ -117,6 +166,8 @@ class Tracker:
         """The last record of a run that ended in good order: finished, or stopped by a signal and saved."""
         if self.enabled:
             self._write("end", step, values or {})
+            if self._board is not None and "stopped_by" not in (values or {}):
+                self._board.end(step)
             self._progress.close()
             self.flush()
 

@@ -144,7 +144,7 @@ def measured(folder: Path, weights: str) -> float:
     runtime.model = run.model
     ids = validation_ids(run.store.split("validation"), run.config.validation.samples)
     with torch.no_grad():
-        return validation_losses(run.objective, run.store, ids, run.config, runtime)["validation/total"]
+        return validation_losses(run.objective, run.store, ids, run.config, runtime).values["validation/total"]
 
 
 def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_config: Path, tmp_path: Path) -> None:

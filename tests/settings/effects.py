@@ -31,6 +31,7 @@ EXPLODING = ("optim.lr=1e38", "optim.warmup_steps=0", "train.steps=4", "validati
 OFTEN = ("checkpoint.every_steps=1", "train.steps=5")
 RECOMPUTED = ("model.depth=4", "memory.activation_checkpointing=every_k")
 AVERAGED = ("ema.decay=0.999",)
+DRAWN = ("log.tensorboard=true",)
 OF_WORKERS = "tests/data/test_loader_settings.py"
 OF_ENGINES = "tests/engines/test_engine_settings.py"
 
@@ -137,7 +138,11 @@ EFFECTS: dict[str, Run | ShownBy] = {
     "validation.quality_every": Run("2", "records", ("validation.quality_samples=4",)),
     "validation.quality_samples": ShownBy("tests/evaluation/test_quality.py::test_quality_is_that_of_the_checkpoint"),
     "log.every": Run("2", "records"),
+    "log.noise_levels": Run("2", "validation"),
     "log.tensorboard": Run("true", "files"),
+    "log.figures_every": Run("0", "validation", DRAWN),
+    "log.figure_samples": Run("3", "validation", DRAWN),
+    "log.projector": Run("true", "files", DRAWN),
     "profile.steps": Run("[2, 2]", "files"),
     "profile.ranks": Run("[1]", "files", ("profile.steps=[2, 2]",)),
     "checkpoint.every_steps": Run("2", "files"),

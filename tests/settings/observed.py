@@ -18,7 +18,7 @@ from mmldlm.training import Training
 Sight = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
 SIGHTS: dict[Sight, str] = {
     "curve": "loss, gradient norm and learning rate of each step",
-    "validation": "the held-out losses",
+    "validation": "the held-out losses, and the quality of what is made of held-out samples",
     "texts": "held-out texts beside what is written from their latents",
     "latents": "latents made by `mmldlm sample --mode joint`",
     "batches": "the samples of each micro-batch",
@@ -67,7 +67,8 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[Si
     curve = [record for record in records if record["kind"] == "train"]
     seen["curve"] = [(r["step"], r["loss/total"], r["optim/grad_norm"], r["optim/lr"]) for r in curve]
     validation = [record for record in records if record["kind"] == "validation"]
-    seen["validation"] = [{key: r[key] for key in r if key.startswith("validation/")} for r in validation]
+    measured = ("validation/", "quality/")
+    seen["validation"] = [{key: r[key] for key in r if key.startswith(measured)} for r in validation]
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     seen["files"] = sorted(name.partition(".tfevents.")[0] for name in names)
     if samples:
