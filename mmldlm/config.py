@@ -52,7 +52,7 @@ class LogConfig:
         "with the next validation, and with the last; 0: none",
         at_least=0,
     )
-    figure_samples: int = setting(64, "held-out samples behind each of the figures", at_least=2, at_most=4096)
+    figure_samples: int = setting(32, "held-out samples behind each of the figures", at_least=2, at_most=4096)
     projector: bool = setting(False, "with the figures, latents and texts for TensorBoard's projector")
 
     def __post_init__(self) -> None:
@@ -64,7 +64,9 @@ class LogConfig:
 class ValidationConfig:
     every: int = setting(250, "optimizer steps between validations; 0: none", at_least=0)
     samples: int = setting(512, "held-out samples of a validation", at_least=1)
-    text_samples: int = setting(4, "texts to write in each of l2t and joint at each validation; 0: none", at_least=0)
+    text_samples: int = setting(
+        4, "texts to write at each validation in l2t, and with the figures in joint; 0: none", at_least=0
+    )
     quality_every: int = setting(
         0,
         "optimizer steps between measurements of what the run generates, `quality/` in the curves; 0: none",

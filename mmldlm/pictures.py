@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime
 
 AT_ONCE, TOKENS_AT_ONCE = 16, 2048  # samples and tokens of a forward pass: its logits are all there at once
-MADE = 16  # latents from noise: with each of them a text is written, which is dear
+MADE = 8  # latents from noise: with each of them a text is written, which is dear
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,8 @@ class Training(RunLifecycle):
         model.eval()
         with torch.no_grad(), runtime.averaged() if measured == "ema" else nullcontext():
             held_out = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
-            texts = text_samples(parts.objective, parts.store, parts.tokenizer, config, runtime)
             due = pictures_due(step, config)
+            texts = text_samples(parts.objective, parts.store, parts.tokenizer, config, runtime, joint=due)
             pictures = take_pictures(parts.objective, parts.store, config, runtime) if due else None
         model.train()
         values = {**held_out.values, **(pictures.quality if pictures else {})}

@@ -100,16 +100,16 @@ def validation_losses(
         for _, (source, batch), counted in dealt(list(_batches(split, ids)), runtime):
             noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
-            _, part = objective(runtime.forward_bare, noised.to(runtime.device), noised.counts.tolist())
+            _, own = objective(runtime.forward_bare, noised.to(runtime.device), noised.counts.tolist())
             if counted:
-                sums[source] += part.double().cpu()
+                sums[source] += own.double().cpu()
                 counts[source] += noised.counts
     sums, counts = runtime.sum(sums, "validation losses"), runtime.sum(counts, "validation counts")
     found = {"validation": objective.summary(sums.sum(0), counts.sum(0), finer)}
     if len(split.sources) > 1:
-        for source, own_sums, own_counts in zip(split.sources, sums, counts, strict=True):
+        for part, own_sums, own_counts in zip(split.sources, sums, counts, strict=True):
             if own_counts.sum() > 0:  # of each store without its noise levels, which are many
-                found[f"validation/{source.name}"] = objective.summary(own_sums, own_counts, objective.levels)
+                found[f"validation/{part.name}"] = objective.summary(own_sums, own_counts, objective.levels)
     values = {
         name.replace("loss/", f"{prefix}/"): value
         for prefix, summary in found.items()
@@ -126,11 +126,12 @@ def text_samples(
     tokenizer: Tokenizer,
     config: RunConfig,
     runtime: Runtime,
+    joint: bool,
 ) -> dict[str, list[dict[str, str]]]:
     """By tag, a few texts that the model writes, each beside one to compare it with; on rank 0.
 
-    In l2t that is the document whose latent it was given. In joint, text and latent come out of noise: it is the
-    held-out document whose latent is nearest to the one that came with the text.
+    In l2t that is the document whose latent it was given. With `joint`, also texts that come out of noise with their
+    latents: each beside the held-out document whose latent is nearest to its own.
     """
     # Where a forward pass is collective, all ranks write the same texts.
     if not config.validation.text_samples or not (runtime.is_main or runtime.shards_parameters):
@@ -159,7 +160,7 @@ def text_samples(
         found["samples/l2t"] = [
             {"reference": reference, "generation": text} for reference, text in zip(references, written, strict=True)
         ]
-    if "joint" in trained:
+    if joint and "joint" in trained:
         made = write("joint")
         rows = _nearest(made.latents.numpy(), split, validation_ids(split, config.validation.samples))
         nearest = tokenizer.decode_batch([split.tokens(row).tolist() for row in rows])

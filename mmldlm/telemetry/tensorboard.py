@@ -118,11 +118,16 @@ class TensorBoard:
         self._bars(step, tag, bars, np.linspace(0, 1, len(bars) + 1))
 
     def _bars(self, step: int, tag: str, bars: np.ndarray, edges: np.ndarray) -> None:
+        filled = np.flatnonzero(bars)
+        if not filled.size:
+            return
+        # Readers leave out empty bins at the ends, and then take least and greatest for the ends of what is left.
+        first, last = filled[0], filled[-1] + 1
+        bars, edges = bars[first:last], edges[first : last + 1]
         middles = (edges[1:] + edges[:-1]) / 2
-        sums = (float(bars @ middles**power) for power in (0, 1, 2))
-        # Readers take the first limit as the right end of a bin from minus infinity: an empty one.
-        limits, counts = edges.tolist(), [0.0, *bars.tolist()]
-        self._writer.add_histogram_raw(tag, limits[0], limits[-1], *sums, limits, counts, step)
+        number, total, squares = (float(bars @ middles**power) for power in (0, 1, 2))
+        least, *limits = edges.tolist()
+        self._writer.add_histogram_raw(tag, least, limits[-1], number, total, squares, limits, bars.tolist(), step)
 
     def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
         """uint8 [height, width, 3]."""

@@ -205,7 +205,8 @@ def test_the_curve_over_noise_times_is_the_validation_loss(run: Path) -> None:
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     (record,) = [each for each in records(run, "validation") if each["step"] == 4]
     curve = events.Histograms("loss_over_noise_time/latent_t2l")[-1].histogram_value
-    assert curve.bucket_limit == pytest.approx(np.linspace(0, 1, 31)) and curve.bucket[0] == 0
+    assert np.diff([curve.min, *curve.bucket_limit]) == pytest.approx(1 / 30) and curve.bucket_limit[-1] == curve.max
+    assert curve.bucket[0] > 0 and curve.bucket[-1] > 0, "readers would stretch what is left over empty ends"
     measured = [value for value in curve.bucket if value]
     assert np.mean(measured) == pytest.approx(record["validation/latent_t2l"], rel=0.1)
 
@@ -219,7 +220,7 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
     header, *labels = (run / "tensorboard" / "latents_labels.tsv").read_text().splitlines()
     kinds = [label.split("\t")[0] for label in labels]
     assert header == "kind\ttext" and len(points) == len(labels)
-    assert kinds == ["true"] * 10 + ["t2l"] * 10 + ["joint"] * 10
+    assert kinds == ["true"] * 10 + ["t2l"] * 10 + ["joint"] * 8
     loaded = load_run(run)
     split = loaded.store.split("validation")
     ids = np.array(validation_ids(split, 10))
