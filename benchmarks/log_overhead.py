@@ -1,6 +1,6 @@
 """What a step's bookkeeping costs: log records, TensorBoard, meter, guard and counting; and the wait for data.
 
-    python -m benchmarks log_overhead [--batch 8] [--width 256] [--depth 4] [--quick] [key.sub=value ...]
+    python -m benchmarks log_overhead [--batch 8] [--width 256] [--samples sentences] [--quick] [key.sub=value ...]
 
 The real trainer with its defaults: a record every ten steps. It is measured in two ways:
 
@@ -10,6 +10,9 @@ The real trainer with its defaults: a record every ten steps. It is measured in 
   process used besides the thread that trains: TensorBoard writes its files from one of its own.
 
 The share that counts is that of a step of half a second: bookkeeping costs the same whatever the network's size.
+
+What a validation leaves in TensorBoard is measured as well. Its numbers come from passes of the network, so their share
+is that of this network's own steps, as many of them as lie between two validations, or two times of figures.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from benchmarks.workload import lengths_of, typical_batches
 from mmldlm.data.order import SampleOrder
 from mmldlm.data.shards import Store
 from mmldlm.guard import poisoned
+from mmldlm.pictures import take_pictures
 from mmldlm.train import train_step
+from mmldlm.validation import text_samples, validation_losses
 
 CADENCE = 10  # steps from record to record: the default of log.every
 GOAL = 0.01  # of a step, for all bookkeeping, and for the data
@@ -44,6 +49,7 @@ STEP_S = 0.5  # the step that the goal is of
 SAMPLES = 4096  # of the store
 SILENT = Variant("without records", "", settings=("log={every: 1000000, tensorboard: false}",))
 AS_IT_IS = Variant("as it is", "")
+VALIDATED = Variant("with validations", "", settings=("validation.every=200",))  # as often as in the quickstart
 FINISH, METER, LOSS, LIMIT = "end of the step", "meter", "guard, of the loss", "guard, limit of the norm"
 SETTLE, RECORD, BOARD = "of it: numbers and guard", "of it: a record every tenth step", "of that: TensorBoard"
 DATA, OTHERS = "wait for data", "other threads"
@@ -121,6 +127,49 @@ def direct(task: Task, steps: int, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def of_a_validation(task: Task, folder: Path) -> list[dict[str, Any]]:
+    """CPU seconds of what a validation computes and writes, and their share of the steps between two of them."""
+    with training_of(VALIDATED, task, folder) as training:
+        parts, config, runtime, tracker = training.parts, training.config, training.runtime, training.tracker
+        with closing(training.steps()) as micro_batches:
+            for _ in range(CADENCE):
+                train_step(training, *next(micro_batches))
+            began = clock()
+            for _ in range(CADENCE):
+                train_step(training, *next(micro_batches))
+            step_s = (clock() - began) / CADENCE
+        spent: dict[str, float] = {}
+        with torch.no_grad():
+            arguments = parts.objective, parts.store
+            found = _once(spent, "losses", validation_losses, *arguments, parts.validation_ids, config, runtime)
+            texts = _once(spent, "texts", text_samples, *arguments, parts.tokenizer, config, runtime, False)
+            pictures = _once(spent, "figures: numbers", take_pictures, *arguments, config, runtime)
+        _once(spent, "losses: written", tracker.validation, CADENCE, found.values, found.levels)
+        for tag, rows in texts.items():
+            _once(spent, "texts: written", tracker.samples, CADENCE, rows, tag)
+        for what in ("figures: drawn first, with the import of matplotlib", "figures: drawn"):
+            _once(spent, what, tracker.pictures, CADENCE, pictures, found.levels, None)
+    every = {"figures": config.log.figures_every}
+    return [
+        {
+            "of a validation": what,
+            "s": seconds,
+            "every so many steps": (steps := every.get(what.partition(":")[0], config.validation.every)),
+            "share of those steps": f"{seconds / steps / step_s:.2%}",
+            f"of as many of {STEP_S} s": f"{seconds / steps / STEP_S:.2%}",
+        }
+        for what, seconds in spent.items()
+    ]
+
+
+def _once(spent: dict[str, float], what: str, call: Callable, *arguments: object) -> Any:
+    began = clock()
+    try:
+        return call(*arguments)
+    finally:
+        spent[what] = spent.get(what, 0.0) + clock() - began
+
+
 def _timed(call: Callable, spent: dict[str, float], what: str) -> Callable:
     def timed(*arguments: object) -> object:
         began = clock()
@@ -162,11 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--width", type=positive, default=256)
     options.add_argument("--depth", type=positive, default=4)
     options.add_argument("--batch", type=positive, default=8, help="samples of a step (%(default)s)")
+    options.add_argument("--samples", choices=("documents", "sentences"), default="documents", help="(%(default)s)")
     options.add_argument("--steps", type=positive, default=40, help="in which calls are timed (%(default)s)")
     given = parse(options, argv, width=64, depth=2, batch=4, steps=20, rounds=2)
     with workplace(given) as folder:
         task = Task(
-            store=str(random_store(folder / "store", lengths_of("documents", SAMPLES))),
+            store=str(random_store(folder / "store", lengths_of(given.samples, SAMPLES))),
             width=given.width,
             depth=given.depth,
             heads=heads_of(given.width),
@@ -176,9 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         say("calls of the bookkeeping")
         calls = direct(task, given.steps, folder / "direct")
+        say("a validation")
+        validation = of_a_validation(task, folder / "validation")
         say(f"{given.rounds} rounds of {CADENCE} steps")
         tables = {
             "Calls": calls,
+            "A validation": validation,
             "As it is against no records": [against_silence(task, given.rounds, folder / "rounds")],
         }
     report(given, "log_overhead", tables)

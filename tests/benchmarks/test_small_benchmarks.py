@@ -104,6 +104,9 @@ def test_log_overhead(tables: Callable[..., Tables]) -> None:
     assert spent[BOARD] < spent[RECORD] < spent[FINISH] and spent[SETTLE] < spent[FINISH] < spent["whole step"]
     assert spent[ALL] == pytest.approx(sum(spent[what] for what in BOOKKEEPING))
     assert spent[ALL] + spent[DATA] < spent["whole step"]
+    validation = {row["of a validation"]: row["s"] for row in found["A validation"]}
+    assert {"losses", "texts", "figures: numbers", "figures: drawn"} <= set(validation)
+    assert all(positive(value) for value in validation.values())
     (against,) = found["As it is against no records"]
     assert positive(against["s a step"]) and against["ratio"]["low"] <= against["ratio"]["high"]
     assert {len(each) for each in against["seconds"].values()} == {2} and len(against["seconds"]) == 3
