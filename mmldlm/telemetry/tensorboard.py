@@ -34,10 +34,12 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
     },
     "Quality, held out": {
         "text from its latent (l2t): bits per token": [r"^quality/l2t_bits_per_token$"],
-        "text from its latent (l2t): tokens right at first guess": [r"^quality/figures_l2t_first_guess_accuracy$"],
-        "latent of a text (t2l): cosine, and found first among the figures' samples": [r"^quality/figures_t2l_"],
-        "what is written from latents (validation.quality_every)": [r"^quality/l2t_(token_accuracy|exact_match)$"],
-        "latents that are found (validation.quality_every)": [r"^quality/t2l_(cosine|recall_at_\d+)$"],
+        "text from its latent (l2t): tokens right": [
+            r"^quality/(figures_l2t_first_guess|l2t_token)_accuracy$",
+        ],
+        "latent of a text (t2l): cosine, and found first among the samples": [
+            r"^quality/(figures_)?t2l_(cosine|recall_at_1)$",
+        ],
     },
     "By mode": {
         "text loss, training": [r"^loss/text_(l2t|joint)$"],

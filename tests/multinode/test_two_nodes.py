@@ -38,7 +38,7 @@ def exits(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=pytest.mark.slow) if name == "zero2" else name for name in ENGINES]
+    "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
 )
 def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"

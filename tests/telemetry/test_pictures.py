@@ -213,7 +213,8 @@ def test_the_curve_over_noise_times_is_the_validation_loss(run: Path) -> None:
 
 def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> None:
     record = records(run, "validation")[-1]
-    names = ("l2t_bits_per_token", "l2t_token_accuracy", "t2l_cosine", "t2l_recall_at_1")
+    of_figures = ("l2t_first_guess_accuracy", "t2l_cosine", "t2l_recall_at_1")
+    names = ("l2t_bits_per_token", *(f"figures_{name}" for name in of_figures))
     assert {f"quality/{name}" for name in names} == {key for key in record if key.startswith("quality/")}
     assert record["quality/l2t_bits_per_token"] == pytest.approx(record["validation/text_l2t"] / math.log(2))
     points = np.loadtxt(run / "tensorboard" / "latents.tsv", delimiter="\t")
