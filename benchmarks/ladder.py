@@ -55,11 +55,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=9, help="(%(default)s)")
     add("--batches", type=int, default=8, help="micro-batches of a round (%(default)s)")
     add(
-        "--together",
-        type=int,
-        help="steps of a variant before the next one's turn, a divisor of --batches (the largest up to 4)",
-    )
-    add(
         "--patience",
         type=float,
         default=1.0,
@@ -80,10 +75,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.variants = options.variants or list(QUICK)
     if not 0 <= options.patience < math.inf:
         raise UsageError(f"--patience: expected 0 or more, found {options.patience:g}")
-    if options.together is None:
-        options.together = max(count for count in range(1, 5) if options.batches % count == 0)
-    if options.together < 1 or options.batches % options.together:
-        raise UsageError(f"--together: expected a divisor of --batches {options.batches}, found {options.together}")
     for name in ("rounds", "batches", "threads", "batch", "positions"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -162,9 +153,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
             run.call(freeze)
         next_step += len(rows)
         results.say(f"{options.rounds} rounds of {len(rows)} steps")
-        measured = run_rounds(
-            runs, options.rounds, len(rows), next_step, patience=options.patience, together=options.together
-        )
+        measured = run_rounds(runs, options.rounds, len(rows), next_step, patience=options.patience)
         seconds = measured.seconds
         next_step += options.rounds * len(rows)
         for name, run in runs.items():
@@ -184,10 +173,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     return {
         "benchmark": "ladder",
         "what": {
-            **{
-                name: getattr(options, name)
-                for name in ("shape", "data", "precision", "threads", "rounds", "batches", "together")
-            },
+            **{name: getattr(options, name) for name in ("shape", "data", "precision", "threads", "rounds", "batches")},
             "task": asdict(task) | {"store": Path(task.store).name},
             "positions": manifest.max_length,
             "vocab_size": manifest.vocab_size,

@@ -1,9 +1,8 @@
 """Time of variants against each other on a machine that others may use, too.
 
 One thread and its CPU time, where there is no GPU; otherwise seconds by the clock, between synchronisations. Variants
-take turns after a few steps, in an order drawn anew, so that what neighbours do to the machine meets them all; the
-first step of a turn comes on caches that another has filled, as in no training, and may be left uncounted. Beside each
-step a matrix product, the same for all, tells what the machine gives at that moment; a turn in which that was less
+take turns after each step, in an order drawn anew, so that what neighbours do to the machine meets them all. Beside
+each step a matrix product, the same for all, tells what the machine gives at that moment; a turn in which that was less
 than in the best one is taken again, as often as patience allows, because variants of other shares of products are not
 slowed alike. In each round every variant goes through the same micro-batches; what is compared is the ratio of two
 variants' times in the same round. The first variant is measured twice in each round: where it differs from itself, the
@@ -74,7 +73,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Turn:
-    """A few steps of each variant."""
+    """One step of each variant."""
 
     rate: float  # the mean of what the probe told beside them
     seconds: dict[str, float]
@@ -110,20 +109,17 @@ def run_rounds(
     first: int,
     seed: int = 0,
     patience: float = 0.0,
-    together: int = 1,
     probe: Callable[[], float] | None = None,
 ) -> Rounds:
     """Time of `steps` steps in each round.
 
-    Steps are numbered from `first`: the same numbers for all, so the same samples and noise. A turn has `together` of
-    them, where these are more than one behind an uncounted one. `patience` bounds the turns that are taken again, as a
-    multiple of all.
+    Steps are numbered from `first`: the same numbers for all, so the same samples and noise. `patience` bounds the
+    turns that are taken again, as a multiple of rounds * steps.
     """
-    assert steps % together == 0, f"turns of {together} steps in rounds of {steps}"
     order = [*runs, CONTROL]
     runs = {**runs, CONTROL: next(iter(runs.values()))}
     draw, probe = random.Random(seed), probe or Probe()
-    numbers = range(first, first + rounds * steps, together)
+    numbers = range(first, first + rounds * steps)
     found: dict[int, Turn] = {}
     missing, taken, best = list(numbers), 0, 0.0
     most = int((1 + patience) * len(numbers))
@@ -132,18 +128,14 @@ def run_rounds(
             draw.shuffle(order)
             rates, seconds = [probe()], dict.fromkeys(order, 0.0)
             for name in order:
-                if together > 1:
-                    runs[name].step(number)
-                for step in range(number, number + together):
-                    seconds[name] += timed(runs[name], step)
-                    rates.append(probe())
+                seconds[name] = timed(runs[name], number)
+                rates.append(probe())
             turn = Turn(sum(rates) / len(rates), seconds)
             best, taken = max(best, turn.rate), taken + 1
             if number not in found or found[number].rate < turn.rate:
                 found[number] = turn
         missing = [number for number in numbers if found[number].rate < STEADY * best]
-    count = steps // together  # of turns in a round
-    of_rounds = [[found[number] for number in numbers[at * count : (at + 1) * count]] for at in range(rounds)]
+    of_rounds = [[found[number] for number in numbers[at * steps : (at + 1) * steps]] for at in range(rounds)]
     return Rounds(
         {name: [sum(turn.seconds[name] for turn in turns) for turns in of_rounds] for name in order},
         Steadiness(

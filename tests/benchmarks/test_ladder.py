@@ -237,19 +237,6 @@ def test_turns_of_a_disturbed_machine_are_taken_again(patience: float, again: li
     assert steady.slowest == (1.0 if patience == 1 else 0.5)
 
 
-def test_a_turn_of_several_steps_begins_with_one_that_is_not_counted() -> None:
-    class Slow(Recorder):
-        def step(self, number: int) -> float:  # type: ignore[override]
-            super().step(number)
-            return 1.0 if self.numbers[-2:] != [number, number] else 0.5  # the first of a turn, and that number again
-
-    one, two = Slow(), Slow()
-    found = run_rounds({"one": one, "two": two}, rounds=2, steps=4, first=8, together=2, probe=lambda: 1.0)
-    assert two.numbers == [8, 8, 9, 10, 10, 11, 12, 12, 13, 14, 14, 15]
-    assert found.seconds["two"] == [3.0, 3.0]
-    assert found.steadiness.turns == 4
-
-
 def test_the_probe_tells_a_rate() -> None:
     rates = [Probe()() for _ in range(5)]
     assert all(1e8 < rate < 1e13 for rate in rates)
@@ -258,7 +245,6 @@ def test_the_probe_tells_a_rate() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["--batches", "8", "--together", "3"], 2, "--together: expected a divisor of --batches 8, found 3"),
         (["--patience", "-1"], 2, "--patience: expected 0 or more, found -1"),
         (["--variants", "nothing"], 2, "--variants: 'nothing' is none here, expected some of reference,"),
         (["--rounds", "0"], 2, "--rounds: expected at least 1, found 0"),
