@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -195,7 +195,7 @@ def watched(run: Open, around: Callable[[str], AbstractContextManager[None]]) ->
 
 
 def parts_of(run: Open, steps: range) -> dict[str, float]:
-    """Median seconds of a step's parts. They are timed apart from the rounds: on a GPU each part is waited for."""
+    """Mean seconds of a step's parts. They are timed apart from the rounds: on a GPU each part is waited for."""
     found: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -213,4 +213,4 @@ def parts_of(run: Open, steps: range) -> dict[str, float]:
             for part in (WAIT, *PARTS.values()):
                 found[part].append(step[part])
             found[OTHER].append(whole - sum(step.values()))
-    return {part: median(values) for part, values in found.items()}
+    return {part: fmean(values) for part, values in found.items()}
