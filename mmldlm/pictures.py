@@ -18,7 +18,7 @@ from mmldlm.data.split import Split
 from mmldlm.diffusion.noise import Mode, trained_modes
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import generate
-from mmldlm.validation import SEED, dealt, validation_ids
+from mmldlm.validation import SEED, validation_ids
 
 if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime
@@ -102,7 +102,7 @@ class _Taker:
         many of the likeliest tokens are the true ones, of how many [2, longest]."""
         numbers = torch.zeros(len(ids) + 2 * longest, dtype=torch.float64)
         likely, right, of = numbers.split([len(ids), longest, longest])
-        for _, batch, counted in dealt(_few(self.split, ids), self.runtime):
+        for _, batch, counted in self.runtime.dealt(_few(self.split, ids)):
             lengths, hits = self._guess(batch)
             if counted:
                 likely[batch.slots] = lengths.double()
@@ -126,7 +126,7 @@ class _Taker:
         """Collective: float32 [n, M, C], standardised, in the order of `ids`."""
         latent, sampling = self.split.manifest.latent, self.config.sampling
         found = torch.zeros(len(ids), latent.tokens, latent.channels, dtype=torch.float64)
-        for number, batch, counted in dealt(_few(self.split, ids), self.runtime):
+        for number, batch, counted in self.runtime.dealt(_few(self.split, ids)):
             made = generate(
                 self.runtime.forward_bare,
                 self.objective.text,

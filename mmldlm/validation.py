@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from mmldlm.diffusion.sampling import Generation, generate
 
 if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime
-
-T = TypeVar("T")
 
 MICRO_BATCH = 64
 SEED = 20_260  # of times, masks and noise: every validation of every run sees the same
@@ -58,19 +56,6 @@ def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
             yield number, replace(batch, slots=torch.from_numpy(places)[batch.slots])
 
 
-def dealt(items: Sequence[T], runtime: Runtime) -> Iterator[tuple[int, T, bool]]:
-    """This rank's share of `items` with their numbers, and whether each counts.
-
-    Where a forward pass is collective, a rank that is out of items gets the last one again, uncounted.
-    """
-    for place in range(runtime.rank, len(items) + runtime.rank, runtime.world_size):
-        counted = place < len(items)
-        if not counted and not runtime.shards_parameters:
-            return
-        number = min(place, len(items) - 1)
-        yield number, items[number], counted
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """What a validation measured."""
@@ -97,7 +82,7 @@ def validation_losses(
         if mode not in trained:
             continue
         weights = mode_weights(mode)
-        for _, (source, batch), counted in dealt(list(_batches(split, ids)), runtime):
+        for _, (source, batch), counted in runtime.dealt(list(_batches(split, ids))):
             noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
             _, own = objective(runtime.forward_bare, noised.to(runtime.device), noised.counts.tolist())

@@ -112,18 +112,11 @@ class Evaluation:
             yield counts, batch
 
     def _shared(self, lengths: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
-        """This rank's part of samples of these lengths: places of a micro-batch, and whether it counts.
-
-        Where a forward pass is collective, a rank that is out of micro-batches goes through its last again, uncounted.
-        """
-        size, ours = self.config.batch, self.processes
-        order = np.argsort(lengths, kind="stable")
+        """This rank's part of samples of these lengths: places of a micro-batch, and whether it counts."""
+        size, order = self.config.batch, np.argsort(lengths, kind="stable")
         cuts = [order[start : start + size] for start in range(0, len(order), size)]
-        for place in range(ours.rank, len(cuts) + ours.rank, ours.world_size):
-            if place < len(cuts):
-                yield True, cuts[place]
-            elif ours.shards_parameters:
-                yield False, cuts[-1]
+        for _, slots, counts in self.processes.dealt(cuts):
+            yield counts, slots
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Collective: float64; what each rank has filled in of an array of zeros, together."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mmldlm.errors import MmldlmError, error_of
 from mmldlm.runtime.watchdog import Watchdog
+
+T = TypeVar("T")
 
 # Groups that were left, never freed: where DDP's reducer holds the last reference, gloo's threads are joined under the
 # lock of Python's interpreter, which now and then they wait for themselves.
@@ -38,6 +40,18 @@ class Processes:
     def waiting(self, collective: str) -> contextlib.AbstractContextManager[Any]:
         """Tell the watchdog what the main thread waits for from here on."""
         return contextlib.nullcontext() if self.watchdog is None else self.watchdog.waiting(collective)
+
+    def dealt(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
+        """This rank's share of `items` with their numbers, and whether each counts.
+
+        Where a forward pass is collective, a rank that is out of items gets the last one again, uncounted.
+        """
+        for place in range(self.rank, len(items) + self.rank, self.world_size):
+            counted = place < len(items)
+            if not counted and not self.shards_parameters:
+                return
+            number = min(place, len(items) - 1)
+            yield number, items[number], counted
 
     def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
         """Collective: sum of a small tensor, on the host in float64; every rank gets the same bits."""
