@@ -13,11 +13,13 @@ from torch import Tensor
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import fixed_batches
+from mmldlm.data.neighbours import directions
 from mmldlm.data.shards import Store
 from mmldlm.data.split import Split
 from mmldlm.diffusion.noise import Mode, trained_modes
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import generate
+from mmldlm.evaluation.statistics import ranks_of_own
 from mmldlm.validation import SEED, validation_ids
 
 if TYPE_CHECKING:
@@ -54,8 +56,7 @@ class Pictures:
             values["quality/figures_l2t_first_guess_accuracy"] = float(self.hits[0].sum() / self.hits[1].sum())
         if self.similarity is not None:
             own = self.similarity.diagonal()
-            # Candidates as good as the true one count before it, as in `mmldlm evaluate`; so does NaN.
-            rank = (~(self.similarity < own[:, None])).sum(1)
+            rank = ranks_of_own(self.similarity)
             values["quality/figures_t2l_cosine"] = float(own.mean())
             values["quality/figures_t2l_recall_at_1"] = float((rank <= 1).mean())
         return values
@@ -85,7 +86,7 @@ def take_pictures(objective: Objective, store: Store, config: RunConfig, runtime
         truth=_flat(store.standardise(raw)),
         found=None if found is None else _flat(found),
         made=None if made is None else _flat(made),
-        similarity=None if found is None else _unit(store.restore(found)) @ _unit(raw).T,
+        similarity=None if found is None else directions(store.restore(found)) @ directions(raw).T,
         likely_lengths=likely,
         hits=hits,
     )
@@ -151,9 +152,3 @@ def _few(split: Split, ids: Sequence[int]) -> list[Batch]:
 
 def _flat(latents: np.ndarray) -> np.ndarray:
     return latents.reshape(len(latents), -1)
-
-
-def _unit(latents: np.ndarray) -> np.ndarray:
-    """[n, D] of length 1 from [n, M, C]."""
-    flat = _flat(latents)
-    return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)

@@ -14,6 +14,7 @@ from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import fixed_batches, permute
 from mmldlm.data.mixture import shared_out
+from mmldlm.data.neighbours import directions
 from mmldlm.data.shards import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.noise import MODES, Mode, draw_noise, mode_weights, trained_modes
@@ -158,6 +159,5 @@ def text_samples(
 
 def _nearest(latents: np.ndarray, split: Split, ids: Sequence[int]) -> list[int]:
     """For each of the standardised `latents` [n, M, C] the row among `ids` whose latent has the largest cosine."""
-    candidates = split.manifest.latent.standardise(split.gather(np.asarray(ids, np.int64))[2]).reshape(len(ids), -1)
-    candidates = candidates / np.maximum(np.linalg.norm(candidates, axis=1, keepdims=True), 1e-12)
+    candidates = directions(split.manifest.latent.standardise(split.gather(np.asarray(ids, np.int64))[2]))
     return [ids[place] for place in (latents.reshape(len(latents), -1) @ candidates.T).argmax(1)]

@@ -14,6 +14,12 @@ from mmldlm.data.shards import Split, Store
 _ROWS = 8192  # latents compared at a time
 
 
+def directions(latents: np.ndarray) -> np.ndarray:
+    """[n, M C]: each of the latents [n, M, C], or [n, D], at length 1."""
+    flat = latents.reshape(len(latents), -1)
+    return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
+
+
 def latent_blocks(split: Split) -> Iterator[np.ndarray]:
     """float64 [rows, M, C] of all samples, in order, on the encoder's scale."""
     for shard in split.shards:
@@ -29,15 +35,10 @@ def neighbours_of(
     Nearest is the largest cosine of standardised latents: without their mean, which all samples share. `but` names a
     row for each latent that does not count, such as its own. Reads all latents of the split.
     """
-
-    def directions(latents: np.ndarray) -> np.ndarray:
-        flat = store.standardise(latents).reshape(len(latents), -1)
-        return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
-
-    wanted, first = directions(latents), 0
+    wanted, first = directions(store.standardise(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
     for block in latent_blocks(split):
-        cosines = wanted @ directions(block).T
+        cosines = wanted @ directions(store.standardise(block)).T
         for index, row in enumerate(but):
             if row is not None and first <= row < first + len(block):
                 cosines[index, row - first] = -np.inf

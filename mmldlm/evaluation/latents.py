@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.neighbours import directions
 from mmldlm.evaluation.documents import Evaluation, Progress
 from mmldlm.evaluation.statistics import cosine, ranks_of_own, ratio
 
@@ -24,7 +25,7 @@ def closeness(evaluation: Evaluation, made: np.ndarray) -> dict[str, Any]:
     mean = np.broadcast_to(np.asarray(store.manifest.latent.mean, np.float32), truth.shape)
     other = store.restore(evaluation.latents["shuffled"])
     own = ratio(cosine(made, truth).astype(np.float64), np.ones(count))
-    rank = ranks_of_own(made.reshape(count, -1), truth.reshape(count, -1))
+    rank = ranks_of_own(directions(made) @ directions(truth).T)
     return {
         "cosine": own.value,
         "cosine_ci95": list(own.interval),

@@ -50,17 +50,12 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ((a * b).sum(-1) / np.maximum(norm, 1e-12)).mean(-1)
 
 
-def ranks_of_own(made: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """int64 [n]: where each row of `made` [n, d] finds its own row of `truth` among all, by cosine; 1 is the best.
+def ranks_of_own(similarity: np.ndarray) -> np.ndarray:
+    """int64 [n]: where each row finds its own column of `similarity` [n, n] among all; 1 is the best.
 
     Candidates as good as the true one count before it: duplicates are no success, and NaN is none either.
     """
-    similarity = _unit(made) @ _unit(truth).T
     return (~(similarity < similarity.diagonal()[:, None])).sum(1)
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
