@@ -90,7 +90,8 @@ class RunLifecycle:
             lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
             self.runtime.peer_lost = isinstance(lost or error, PeerLostError)
         code, cause = outcome(lost or error)
-        if hasattr(self, "saver") and (code == ExitCode.NUMERICAL or (self.launch.world_size == 1 and code != 130)):
+        alone = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
+        if hasattr(self, "saver") and (code == ExitCode.NUMERICAL or alone):
             with suppress(MmldlmError):  # all ranks are here: what was good before the fault is kept
                 self.note_saved(self.saver.finish())
         if watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):

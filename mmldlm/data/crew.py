@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from mmldlm.errors import PeerLostError, UsageError, error_of, outcome
+from mmldlm.errors import ExitCode, PeerLostError, UsageError, error_of, outcome
 from mmldlm.files import write_atomically
 from mmldlm.runtime.last_words import Process
 
@@ -175,7 +175,7 @@ class Crew:
 
     def _raise(self, told: dict[str, Any]) -> None:
         text = f"rank {told['rank']} failed: {told['cause']}"
-        raise PeerLostError(text) if told["code"] in (1, 130) else error_of(told["code"], text)
+        raise PeerLostError(text) if told["code"] in (1, ExitCode.INTERRUPTED) else error_of(told["code"], text)
 
     def _lost_session(self) -> None:
         raise PeerLostError(f"{self.session}: no longer there: the leading process has ended")

@@ -40,7 +40,7 @@ def _what_to_do(code: int | None) -> str:
         int(ExitCode.NUMERICAL): "skipped_steps.jsonl names the samples; go on with a lower optim.lr, or without them",
         int(ExitCode.STORAGE): f"make room on the disk, or mend it; then {again}",
         int(ExitCode.PEER_LOST): f"stacks.rank*.txt in the run folder says where each rank was; {again}",
-        130: again,
+        int(ExitCode.INTERRUPTED): again,
     }.get(code if code is not None else -1, f"the traceback is in the run's output; once that is mended, {again}")
 
 
