@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
 import torch
@@ -237,26 +237,34 @@ class Training(RunLifecycle):
         of_each = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
         return of_each if len(of_each) > 1 else {}
 
-    def _validate(self) -> None:
+    @contextmanager
+    def _measuring(self, what: str) -> Iterator[None]:
+        """The network as it is measured: without dropout and gradients, by its average where `ema.evaluate` says so.
+        The time belongs to no step."""
         self.settle()
-        paused, step = time.perf_counter(), self.state.step
-        self.tracker.heartbeat(step, "validation")
-        parts, config, runtime, measured = self.parts, self.config, self.runtime, self.config.ema.measured
-        model = runtime.bare_model
-        model.eval()
-        with torch.no_grad(), runtime.averaged() if measured == "ema" else nullcontext():
+        paused = time.perf_counter()
+        self.tracker.heartbeat(self.state.step, what)
+        runtime = self.runtime
+        runtime.bare_model.eval()
+        with torch.no_grad(), runtime.averaged() if self.config.ema.measured == "ema" else nullcontext():
+            yield
+        runtime.bare_model.train()
+        self.meter.began += time.perf_counter() - paused
+
+    def _validate(self) -> None:
+        parts, config, runtime, step = self.parts, self.config, self.runtime, self.state.step
+        with self._measuring("validation"):
             held_out = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
             due = pictures_due(step, config)
             texts = text_samples(parts.objective, parts.store, parts.tokenizer, config, runtime, joint=due)
             pictures = take_pictures(parts.objective, parts.store, config, runtime) if due else None
-        model.train()
-        values = {**held_out.values, **(pictures.quality if pictures else {})}
-        self.tracker.validation(step, {**values, "weights": measured}, held_out.levels)
-        for tag, rows in texts.items():
-            self.tracker.samples(step, rows, tag)
-        if pictures:
-            self.tracker.pictures(step, pictures, held_out.levels, parts.tokenizer if config.log.projector else None)
-        self.meter.began += time.perf_counter() - paused
+            values = {**held_out.values, **(pictures.quality if pictures else {})}
+            self.tracker.validation(step, {**values, "weights": config.ema.measured}, held_out.levels)
+            for tag, rows in texts.items():
+                self.tracker.samples(step, rows, tag)
+            if pictures:
+                projected = parts.tokenizer if config.log.projector else None
+                self.tracker.pictures(step, pictures, held_out.levels, projected)
         loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
         if self.plateau is not None:
             self.plateau.measure(self.state.step, loss)
@@ -266,30 +274,22 @@ class Training(RunLifecycle):
                 self.save(validation_loss=loss)
 
     def _measure_quality(self) -> None:
-        self.settle()
-        paused = time.perf_counter()
-        self.tracker.heartbeat(self.state.step, "quality")
-        parts, runtime, measured = self.parts, self.runtime, self.config.ema.measured
+        config, parts, runtime = self.config, self.parts, self.runtime
         run = LoadedRun(
             folder=self.run_dir,
-            config=self.config,
+            config=config,
             store=parts.store,
             tokenizer=parts.tokenizer,
             model=runtime.forward_bare,
             objective=parts.objective,
             device=runtime.device,
             step=self.state.step,
-            weights=measured,
-            has_average=self.config.ema.decay > 0,
+            weights=config.ema.measured,
+            has_average=config.ema.decay > 0,
         )
-        ids = validation_ids(parts.store.split("validation"), self.config.validation.quality_samples)
-        model = runtime.bare_model
-        model.eval()
-        with runtime.averaged() if measured == "ema" else nullcontext():
-            values = quality(run, ids, runtime)
-        model.train()
-        self.tracker.quality(self.state.step, values)
-        self.meter.began += time.perf_counter() - paused
+        ids = validation_ids(parts.store.split("validation"), config.validation.quality_samples)
+        with self._measuring("quality"):
+            self.tracker.quality(self.state.step, quality(run, ids, runtime))
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of this moment, if there is none yet; with `wait`, every checkpoint is there at the end.
