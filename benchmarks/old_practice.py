@@ -91,10 +91,12 @@ class WholeBackbone(nn.ModuleList):
     def _recomputed(self, *arguments: Any) -> Any:
         return checkpoint(self._all, *arguments, use_reentrant=False, preserve_rng_state=False)
 
-    def _all(self, text: Tensor, latent: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        for block in super().__iter__():
+    def _all(self, text: Tensor, latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *blocks, last_block = super().__iter__()
+        *others, read = arguments
+        for block in blocks:
             text, latent = block(text, latent, *others)
-        return text, latent
+        return last_block(text, latent, *others, read)
 
 
 class OldPractice(Training):

@@ -54,7 +54,7 @@ class UsefulFlops:
         rows = {"token": 0, "masked_token": 2 * config.width * shape.vocab_size, "latent_token": 0, "sample": 0}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                rows[_rows_of(name)] += 2 * module.in_features * module.out_features
+                rows[_rows_of(name, config.depth)] += 2 * module.in_features * module.out_features
         return cls(**rows, pair=2 * 2 * config.width * config.depth)
 
     def of_step(self, tokens: int, masked_tokens: int, samples: int, latent_tokens: int, pairs: int) -> float:
@@ -68,13 +68,16 @@ class UsefulFlops:
         return float((1 + BACKWARD) * forward)
 
 
-def _rows_of(name: str) -> str:
-    """What the linear map of this name in the network has a row for."""
+def _rows_of(name: str, depth: int) -> str:
+    """What the linear map of this name in a network of `depth` blocks has a row for."""
     parts = name.split(".")
     if parts[0] == "text_out":
         return "masked_token"
     if parts[0] in ("latent_in", "latent_head"):
         return "latent_token"
     if parts[0] == "blocks" and parts[3] != "modulation":
-        return "token" if parts[2] == "text" else "latent_token"
+        if parts[2] == "latent":
+            return "latent_token"
+        read_only = parts[1] == str(depth - 1) and parts[3] != "qkv"  # behind the last attention
+        return "masked_token" if read_only else "token"
     return "sample"

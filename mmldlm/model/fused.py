@@ -38,8 +38,8 @@ def _normalised(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return normal, rstd
 
 
-def _modulated(normal_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
-    return torch.addcmul(of_rows(shift_BD, rows_T), normal_TD, of_rows(scale_BD, rows_T))
+def _modulated(normal_TD: Tensor, shift_BD: Tensor, scale_TD: Tensor, rows_T: Tensor | None) -> Tensor:
+    return torch.addcmul(of_rows(shift_BD, rows_T), normal_TD, scale_TD)
 
 
 class _ModulatedLinear(Function):
@@ -57,22 +57,23 @@ class _ModulatedLinear(Function):
         shift, scale = shift_BD.float(), scale_BD.float() + 1
         ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
         ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
-        return F.linear(_modulated(normal, shift, scale, rows_T), weight_OD, bias_O)
+        return F.linear(_modulated(normal, shift, of_rows(scale, rows_T), rows_T), weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         normal, rstd, shift, scale, rows, weight = ctx.saved_tensors
         of_x, of_shift, of_scale = ctx.dtypes
+        samples, scale = len(scale), of_rows(scale, rows)
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
             weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale, rows), weight)
         if ctx.needs_input_grad[5]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
         grad = (grad_TO @ weight.to(grad_TO.dtype)).float()
-        shift_grad = of_samples(grad, rows, len(scale))
-        scale_grad = of_samples(grad * normal, rows, len(scale))
-        inner = grad * of_rows(scale, rows)
+        shift_grad = of_samples(grad, rows, samples)
+        scale_grad = of_samples(grad * normal, rows, samples)
+        inner = grad * scale
         along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / inner.shape[-1]
         x_grad = inner.sub_(inner.mean(-1, keepdim=True)).addcmul_(normal, along, value=-1).mul_(rstd)
         return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None, weight_grad, bias_grad
@@ -184,7 +185,8 @@ class _NormaliseHeads(Function):
         normal = qk * rstd
         inner = torch.empty_like(normal)
         _turn(grad[:, :2].float(), cos, None if sin is None else -sin, inner)
-        weight_grad = (inner * normal).sum((0, 2))
+        # Rows first: a sum over two dimensions that are not neighbours takes eight times as long on a CPU.
+        weight_grad = (inner * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
         inner.mul_(weight[:, None])
         along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / qk.shape[-1]
         qkv_grad = torch.empty_like(qkv)

@@ -134,16 +134,26 @@ class MMDiTBlock(nn.Module):
         rotary: tuple[Tensor, Tensor],
         layout: Layout,
         backend: Backend,
+        read_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Text [N, D] and latents [B*M, E] to the same shapes."""
+        """Text [N, D] and latents [B*M, E] to the same shapes; with `read_P` text of these tokens only, [P, D].
+
+        All tokens are attended to in any case. Only for those that are read is there more to do after it.
+        """
         arguments = text_ND, latent_TE, conditioning_BT, rotary, layout, backend
         # In here and not around the module: what an engine hooks to the module runs once, not again in backward.
         if self._recomputes("full"):
+            assert read_P is None, "the last block is not recomputed"
             text, latent = recomputed(self._branches, self.draws, *arguments)
             return add_gated(*text, layout.sample_of_token), add_gated(*latent, layout.sample_of_latent)
         text_out, latent_out, text_by, latent_by = self._attended(*arguments)
+        sample_of_token = layout.sample_of_token
+        if read_P is not None:
+            text_ND, text_out, sample_of_token = (
+                rows.index_select(0, read_P) for rows in (text_ND, text_out, sample_of_token)
+            )
         return (
-            self.text.finish(text_ND, text_out, text_by, layout.sample_of_token),
+            self.text.finish(text_ND, text_out, text_by, sample_of_token),
             self.latent.finish(latent_TE, latent_out, latent_by, layout.sample_of_latent),
         )
 
@@ -283,12 +293,14 @@ class MMDiT(nn.Module):
             length_logits = self.length_head(latent_BME, latent_time)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
             rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
-            for block in self.blocks:
+            *blocks, last_block = self.blocks
+            for block in blocks:
                 text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
+            text, latent = last_block(text, latent, conditioning, rotary, layout, self.backend, positions)
 
             (text_final,), (latent_final,) = self.text_final(conditioning), self.latent_final(conditioning)
             rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
-            hidden = self.text_out(text.index_select(0, positions), text_final, rows)
+            hidden = self.text_out(text, text_final, rows)
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
             hidden = hidden * of_rows(1 + text_final.gate, rows)
             terms = self.training and self.text_terms

@@ -23,14 +23,19 @@ pytestmark = pytest.mark.quick
 )
 def test_a_forward_pass_has_the_flops_that_the_closed_form_gives(latent_tokens: int, config: dict[str, object]) -> None:
     model = small_model(latent_tokens, **config).eval()
-    inputs, masked = random_inputs((3, 7, 7, 16), latent_tokens), torch.tensor([0, 2, 5, 20])
-    layout, counter = inputs.layout, FlopCounterMode(display=False)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # whose products are counted one by one
-        model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, layout, masked)
-    of = UsefulFlops.of(model)
-    found = of.of_step(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
-    assert found == 3 * counter.get_total_flops()
-    assert of.masked_token == 2 * (32 * 32 + 32 * VOCAB)
+    inputs, of = random_inputs((3, 7, 7, 16), latent_tokens), UsefulFlops.of(model)
+    layout, counted = inputs.layout, []
+    for masked in (torch.tensor([0, 2, 5, 20]), torch.arange(layout.num_tokens), torch.arange(0)):
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # whose products are counted one by one
+            model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, layout, masked)
+        found = of.of_step(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
+        assert found == 3 * counter.get_total_flops()
+        counted.append(counter.get_total_flops())
+    last_block = sum(
+        module.weight.numel() for module in (model.blocks[-1].text.out, *model.blocks[-1].text.mlp.children())
+    )
+    assert counted[1] - counted[2] == layout.num_tokens * 2 * (32 * 32 + 32 * VOCAB + last_block)
     assert layout.num_pairs == sum((length + latent_tokens) ** 2 for length in (3, 7, 7, 16))
 
 
