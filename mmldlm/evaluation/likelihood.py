@@ -12,9 +12,7 @@ from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.evaluation.documents import Condition, Evaluation, Progress
-from mmldlm.evaluation.statistics import BITS, length_buckets, ratio
-
-LEVELS = 10  # equal parts of [0, 1] that t_text is counted in
+from mmldlm.evaluation.statistics import BITS, length_buckets, noise_levels, ratio
 
 
 @dataclass(frozen=True)
@@ -135,15 +133,11 @@ def _by_level(evaluation: Evaluation, bound: TextBound, controls: dict[str, Text
     """
     rows = []
     all_tokens = bound.weighted.shape[0] * float(evaluation.lengths.sum())
-    level = np.minimum((bound.t * LEVELS).astype(np.int64), LEVELS - 1)
-    for number in range(LEVELS):
-        inside = level == number
+    for row, inside in noise_levels(bound.t):
         masked = float(bound.masked[inside].sum())
         rows.append(
             {
-                "t_from": number / LEVELS,
-                "t_to": (number + 1) / LEVELS,
-                "draws": int(inside.sum()),
+                **row,
                 "bits_per_masked_token": float(bound.nll[inside].sum()) / masked * BITS if masked else None,
                 **{
                     name: float(other.nll[inside].sum()) / masked * BITS if masked else None

@@ -16,6 +16,7 @@ import numpy as np
 
 BITS = 1 / math.log(2)
 Z95 = NormalDist().inv_cdf(0.975)
+LEVELS = 10  # equal parts of [0, 1] that noise times are counted in
 
 
 class Ratio(NamedTuple):
@@ -129,3 +130,11 @@ def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
     firsts = [1, *(last + 1 for last in lasts)]
     buckets = zip(firsts, lasts, strict=False)
     return [(first, last) for first, last in buckets if ((lengths >= first) & (lengths <= last)).any()]
+
+
+def noise_levels(t: np.ndarray) -> Iterator[tuple[dict[str, float | int], np.ndarray]]:
+    """Of draws at noise times `t`, by level: `t_from`, `t_to` and how many `draws`; and which these are, as bool."""
+    level = np.minimum((t * LEVELS).astype(np.int64), LEVELS - 1)
+    for number in range(LEVELS):
+        inside = level == number
+        yield {"t_from": number / LEVELS, "t_to": (number + 1) / LEVELS, "draws": int(inside.sum())}, inside

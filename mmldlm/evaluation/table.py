@@ -60,7 +60,7 @@ _JOINT: list[Row] = [
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The metrics beside their controls, then the bound by length and by noise level."""
+    """The metrics beside their controls, then the bound by length, and bound and latents by noise level."""
     what = f"step {result['step']}, {WORDS[result['weights']]}"
     lines = [f"{what}: {result['documents']} documents of split {result['split']}"]
     if "bits_per_token" in result:
@@ -78,7 +78,10 @@ def table(result: Mapping[str, Any]) -> str:
     for title, found in (("text alone", result), ("given the latent", result.get("l2t", {}))):
         if "by_length" in found:
             lines += ["", f"bits per token by length, {title}", *_rows(_lengths(found["by_length"]))]
-            lines += ["", f"bits by noise level, {title}", *_rows(_levels(found["by_t_text"]))]
+            lines += ["", f"bits by noise level, {title}", *_rows(_levels("t_text", found["by_t_text"]))]
+    if "t2l" in result:
+        rows = result["t2l"]["by_t_latent"]
+        lines += ["", "latents from texts by noise level, in one pass", *_rows(_levels("t_latent", rows))]
     return "\n".join(lines)
 
 
@@ -105,9 +108,9 @@ def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def _levels(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _levels(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     names = [name for name in rows[0] if name not in ("t_from", "t_to", "draws")]
-    head = ["t_text", "draws", *(_label(name) for name in names)]
+    head = [time, "draws", *(_label(name) for name in names)]
     return [head] + [
         [f"{row['t_from']:.1f}-{row['t_to']:.1f}", str(row["draws"]), *(number(row[name]) for name in names)]
         for row in rows
@@ -123,6 +126,10 @@ def _label(key: str) -> str:
         "bits_per_masked_token": "a masked token",
         "bits_per_masked_token_shuffled": "shuffled",
         "bits_of_bound": "of the bound",
+        "cosine": "cosine",
+        "cosine_shuffled": "shuffled",
+        "cosine_mean_latent": "mean",
+        "recall_at_1": "recall@1",
     }
     return shown[key]
 

@@ -18,7 +18,7 @@ from mmldlm.data.neighbours import directions
 from mmldlm.evaluate import finite
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
-from mmldlm.evaluation.latents import closeness
+from mmldlm.evaluation.latents import closeness, denoised, latent_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text, text_bound
 from mmldlm.evaluation.statistics import cosine, ranks_of_own
 from mmldlm.evaluation.suite import Extras, evaluate
@@ -77,6 +77,9 @@ def test_latents_of_a_perfect_run(perfect: dict[str, Any], tiny_store: Path) -> 
     assert t2l["cosine_shuffled"] < t2l["cosine_mean_latent"] < 0.9
     assert t2l["sts_spearman"] > 0.999 and t2l["sts_spearman_encoder"] > 0.999
     assert abs(t2l["sts_spearman_shuffled"]) < 0.72  # 4.5 deviations of 39 pairs
+    for row in t2l["by_t_latent"]:  # it looks at the text and at nothing else
+        assert row["cosine"] == pytest.approx(1, abs=1e-4) and row["recall_at_1"] > 0.8
+        assert row["cosine_shuffled"] < row["cosine_mean_latent"] < 0.9
 
 
 def test_texts_and_latents_together_of_a_perfect_run(perfect: dict[str, Any]) -> None:
@@ -136,6 +139,57 @@ def test_tables_add_up_to_the_bound(fresh: LoadedRun) -> None:
         assert mean == pytest.approx(found["bits_per_token"])
         low, high = found["bits_per_token_ci95"]
         assert low < found["bits_per_token"] < high
+
+
+class GivesBack(torch.nn.Module):
+    """Takes latents for what they are with their noise, whatever the text."""
+
+    def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        return torch.zeros(len(positions)), latents, torch.zeros(len(latents), 32)
+
+
+def test_a_network_that_looks_at_the_latent_alone_fails_with_the_noise(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(replace(fresh, model=GivesBack()), EvaluationConfig(times=50))
+    rows = latent_metrics(evaluation, lambda _: None)["by_t_latent"]
+    cosines, recall = ([row[key] for row in rows] for key in ("cosine", "recall_at_1"))
+    assert (
+        cosines == sorted(cosines, reverse=True) and cosines[0] > 0.98 and cosines[-1] < rows[-1]["cosine_mean_latent"]
+    )
+    assert recall[0] > 0.7 and recall[-1] < 0.2
+    # Another text beside the latent changes nothing.
+    assert [row["cosine_shuffled"] for row in rows] == pytest.approx(cosines, abs=0.03)
+
+
+@pytest.mark.parametrize("prediction", ["x0", "epsilon", "v"])
+def test_one_pass_of_a_perfect_network_gives_the_latent(prediction: str, tiny_store: Path) -> None:
+    evaluation = Evaluation(
+        perfect_run(tiny_store, "test", f"latent.prediction={prediction}"), EvaluationConfig(times=3)
+    )
+    count = len(evaluation.ids)
+    t, found = denoised(evaluation, "own")
+    for latents in found:
+        assert latents == pytest.approx(evaluation.raw_latents, abs=1e-3)
+    # Each draw has one time in each n-th part of [0, 1], and all conditions have the same.
+    assert np.sort(np.floor(t * count)).tolist() == [list(range(count))] * 3
+    assert np.array_equal(t, denoised(evaluation, "shuffled")[0])
+
+
+def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=30))
+    found = latent_metrics(evaluation, lambda _: None)
+    rows = found["by_t_latent"]
+    assert [(row["t_from"], row["t_to"]) for row in rows] == [(n / 10, (n + 1) / 10) for n in range(10)]
+    assert sum(row["draws"] for row in rows) == 4 * 30 and min(row["draws"] for row in rows) >= 4 * 2
+    t, made = denoised(evaluation, "own")
+    all_draws = np.stack([cosine(latents, evaluation.raw_latents) for latents in made])
+    for row in rows:
+        inside = (row["t_from"] <= t) & (t < row["t_to"])
+        assert row["draws"] == inside.sum() and row["cosine"] == pytest.approx(all_draws[inside].mean())
+    shown = table(evaluate(fresh, EvaluationConfig(samples=30), modes=["t2l"]))
+    assert "latents from texts by noise level, in one pass" in shown and f"{rows[-1]['cosine']:.3f}" in shown
+    few = latent_metrics(Evaluation(fresh, EvaluationConfig(samples=2, times=1)), lambda _: None)["by_t_latent"]
+    empty = [row for row in few if not row["draws"]]
+    assert len(empty) >= 8 and all(row["cosine"] is None and row["recall_at_1"] is None for row in empty)
 
 
 def test_unigram_control_is_the_cross_entropy(fresh: LoadedRun) -> None:
