@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from forked_runs import ROOT, ForkedRuns
 from monitored import alerts_at, seen_at
+from sample_corpus import small_config, write_corpus
 from waiting import wait_until
 
+from mmldlm.data.prepare import prepare
 from mmldlm.review import History
 from mmldlm.review.alert import Alert
 from mmldlm.review.alerts import alerts
@@ -97,6 +99,42 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     assert "the loss was not finite (11)" in advice(found, "skipped steps") and "exit code 70" in found[0].found
 
 
+def test_a_run_that_learns_its_data_by_heart(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    """Of 17 documents: their latents soon tell it which one it has to write."""
+    run, few = tmp_path / "run", write_corpus(tmp_path / "few.txt", 60)
+    options = {"max_length": 32, "channels": 4, "validation_fraction": 0.6, "test_fraction": 0.2}
+    prepare(small_config(tmp_path / "few", few, **options), progress=False)
+    learns = ("mode=l2t", "model.width=64", "train={steps: 110, global_batch_size: 16}", "schedule.lr=constant")
+    often = ("loss.text=masked_mean", "validation={every: 20, samples: 64, text_samples: 0}", "log.every=2")
+    forked.succeed("single", run, 1, tiny_config, *BARE, *learns, *often, f"data.path={tmp_path / 'few'}")
+    assert alerts_at(run, 60, **BUSY_MACHINE) == set() and alerts_at(run, 100, **BUSY_MACHINE) == {"rising loss"}
+    found = advice(alerts(seen_at(run, 100)), "rising loss")
+    assert "validation/total rose three times in a row" in found and "checkpoint.keep_best" in found
+
+
+def test_an_fp16_run_that_overflows_again_and_again(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    """The overflows by which the scale comes down at the start are none of it."""
+    run, small = tmp_path / "run", ("model.depth=1", "train={steps: 240, global_batch_size: 2}", "log.every=5")
+    settings = (*BARE, *small, "precision=fp16")
+    forked.succeed("single", run, 1, tiny_config, *settings, script="growing_scale.py", GROWS_FROM="205")
+    skips = History.read(run).of("skip")
+    assert {record["reason"] for record in skips} == {"overflow"} and skips[0]["step"] == 1
+    assert "overflow" not in alerts_at(run, 205) and "overflow" in alerts_at(run, 240)
+    assert "of the last 200 steps; use precision=bf16" in advice(alerts(seen_at(run, 240)), "overflow")
+    assert "skipped steps" not in alerts_at(run, 240), "no data and no learning rate is at fault"
+
+
+def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run, often = tmp_path / "run", "validation={every: 3, samples: 8, text_samples: 0}"
+    arguments = [tiny_config, *BARE, "train.steps=40", often, f"run.dir={run}"]
+    pids = forked.start("single", arguments, 1, tmp_path / "log", "ruined_weight.py", RUINED_AFTER="6")
+    assert forked.wait(pids, 60) == {pids[0]: 70}
+    assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"not finite"}
+    assert "validation/total, " in advice(alerts(seen_at(run, 6)), "not finite")
+    ended = alerts(Look(History.read(run), 10.0))
+    assert [alert.name for alert in ended] == ["failed", "not finite", "skipped steps"]
+
+
 def test_a_disk_that_gets_slow(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run, small = tmp_path / "run", ("model.depth=1", "train.global_batch_size=4", "train.steps=106", "log.every=2")
     forked.succeed("single", run, 1, tiny_config, *BARE, *small, script="slow_data.py", SLOW_STEP="60")
@@ -167,8 +205,8 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
 
 
 @pytest.mark.quick
-def test_alerts_of_what_takes_long_to_happen(tmp_path: Path) -> None:
-    """Overfitting and a loss scale that stays too large, from records as a run writes them."""
+def test_the_first_record_that_is_too_many(tmp_path: Path) -> None:
+    """Where exactly they begin, from records as a run writes them."""
     from mmldlm.telemetry import MetricsFile
 
     file = MetricsFile(tmp_path / "metrics.jsonl", None)
