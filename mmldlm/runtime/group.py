@@ -18,7 +18,7 @@ from mmldlm.runtime.network import use_interface_towards
 from mmldlm.runtime.processes import Processes
 from mmldlm.runtime.watchdog import Watchdog
 
-RENDEZVOUS_S = 300.0  # longest wait for the other processes to appear
+RENDEZVOUS_S = 30.0, 300.0  # shortest and longest wait for the other processes to appear
 NCCL_MARGIN_S = 30.0
 
 
@@ -34,7 +34,7 @@ def join(config: DistributedConfig, launch: Launch) -> Watchdog:
     if launch.nodes > 1:
         # gloo would ask the host's name, which often leads to the loopback.
         use_interface_towards(launch.master.rsplit(":", 1)[0])
-    patience = timedelta(seconds=min(RENDEZVOUS_S, max(30.0, config.timeout_s)))
+    patience = timedelta(seconds=min(RENDEZVOUS_S[1], max(RENDEZVOUS_S[0], config.timeout_s)))
     timeout = timedelta(seconds=config.timeout_s)
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=patience)))

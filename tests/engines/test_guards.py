@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from engine_runs import CURVE, ROOT, accelerate, environment, exit_record, records, run, with_script
+from forked_runs import ForkedRuns
 
 from mmldlm import train
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
@@ -35,14 +36,13 @@ FAULTS = [
 REASONS = {1: "loss", 3: "loss", 4: "loss", 6: "norm", 8: "norm", 10: "loss", 12: "loss", 31: "spike"}
 
 
-def guarded(engine: str, config: Path, folder: Path, faults: list[Any], *settings: str, **variables: str) -> Any:
-    """Run `guarded_run.py`; the facts of each rank, or the finished process where it failed."""
+def guarded(
+    forked: ForkedRuns, engine: str, config: Path, folder: Path, faults: list[Any], *settings: str, **variables: str
+) -> list[Any]:
+    """Run `guarded_run.py` to its end; the facts of each rank."""
     folder.mkdir()
-    command = accelerate(engine, 2, config, f"run.dir={folder}", *SETTINGS, *settings)
-    variables |= {"PYTHONPATH": str(ROOT), "FAULTS": json.dumps(faults), "FACTS": str(folder)}
-    done = run(with_script(command, "guarded_run.py"), env=environment(**variables))
-    if done.returncode:
-        return done
+    variables |= {"FAULTS": json.dumps(faults), "FACTS": str(folder)}
+    forked.succeed(engine, folder, 2, config, *SETTINGS, *settings, script="guarded_run.py", **variables)
     return [json.loads((folder / f"facts.rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -61,12 +61,11 @@ SLOW = [
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", *SLOW])
-def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     engine, _, precision = engine.partition("-")
     settings = ("train.steps=33", "guard.grad_norm_spike=50", f"precision={precision or 'fp32'}")
     folder = tmp_path / "faulty"
-    facts = guarded(engine, parity_config, folder, FAULTS, *settings)
-    assert isinstance(facts, list), facts.stdout[-4000:]
+    facts = guarded(forked, engine, parity_config, folder, FAULTS, *settings)
     for rank in facts:
         changed = [after != before for before, after in zip(rank["digests"], rank["digests"][1:], strict=False)]
         assert [step for step, new in enumerate(changed, 1) if not new] == list(REASONS)
@@ -79,8 +78,7 @@ def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, tmp_pa
     check_record(skipped_steps(folder), facts, found)
 
     # All that follows is what it would be if the engine had never seen those steps.
-    reference = guarded(engine, parity_config, tmp_path / "reference", FAULTS, *settings, REFERENCE="1")
-    assert isinstance(reference, list), reference.stdout[-4000:]
+    reference = guarded(forked, engine, parity_config, tmp_path / "reference", FAULTS, *settings, REFERENCE="1")
     assert [rank["digests"] for rank in facts] == [rank["digests"] for rank in reference]
 
 
@@ -103,8 +101,11 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(parity_config: Path, tmp_pat
     kinds = ["nan", "bad_gradient", "inf"]
     faults = [{"step": step, "kind": kind, "rank": 1, "micro_batch": 0} for step, kind in enumerate(kinds, 2)]
     folder = tmp_path / "run"
-    done = guarded("fsdp2", parity_config, folder, faults, "train.steps=9", "guard.max_consecutive=3")
-    assert exit_record(folder)["code"] == 70, done.stdout[-4000:]
+    folder.mkdir()
+    command = accelerate("fsdp2", 2, parity_config, f"run.dir={folder}", *SETTINGS, "train.steps=9")
+    variables = {"PYTHONPATH": str(ROOT), "FAULTS": json.dumps(faults), "FACTS": str(folder)}
+    done = run(with_script([*command, "guard.max_consecutive=3"], "guarded_run.py"), env=environment(**variables))
+    assert done.returncode and exit_record(folder)["code"] == 70, done.stdout[-4000:]
     others = [exit_record(folder, path.name) for path in folder.glob("exit.rank*.json")]
     assert [other["code"] for other in others] == [70]
     for record in (exit_record(folder), *others):

@@ -43,12 +43,15 @@ def test_two_processes_follow_one(engine: str, parity_config: Path, single: Sing
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_bf16_follows_one_process_in_bf16(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
-    succeed(accelerate(engine, 2, parity_config, f"run.dir={tmp_path}", "precision=bf16"))
-    assert_same_run(tmp_path, single("precision=bf16"), BF16)
+def test_bf16_follows_one_process_in_bf16(
+    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    forked.succeed(engine, folder, 2, parity_config, "precision=bf16")
+    assert_same_run(folder, single("precision=bf16"), BF16)
     # bfloat16 it is, and the master weights it is not.
-    assert records(tmp_path)[1]["loss/total"] != records(single())[1]["loss/total"]
-    saved = state(tmp_path)
+    assert records(folder)[1]["loss/total"] != records(single())[1]["loss/total"]
+    saved = state(folder)
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert any((tensor != tensor.bfloat16().float()).float().mean() > 0.5 for tensor in saved.values())
 
@@ -57,15 +60,17 @@ FROZEN = ("freeze=[latent_stream, text_encoder]", "memory.activation_checkpointi
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_frozen_parts_and_recomputed_blocks(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
-    settings = (*FROZEN, "distributed.ddp.find_unused_parameters=false")
-    succeed(accelerate(engine, 2, parity_config, f"run.dir={tmp_path}", *settings))
-    assert_same_run(tmp_path, single(*settings), FP32)
+def test_frozen_parts_and_recomputed_blocks(
+    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    settings, folder = (*FROZEN, "distributed.ddp.find_unused_parameters=false"), tmp_path / "run"
+    forked.succeed(engine, folder, 2, parity_config, *settings)
+    assert_same_run(folder, single(*settings), FP32)
     # Recomputing changes nothing, freezing does.
     assert difference(single(*settings), single(settings[0])) == 0
     assert difference(single(*settings), single(), CURVE[:1]) > FP32
     # What is frozen is what one process starts with, under engines that round their copy as well.
-    start, end = state(single(*settings, "train.steps=1")), state(tmp_path)
+    start, end = state(single(*settings, "train.steps=1")), state(folder)
     frozen = [name for name in end if name.startswith("token_embedding") or ".latent." in name]
     assert frozen and all(torch.equal(start[name], end[name]) for name in frozen)
     assert not torch.equal(start["text_out.weight"], end["text_out.weight"])
@@ -80,11 +85,10 @@ def test_four_processes_follow_one(engine: str, parity_config: Path, single: Sin
 
 @pytest.mark.parametrize(("processes", "micro_batch"), [(2, 4), (4, 2)])
 def test_processes_times_micro_batch(
-    processes: int, micro_batch: int, parity_config: Path, single: Single, tmp_path: Path
+    processes: int, micro_batch: int, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    settings = f"train.micro_batch_size={micro_batch}"
-    succeed(accelerate("ddp", processes, parity_config, f"run.dir={tmp_path}", settings))
-    assert_same_run(tmp_path, single("train.micro_batch_size=8"), FP32)
+    forked.succeed("ddp", tmp_path / "run", processes, parity_config, f"train.micro_batch_size={micro_batch}")
+    assert_same_run(tmp_path / "run", single("train.micro_batch_size=8"), FP32)
 
 
 def test_torchrun_brings_any_engine(parity_config: Path, single: Single, tmp_path: Path) -> None:
@@ -108,7 +112,9 @@ def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: P
     assert_same_run(tmp_path, single(), FP32)
 
 
-def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, tmp_path: Path) -> None:
+def test_a_run_goes_on_under_other_engines(
+    parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+) -> None:
     """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each goes on where the one before was stopped."""
     settings = ["train.global_batch_size=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     settings += ["ema.decay=0.9", "validation.every=7"]
@@ -116,8 +122,7 @@ def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, 
     at, expected = [whole / "checkpoints" / "step-00000004"], state(whole, "ema")
     for step, engine, processes in ((8, "ddp", 2), (12, "fsdp2", 3), (16, "zero3", 2)):
         folder = tmp_path / engine
-        given = [*settings, f"resume={at[-1]}", f"run.dir={folder}"]
-        succeed(accelerate(engine, processes, parity_config, *given))
+        forked.succeed(engine, folder, processes, parity_config, *settings, f"resume={at[-1]}")
         ours, theirs = records(folder), records(whole)
         assert list(ours) == list(range(step - 3, 21))
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
@@ -127,7 +132,7 @@ def test_a_run_goes_on_under_other_engines(parity_config: Path, single: Single, 
         assert average.keys() == expected.keys()
         assert max(float((average[name] - expected[name]).abs().max()) for name in average) < 1e-5
         at.append(folder / "checkpoints" / f"step-{step:08}")
-    succeed(torchrun(1, parity_config, *settings, f"resume={at[-1]}", f"run.dir={tmp_path / 'last'}"))
+    forked.succeed("single", tmp_path / "last", 1, parity_config, *settings, f"resume={at[-1]}")
     ours, theirs = records(tmp_path / "last"), records(whole)
     assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
 
@@ -155,7 +160,7 @@ def test_a_resumed_run_gives_the_same_bits(
 
 
 def test_freezing_may_change_between_starts(
-    parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parity_config: Path, forked: ForkedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [str(parity_config), f"run.dir={tmp_path}", "checkpoint.every_steps=4"]
     assert train.main([*settings, "train.steps=4"]) == 0
@@ -165,7 +170,7 @@ def test_freezing_may_change_between_starts(
     after = state(tmp_path)
     assert all(torch.equal(before[name], after[name]) for name in after if ".latent." in name)
     assert not any(".latent." in name for name in state(tmp_path, "optimizer"))
-    succeed(accelerate("zero2", 2, *settings, "train.steps=12"))
+    forked.succeed("zero2", tmp_path, 2, *settings, "train.steps=12")
     thawed = state(tmp_path)
     assert not any(torch.equal(after[name], thawed[name]) for name in after if ".latent.qkv.weight" in name)
     assert train.main([*settings, "train.steps=16", "freeze=[text_stream]"]) == 0
