@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -10,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ import benchmarks.__main__ as command_line
 from benchmarks import against
 from benchmarks.counting import useful_flops
 from benchmarks.measure import CONTROL, OTHER, PARTS, WAIT, Probe, Ratio, run_rounds, trusted
-from benchmarks.step_memory import step_memory_mib
 from benchmarks.variants import SWITCHES, variants
 from benchmarks.workload import largest_batch, lengths_of, typical_batches
 from mmldlm import cli
@@ -54,6 +53,8 @@ def ladder(store: Path, out: Path, *options: object) -> int:
             out,
             "--name",
             "found",
+            "--patience",  # with a busy machine: nothing here is a speed
+            0,
             *options,
         )
         return command_line.main([str(each) for each in arguments])
@@ -166,13 +167,6 @@ def test_a_regression_is_the_exit_code(
     assert "trainer: operators" in capsys.readouterr().out
 
 
-def test_memory_of_a_step_is_what_recomputation_saves(tiny_store: Path) -> None:
-    task = replace(task_on(tiny_store), width=128, depth=6, batch=32)
-    plain, full = (step_memory_mib(name, task) for name in ("trainer", "trainer-full"))
-    assert 0 < plain[0] < plain[1]
-    assert full[1] < 0.7 * plain[1]
-
-
 def test_useful_flops_are_three_times_the_products_of_a_forward_pass(tiny_store: Path) -> None:
     """Between the linear maps of the text stream, and those with attention, latents and logits at their most."""
     lengths = np.asarray(Store.open(tiny_store).split("train").lengths)
@@ -280,18 +274,13 @@ def test_an_installed_package_has_no_benchmarks(tmp_path: Path) -> None:
     )
 
 
-def test_a_missing_package_is_named() -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As mmdit is where only mmldlm is installed."""
-    program = """if True:
-        import importlib.util, sys
-        from mmldlm import cli
-        find = importlib.util.find_spec
-        importlib.util.find_spec = lambda name, *rest: None if name == "mmdit" else find(name, *rest)
-        sys.exit(cli.main(["bench", "--quick"]))
-    """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("mmldlm: error: this benchmark needs the packages mmdit: run `bash scripts/setup.sh")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "mmdit" else find(name, *rest))
+    assert cli.main(["bench", "--quick"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("mmldlm: error: this benchmark needs the packages mmdit: run `bash scripts/setup.sh")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would begin")

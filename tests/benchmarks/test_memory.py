@@ -1,14 +1,19 @@
-"""What the dry run says a step needs is what the process of a real run takes; the table of GPUs follows from it."""
+"""What the dry run says a step needs is what the process of a real run takes; the table of GPUs follows from it.
+
+And how the ladder measures it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench_runs import task_on
 
 import benchmarks.__main__ as command_line
 from benchmarks.gpu_memory import Line, lines
 from benchmarks.memory import BOUND, batch, measure, recomputing
+from benchmarks.step_memory import step_memory_mib
 from mmldlm.estimate import MIB, Estimate, state_mib
 
 MODEL = "model={depth: 6, width: 256, num_heads: 4}"
@@ -27,6 +32,13 @@ def test_a_real_run_takes_what_is_estimated(tiny_store: Path, settings: tuple[st
     found = measure(tiny_store, settings)
     assert found.measured > 80
     assert abs(found.error) < BOUND, found
+
+
+def test_memory_of_a_step_is_what_recomputation_saves(tiny_store: Path) -> None:
+    task = replace(task_on(tiny_store), width=128, depth=6, batch=32)
+    plain, full = (step_memory_mib(name, task) for name in ("trainer", "trainer-full"))
+    assert 0 < plain[0] < plain[1]
+    assert full[1] < 0.7 * plain[1]
 
 
 @pytest.mark.quick

@@ -20,7 +20,7 @@ from benchmarks.scaling import AXES, exponent
 from mmldlm import cli
 from mmldlm.data.shards import Store
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
 Tables = dict[str, list[dict[str, Any]]]
 
 
@@ -48,6 +48,7 @@ def positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
+@quick
 def test_loader(tables: Callable[..., Tables]) -> None:
     found = tables("loader", "--samples", 500, 2000)
     assert len(found) == 4  # throughput and start-up, of samples of 100 tokens and of sentences
@@ -65,6 +66,7 @@ def test_loader(tables: Callable[..., Tables]) -> None:
             assert all(positive(row[part]) for part in ("open", "order and lengths", "first batch"))
 
 
+@quick
 def test_scaling_counts_real_tokens_only(tables: Callable[..., Tables]) -> None:
     found = tables("scaling", "--axes", "positions", "tokens", "--points", 3)
     exponents = {row["axis"]: row for row in found["Exponents"]}
@@ -83,12 +85,14 @@ def test_scaling_counts_real_tokens_only(tables: Callable[..., Tables]) -> None:
     assert exponents["positions"]["of FLOPs"] == pytest.approx(0, abs=0.01)
 
 
+@quick
 def test_exponents() -> None:
     x = [1, 2, 4, 8]
     assert exponent(x, [3 * each**2 for each in x]) == pytest.approx(2)
     assert exponent(x, [5.0] * 4) == pytest.approx(0, abs=1e-12)
 
 
+@quick
 @pytest.mark.parametrize("axis", ["length", "longest", "depth", "vocabulary", "positions"])
 def test_along_an_axis_one_thing_grows(axis: str) -> None:
     points = AXES[axis]()
@@ -97,8 +101,10 @@ def test_along_an_axis_one_thing_grows(axis: str) -> None:
     assert all(point.padded >= sum(point.lengths) for point in points)
 
 
+@quick
 def test_log_overhead(tables: Callable[..., Tables]) -> None:
-    found = tables("log_overhead", "--steps", 10)
+    little = ("sampling.steps=2", "validation.samples=64", "log.figure_samples=8")
+    found = tables("log_overhead", "--steps", 10, *little)
     spent = {row["of a step"]: row["ms"] for row in found["Calls"]}
     assert all(positive(value) for value in spent.values())
     assert spent[BOARD] < spent[RECORD] < spent[FINISH] and spent[SETTLE] < spent[FINISH] < spent["whole step"]
@@ -112,6 +118,7 @@ def test_log_overhead(tables: Callable[..., Tables]) -> None:
     assert {len(each) for each in against["seconds"].values()} == {2} and len(against["seconds"]) == 3
 
 
+@quick
 def test_sampling(tables: Callable[..., Tables]) -> None:
     found = tables("sampling")
     assert list(found) == [f"Texts from latents, {steps} steps, 64 x 2" for steps in (2, 4)]
@@ -122,6 +129,7 @@ def test_sampling(tables: Callable[..., Tables]) -> None:
         assert rows[0]["speed, 1 = 1"] == 1
 
 
+@quick
 def test_a_random_store_is_as_long_as_asked_for(tmp_path: Path) -> None:
     lengths = np.array([3, 1, 7, 2] * 30)
     store = Store.open(random_store(tmp_path / "store", lengths, vocab_size=50, max_length=40))
@@ -132,6 +140,7 @@ def test_a_random_store_is_as_long_as_asked_for(tmp_path: Path) -> None:
     assert tokens.max() < store.manifest.mask_id < 50 and np.isfinite(latents).all()
 
 
+@quick
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -109,21 +109,28 @@ def test_seeds_are_one_group_and_only_what_was_changed_differs(reported: tuple[P
     )
 
 
+def lean(run: Path, copy: Path, last: int = 10**6) -> Path:
+    """A copy of a run with a figure or two to draw: of `KEYS`, up to the step `last`."""
+    shutil.copytree(run, copy)
+    records = map(json.loads, (copy / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    kept = [
+        {name: value for name, value in record.items() if "/" not in name or name in KEYS}
+        for record in records
+        if record["step"] <= last
+    ]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    return copy
+
+
 def test_one_seed_has_no_interval_and_the_shortest_run_says_how_far_is_compared(runs: Path, tmp_path: Path) -> None:
-    short = tmp_path / "short"
-    shutil.copytree(runs / "slow-1", short)
-    lines = (short / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= 13]
-    (short / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")
-    found = made(runs / "base-1", short, out=tmp_path / "out", baseline=short)
+    base, short = lean(runs / "base-1", tmp_path / "base-1"), lean(runs / "slow-1", tmp_path / "short", last=13)
+    found = made(base, short, out=tmp_path / "out", baseline=short)
     assert (found["baseline"], found["compared_to_step"]) == ("short", 13)
-    base, ours = by_hand.values(runs / "base-1", 13), by_hand.values(short)
+    theirs, ours = by_hand.values(base, 13), by_hand.values(short)
     compared = {entry["metric"]: entry for entry in found["comparison"]}
     ratios = {key: compared[key]["ratio"] for key in KEYS}
-    assert ratios == pytest.approx({key: base[key] / ours[key] for key in KEYS}, rel=1e-12)
-    assert found["runs"]["base-1"]["metrics"]["loss/total"] == pytest.approx(
-        by_hand.values(runs / "base-1")["loss/total"]
-    )
+    assert ratios == pytest.approx({key: theirs[key] / ours[key] for key in KEYS}, rel=1e-12)
+    assert found["runs"]["base-1"]["metrics"]["loss/total"] == pytest.approx(by_hand.values(base)["loss/total"])
     table = rows((tmp_path / "out" / "report.html").read_text(encoding="utf-8"), "comparison")
     assert {entry["interval"] for entry in compared.values()} == {None}
     assert all("(n = 1)" in cells[-1] and "[" not in cells[-1] for cells in table.values())
@@ -158,7 +165,8 @@ def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]
 
 def test_it_imports_no_torch(runs: Path, tmp_path: Path) -> None:
     seen = "import sys; from mmldlm import cli; assert cli.main(sys.argv[1:]) == 0; print({'torch'} & set(sys.modules))"
-    command = [sys.executable, "-c", seen, "report", str(runs / "base-1"), str(runs / "slow-1"), f"--out={tmp_path}"]
+    shown = [str(lean(runs / name, tmp_path / name)) for name in ("base-1", "slow-1")]
+    command = [sys.executable, "-c", seen, "report", *shown, f"--out={tmp_path / 'out'}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1:] == ["set()"], done.stderr
 
@@ -182,8 +190,9 @@ def test_what_is_no_run_or_cannot_be_written(runs: Path, tmp_path: Path, capsys:
 
 @pytest.fixture
 def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a process of its own that does not end by itself, in `tmp_path/run`."""
+    """A run in a process of its own that does not end by itself, in `tmp_path/run`; of one mode: few curves to draw."""
     command = [sys.executable, "-m", "mmldlm.train", str(tiny_config), "train.steps=100000", "validation.every=0"]
+    command += ["mode=t2l"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     yield process
@@ -194,7 +203,7 @@ def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
 def test_a_run_that_goes_on_and_then_is_killed(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, 120, "the first steps")
-    found = made(run, runs / "base-1", out=tmp_path / "out")
+    found = made(run, lean(runs / "base-1", tmp_path / "base-1"), out=tmp_path / "out")
     alive = found["runs"]["run"]
     assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5
     assert 0 < found["compared_to_step"] <= 20 and not (run / "report").exists()
