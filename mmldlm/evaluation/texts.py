@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import sacrebleu
 
 from mmldlm.evaluation.documents import Condition, Evaluation, Progress
 from mmldlm.evaluation.statistics import cosine, ratio
@@ -22,6 +21,8 @@ def likeness(
     references: Sequence[str],
 ) -> dict[str, Any]:
     """How near texts are to their references of the same lengths, by tokens, words and characters."""
+    import sacrebleu  # here, since every training imports this module
+
     right = [sum(map(int.__eq__, own, true)) for own, true in zip(tokens, reference_tokens, strict=True)]
     accuracy = ratio(np.array(right, np.float64), np.array([len(text) for text in reference_tokens], np.float64))
     return {
