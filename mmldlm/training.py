@@ -21,10 +21,10 @@ from mmldlm.evaluation.quality import quality
 from mmldlm.guard import Skip, account, poisoned
 from mmldlm.learning_rate import batch_scale, lr_at
 from mmldlm.lifecycle import RunLifecycle
-from mmldlm.pictures import pictures_due, take_pictures
+from mmldlm.pictures import pictures_due, take_pictures, text_samples
 from mmldlm.runtime.engine import fits
 from mmldlm.telemetry import StepNumbers, memory_values, phase
-from mmldlm.validation import text_samples, validation_ids, validation_losses
+from mmldlm.validation import validation_ids, validation_losses
 
 
 class Training(RunLifecycle):
@@ -255,9 +255,8 @@ class Training(RunLifecycle):
         parts, config, runtime, step = self.parts, self.config, self.runtime, self.state.step
         with self._measuring("validation"):
             held_out = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
-            due = pictures_due(step, config)
-            texts = text_samples(parts.objective, parts.store, parts.tokenizer, config, runtime, joint=due)
-            pictures = take_pictures(parts.objective, parts.store, config, runtime) if due else None
+            pictures = take_pictures(self._measured(), runtime) if pictures_due(step, config) else None
+            texts = text_samples(self._measured(), runtime, pictures)
             values = {**held_out.values, **(pictures.quality if pictures else {})}
             self.tracker.validation(step, {**values, "weights": config.ema.measured}, held_out.levels)
             for tag, rows in texts.items():
@@ -273,9 +272,10 @@ class Training(RunLifecycle):
             if loss in self.state.best_validations[:keep_best]:
                 self.save(validation_loss=loss)
 
-    def _measure_quality(self) -> None:
+    def _measured(self) -> LoadedRun:
+        """The run as it stands, for what is made with its network."""
         config, parts, runtime = self.config, self.parts, self.runtime
-        run = LoadedRun(
+        return LoadedRun(
             folder=self.run_dir,
             config=config,
             store=parts.store,
@@ -287,9 +287,11 @@ class Training(RunLifecycle):
             weights=config.ema.measured,
             has_average=config.ema.decay > 0,
         )
-        ids = validation_ids(parts.store.split("validation"), config.validation.quality_samples)
+
+    def _measure_quality(self) -> None:
+        ids = validation_ids(self.store.split("validation"), self.config.validation.quality_samples)
         with self._measuring("quality"):
-            self.tracker.quality(self.state.step, quality(run, ids, runtime))
+            self.tracker.quality(self.state.step, quality(self._measured(), ids, self.runtime))
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         """Begin a checkpoint of this moment, if there is none yet; with `wait`, every checkpoint is there at the end.

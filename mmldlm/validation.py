@@ -1,4 +1,4 @@
-"""Held-out losses on a fixed time grid and seed, and texts written from latents and from noise, during training."""
+"""Held-out losses on a fixed time grid and seed, during training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import fixed_batches, permute
 from mmldlm.data.mixture import shared_out
-from mmldlm.data.neighbours import directions
 from mmldlm.data.shards import Split, Store
-from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.diffusion.noise import MODES, Mode, draw_noise, mode_weights, trained_modes
+from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights, trained_modes
 from mmldlm.diffusion.objective import Objective
-from mmldlm.diffusion.sampling import Generation, generate
 
 if TYPE_CHECKING:
     from mmldlm.runtime.engine import Runtime
@@ -104,60 +101,3 @@ def validation_losses(
     if objective.text.loss_kind == "elbo" and "l2t" in trained:
         values["quality/l2t_bits_per_token"] = values["validation/text_l2t"] / math.log(2)
     return HeldOut(values, objective.by_level(sums.sum(0), counts.sum(0)))
-
-
-def text_samples(
-    objective: Objective,
-    store: Store,
-    tokenizer: Tokenizer,
-    config: RunConfig,
-    runtime: Runtime,
-    joint: bool,
-) -> dict[str, list[dict[str, str]]]:
-    """By tag, a few texts that the model writes, each beside one to compare it with; on rank 0.
-
-    In l2t that is the document whose latent it was given. With `joint`, also texts that come out of noise with their
-    latents: each beside the held-out document whose latent is nearest to its own.
-    """
-    # Where a forward pass is collective, all ranks write the same texts.
-    if not config.validation.text_samples or not (runtime.is_main or runtime.shards_parameters):
-        return {}
-    split = store.split("validation")
-    ids = validation_ids(split, config.validation.text_samples)
-    (batch,) = fixed_batches(split, ids, len(ids))
-    trained = trained_modes(config.mode, config.mode_schedule)
-
-    def write(mode: Mode) -> Generation:
-        return generate(
-            runtime.forward_bare,
-            objective.text,
-            objective.latent,
-            mode,
-            config.sampling if mode == "l2t" else replace(config.sampling, guidance=1.0),
-            torch.Generator().manual_seed(SEED),
-            batch.latents.to(runtime.device),
-            batch.lengths,
-        )
-
-    found: dict[str, list[dict[str, str]]] = {}
-    if "l2t" in trained:
-        references = tokenizer.decode_batch([part.tolist() for part in batch.tokens.split(batch.lengths)])
-        written = tokenizer.decode_batch(write("l2t").split())
-        found["samples/l2t"] = [
-            {"reference": reference, "generation": text} for reference, text in zip(references, written, strict=True)
-        ]
-    if joint and "joint" in trained:
-        made = write("joint")
-        rows = _nearest(made.latents.numpy(), split, validation_ids(split, config.validation.samples))
-        nearest = tokenizer.decode_batch([split.tokens(row).tolist() for row in rows])
-        found["samples/joint"] = [
-            {"held-out text of the nearest latent": text, "generation": written}
-            for text, written in zip(nearest, tokenizer.decode_batch(made.split()), strict=True)
-        ]
-    return found
-
-
-def _nearest(latents: np.ndarray, split: Split, ids: Sequence[int]) -> list[int]:
-    """For each of the standardised `latents` [n, M, C] the row among `ids` whose latent has the largest cosine."""
-    candidates = directions(split.manifest.latent.standardise(split.gather(np.asarray(ids, np.int64))[2]))
-    return [ids[place] for place in (latents.reshape(len(latents), -1) @ candidates.T).argmax(1)]

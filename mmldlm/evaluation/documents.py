@@ -18,6 +18,7 @@ from mmldlm.batch import Batch
 from mmldlm.build import LoadedRun
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import collate
+from mmldlm.data.shards import Store
 from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate
@@ -50,6 +51,12 @@ class Written:
     tokens: list[list[int]]
 
 
+def check_count(count: int, split: str, store: Store) -> None:
+    """DataError for fewer documents than intervals and controls take."""
+    if count < 2:
+        raise DataError(f"{store.path}: split {split} has {count} samples, expected at least 2")
+
+
 class Evaluation:
     """The documents at hand and what is measured on them. What it computes with the network is collective."""
 
@@ -60,15 +67,16 @@ class Evaluation:
         processes: Processes | None = None,
         ids: Sequence[int] | None = None,
     ):
-        """`ids`: rows of the split to measure on, known to be good; otherwise they are drawn by the seed."""
+        """`ids`: rows of the split to measure on, known to be good; otherwise they are drawn by the seed. DataError
+        where the split has fewer than two to draw."""
         self.run, self.config, self.processes = run, config, processes or Processes()
         store = run.store if ids is not None else without_bad(run.store, config.split, run.config.data.max_bad_samples)
         self.split = store.split(config.split)
         rng = np.random.default_rng(config.seed)
         self.ids: np.ndarray = self._draw(rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
-        if count < 2:
-            raise DataError(f"{store.path}: split {config.split} has {count} samples, expected at least 2")
+        if ids is None:
+            check_count(count, config.split, store)
         tokens, self.lengths, self.raw_latents = self.split.gather(self.ids)
         self.tokens: list[list[int]] = [part.tolist() for part in np.split(tokens, self.lengths.cumsum()[:-1])]
         latents = run.store.standardise(self.raw_latents)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmldlm.build import LoadedRun
 from mmldlm.diffusion.noise import Mode, trained_modes
-from mmldlm.evaluation.documents import Evaluation, EvaluationConfig
+from mmldlm.evaluation.documents import Evaluation, EvaluationConfig, check_count
 from mmldlm.evaluation.joint import frechet_metrics, variety
 from mmldlm.evaluation.latents import closeness
 from mmldlm.evaluation.texts import likeness
@@ -27,6 +27,7 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Processes) -> dict[st
     DataError where they are fewer than two.
     """
     config = EvaluationConfig("validation", samples=len(ids), texts=len(ids), seed=SEED, batch=BATCH)
+    check_count(len(ids), config.split, run.store)
     evaluation = Evaluation(run, config, processes, ids)
     measure = {"l2t": _texts, "t2l": _latents, "joint": _both}
     modes: tuple[Mode, ...] = trained_modes(run.config.mode, run.config.mode_schedule)

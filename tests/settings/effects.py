@@ -32,6 +32,7 @@ OFTEN = ("checkpoint.every_steps=1", "train.steps=5")
 RECOMPUTED = ("model.depth=4", "memory.activation_checkpointing=every_k")
 AVERAGED = ("ema.decay=0.999",)
 DRAWN = ("log.tensorboard=true",)
+WRITTEN = ("log={every: 1, tensorboard: true, figures_every: 0}",)
 OF_WORKERS = "tests/data/test_loader_settings.py"
 OF_ENGINES = "tests/engines/test_engine_settings.py"
 
@@ -125,16 +126,16 @@ EFFECTS: dict[str, Run | ShownBy] = {
     "train.auto_micro_batch": ShownBy(
         "tests/engines/test_auto_micro_batch.py::test_a_rank_without_memory_halves_all_ranks_micro_batches"
     ),
-    "sampling.steps": Run("2", "texts"),
-    "sampling.temperature": Run("0", "texts"),
-    "sampling.top_p": Run("0.05", "texts"),
-    "sampling.guidance": Run("9", "texts"),
-    "sampling.decoding": Run("confidence", "texts"),
-    "sampling.remask": Run("1", "texts"),
+    "sampling.steps": Run("2", "texts", WRITTEN),
+    "sampling.temperature": Run("0", "texts", WRITTEN),
+    "sampling.top_p": Run("0.05", "texts", WRITTEN),
+    "sampling.guidance": Run("9", "texts", WRITTEN),
+    "sampling.decoding": Run("confidence", "texts", WRITTEN),
+    "sampling.remask": Run("1", "texts", WRITTEN),
     "sampling.latent_sampler": Run("euler", "latents"),
     "validation.every": Run("1", "records"),
     "validation.samples": Run("8", "validation"),
-    "validation.text_samples": Run("1", "texts"),
+    "validation.text_samples": Run("1", "texts", WRITTEN),
     "validation.quality_every": Run("2", "records", ("validation.quality_samples=4",)),
     "validation.quality_samples": ShownBy("tests/evaluation/test_quality.py::test_quality_is_that_of_the_checkpoint"),
     "log.every": Run("2", "records"),

@@ -18,10 +18,11 @@ from tiny_run import TINY
 from mmldlm import train
 from mmldlm.build import load_run
 from mmldlm.config import load_config
-from mmldlm.pictures import Pictures, pictures_due
+from mmldlm.pictures import Pictures, _nearest, pictures_due, take_pictures, text_samples
+from mmldlm.runtime.processes import Processes
 from mmldlm.telemetry import Tracker, figures, read_metrics
 from mmldlm.telemetry.tensorboard import LAYOUT
-from mmldlm.validation import _nearest, validation_ids
+from mmldlm.validation import validation_ids
 
 DRAWN = np.random.default_rng(0)
 N, D = 12, 8
@@ -34,6 +35,7 @@ def pictures(**changes: Any) -> Pictures:
         truth=truth,
         found=truth.copy(),
         made=DRAWN.standard_normal((5, D)).astype(np.float32),
+        written=[[0]] * 5,
         similarity=np.eye(N),
         likely_lengths=np.arange(N) + 1,
         hits=np.stack([np.arange(N), np.full(N, N)]),
@@ -235,4 +237,34 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
     cosine = (found * raw).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(raw, axis=1)
     assert record["quality/figures_t2l_cosine"] == pytest.approx(cosine.mean(), abs=2e-3)
     # Of the joint texts' table: a held-out latent is nearest to itself.
-    assert _nearest(truth.reshape(10, 1, -1), split, ids.tolist()) == ids.tolist()
+    assert _nearest(truth, loaded.store, 10) == ids.tolist()
+
+
+@pytest.mark.parametrize("steps", [2, 8, 100])
+def test_what_is_looked_at_takes_few_passes(steps: int, run: Path) -> None:
+    """Eight reverse steps find a latent, and a step writes four tokens of the longest text; no more are taken, and the
+    joint texts are those that were written with the figures' latents."""
+    loaded, passes = load_run(run), []
+    sampling = replace(loaded.config.sampling, steps=steps)
+    loaded = replace(loaded, config=replace(loaded.config, sampling=sampling))
+
+    def counted(*inputs: Any) -> Any:
+        passes.append(len(inputs[0]))
+        return loaded.model(*inputs)
+
+    watched = replace(loaded, model=counted)
+    split = loaded.store.split("validation")
+    lengths = split.lengths[np.array(validation_ids(split, 10))]
+
+    def writing(texts: int) -> int:
+        return min(steps, max(8, math.ceil(lengths[:texts].max() / 4)))
+
+    taken = take_pictures(watched, Processes())
+    assert len(passes) == 1 + min(steps, 8) + writing(8)
+    assert [len(text) for text in taken.written] == lengths[:8].tolist()
+    passes.clear()
+    tables = text_samples(watched, Processes(), taken)
+    assert len(passes) == writing(2)
+    shown = [row["generation"] for row in tables["samples/joint"]]
+    assert shown == loaded.tokenizer.decode_batch(taken.written[:2])
+    assert tables["samples/l2t"] == text_samples(loaded, Processes(), None)["samples/l2t"]
