@@ -1,23 +1,27 @@
-"""What a step's bookkeeping costs: log records, TensorBoard, meter, guard and counting; and the wait for data.
+"""What it costs to see a run: log records, TensorBoard, meter, guard and counting; figures and texts; and the wait for
+data.
 
-    python -m benchmarks log_overhead [--batch 8] [--width 256] [--samples sentences] [--quick] [key.sub=value ...]
+    python -m benchmarks log_overhead [--batch 64] [--width 256] [--samples sentences] [--quick] [key.sub=value ...]
 
-The real trainer with its defaults: a record every ten steps. It is measured in two ways:
+The real trainer at the shape, the cadence and the sampling of the quickstart. A step's bookkeeping is measured in two
+ways:
 
 - as it is against the same trainer without records and TensorBoard, over the same samples with the same noise, in
   turns. No difference below the interval can be told so.
 - each call of the bookkeeping by itself, while the trainer reads from its own loader. "other threads" is what the
   process used besides the thread that trains: TensorBoard writes its files from one of its own.
 
-The share that counts is that of a step of half a second: bookkeeping costs the same whatever the network's size.
+It costs the same whatever the network's size: the quickstart's half a second is among the shortest steps.
 
-What a validation leaves in TensorBoard is measured as well. Its numbers come from passes of the network, so their share
-is that of this network's own steps, as many of them as lie between two validations, or two times of figures.
+What a validation leaves in TensorBoard is measured as well: what is written, and the passes of the network behind the
+figures and the texts. The total is of all that over the quickstart's run, each part as often as it comes there, as a
+share of its steps. The losses of a validation are not of it: they are what a validation is for.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,29 +36,38 @@ import torch
 from benchmarks.measure import CONTROL, Ratio, clock, run_rounds, trusted
 from benchmarks.random_store import random_store
 from benchmarks.report import parse, parser, positive, report, workplace
-from benchmarks.results import say
+from benchmarks.results import ROOT, say
 from benchmarks.task import Task, heads_of
 from benchmarks.variants import Variant, opened, training_of
 from benchmarks.workload import lengths_of, typical_batches
+from mmldlm.config import RunConfig, load_config
 from mmldlm.data.order import SampleOrder
 from mmldlm.data.shards import Store
 from mmldlm.guard import poisoned
-from mmldlm.pictures import take_pictures
+from mmldlm.pictures import pictures_due, take_pictures, text_samples
+from mmldlm.schema import dump
 from mmldlm.train import train_step
-from mmldlm.validation import text_samples, validation_losses
+from mmldlm.validation import validation_losses
 
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+AS_THERE = ("mode", "sampling")  # its settings beside shape and cadence
 CADENCE = 10  # steps from record to record: the default of log.every
-GOAL = 0.01  # of a step, for all bookkeeping, and for the data
+GOAL = 0.01  # of a step, for all that shows the run, and for the data
+REPEATS = 3  # of what a validation does, of which medians count
 STEP_S = 0.5  # the step that the goal is of
 SAMPLES = 4096  # of the store
 SILENT = Variant("without records", "", settings=("log={every: 1000000, tensorboard: false}",))
 AS_IT_IS = Variant("as it is", "")
-VALIDATED = Variant("with validations", "", settings=("validation.every=200",))  # as often as in the quickstart
 FINISH, METER, LOSS, LIMIT = "end of the step", "meter", "guard, of the loss", "guard, limit of the norm"
 SETTLE, RECORD, BOARD = "of it: numbers and guard", "of it: a record every tenth step", "of that: TensorBoard"
 DATA, OTHERS = "wait for data", "other threads"
-ALL = "all bookkeeping"
+ALL, WHOLE = "all bookkeeping", "whole step"
 BOOKKEEPING = (FINISH, METER, LOSS, LIMIT, OTHERS)
+TEXTS, NUMBERS = "texts", "figures: numbers"
+LOSSES_WRITTEN, TEXTS_WRITTEN = "losses: written", "texts: written"
+DRAWN_FIRST, DRAWN = "figures: drawn first, with the import of matplotlib", "figures: drawn"
+TOTAL = "total"
+OF_A_RUN = "The quickstart's run, its validations' losses not counted"
 
 
 def against_silence(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
@@ -86,8 +99,8 @@ def against_silence(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def direct(task: Task, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """Seconds of each call in the mean of a step, over `steps` steps after the first `CADENCE`."""
+def direct(task: Task, steps: int, folder: Path) -> dict[str, float]:
+    """Seconds of each call, and of the whole, in the mean of a step, over `steps` steps after the first `CADENCE`."""
     spent: dict[str, float] = defaultdict(float)
     with training_of(AS_IT_IS, task, folder) as training:
         training.parts.loader.steps = _timed_steps(training.parts.loader.steps, spent)  # type: ignore[method-assign]
@@ -114,60 +127,77 @@ def direct(task: Task, steps: int, folder: Path) -> list[dict[str, Any]]:
         spent[LOSS] = steps * _mean_s(lambda: poisoned(torch.ones((), requires_grad=True)).backward())
     order = (FINISH, SETTLE, RECORD, BOARD, METER, LOSS, LIMIT, OTHERS, DATA)
     each = {what: spent[what] / steps for what in order}
-    rows = [("whole step", whole), *each.items(), (ALL, sum(each[what] for what in BOOKKEEPING))]
+    return {WHOLE: whole, **each, ALL: sum(each[what] for what in BOOKKEEPING)}
+
+
+def of_a_step(spent: dict[str, float]) -> list[dict[str, Any]]:
     return [
         {
             "of a step": what,
             "ms": 1000 * seconds,
-            "share of this step": f"{seconds / whole:.2%}",
+            "share of this step": f"{seconds / spent[WHOLE]:.2%}",
             f"of {STEP_S} s": f"{seconds / STEP_S:.3%}",
             f"below {GOAL:.0%} of {STEP_S} s": seconds < GOAL * STEP_S if what in (DATA, ALL) else "",
-        }
-        for what, seconds in rows
-    ]
-
-
-def of_a_validation(task: Task, folder: Path) -> list[dict[str, Any]]:
-    """CPU seconds of what a validation computes and writes, and their share of the steps between two of them."""
-    with training_of(VALIDATED, task, folder) as training:
-        parts, config, runtime, tracker = training.parts, training.config, training.runtime, training.tracker
-        with closing(training.steps()) as micro_batches:
-            for _ in range(CADENCE):
-                train_step(training, *next(micro_batches))
-            began = clock()
-            for _ in range(CADENCE):
-                train_step(training, *next(micro_batches))
-            step_s = (clock() - began) / CADENCE
-        spent: dict[str, float] = {}
-        with torch.no_grad():
-            arguments = parts.objective, parts.store
-            found = _once(spent, "losses", validation_losses, *arguments, parts.validation_ids, config, runtime)
-            texts = _once(spent, "texts", text_samples, *arguments, parts.tokenizer, config, runtime, False)
-            pictures = _once(spent, "figures: numbers", take_pictures, *arguments, config, runtime)
-        _once(spent, "losses: written", tracker.validation, CADENCE, found.values, found.levels)
-        for tag, rows in texts.items():
-            _once(spent, "texts: written", tracker.samples, CADENCE, rows, tag)
-        for what in ("figures: drawn first, with the import of matplotlib", "figures: drawn"):
-            _once(spent, what, tracker.pictures, CADENCE, pictures, found.levels, None)
-    every = {"figures": config.log.figures_every}
-    return [
-        {
-            "of a validation": what,
-            "s": seconds,
-            "every so many steps": (steps := every.get(what.partition(":")[0], config.validation.every)),
-            "share of those steps": f"{seconds / steps / step_s:.2%}",
-            f"of as many of {STEP_S} s": f"{seconds / steps / STEP_S:.2%}",
         }
         for what, seconds in spent.items()
     ]
 
 
-def _once(spent: dict[str, float], what: str, call: Callable, *arguments: object) -> Any:
+def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
+    """Seconds of what a validation computes and writes."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    with training_of(AS_IT_IS, task, folder) as training:
+        parts, config, runtime, tracker = training.parts, training.config, training.runtime, training.tracker
+        with closing(training.steps()) as micro_batches:
+            train_step(training, *next(micro_batches))
+        run = training._measured()
+        for number in range(REPEATS):
+            with training._measuring("validation"):
+                found = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
+                pictures = _once(spent[NUMBERS], take_pictures, run, runtime)
+                texts = _once(spent[TEXTS], text_samples, run, runtime, pictures)
+                _once(spent[LOSSES_WRITTEN], tracker.validation, CADENCE, found.values, found.levels)
+                for tag, rows in texts.items():
+                    _once(spent[TEXTS_WRITTEN], tracker.samples, CADENCE, rows, tag)
+                drawing = DRAWN if number else DRAWN_FIRST
+                _once(spent[drawing], tracker.pictures, CADENCE, pictures, found.levels, None)
+        tracker.flush()
+    return {what: median(seconds) for what, seconds in spent.items()}
+
+
+def of_a_run(quickstart: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
+    """What each part takes of the quickstart's steps, given the seconds of its parts in a step and in a validation."""
+    steps, every = quickstart.train.steps, quickstart.validation.every
+    validations = [number for number in range(1, steps + 1) if number % every == 0 or number == steps]
+    figures = sum(pictures_due(number, quickstart) for number in validations)
+    times = {
+        NUMBERS: figures,
+        DRAWN_FIRST: min(figures, 1),
+        DRAWN: max(figures - 1, 0),
+        TEXTS: len(validations),
+        TEXTS_WRITTEN: len(validations),
+        LOSSES_WRITTEN: len(validations),
+    }
+    rows = [(ALL, step[ALL], steps), *((what, validation[what], count) for what, count in times.items())]
+    total = sum(seconds * count for _, seconds, count in rows)
+    return [
+        {
+            "of a run": what,
+            "s": seconds,
+            f"times in {steps:,} steps": count,
+            "of its steps": f"{seconds * count / (steps * step[WHOLE]):.2%}",
+            f"below {GOAL:.0%}": total < GOAL * steps * step[WHOLE] if what == TOTAL else "",
+        }
+        for what, seconds, count in [*rows, (TOTAL, total, 1)]
+    ]
+
+
+def _once(spent: list[float], call: Callable, *arguments: object) -> Any:
     began = clock()
     try:
         return call(*arguments)
     finally:
-        spent[what] = spent.get(what, 0.0) + clock() - began
+        spent.append(clock() - began)
 
 
 def _timed(call: Callable, spent: dict[str, float], what: str) -> Callable:
@@ -206,14 +236,19 @@ def _mean_s(call: Callable[[], object], calls: int = 200) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser("log_overhead", "What of a step bookkeeping takes, and the wait for data.")
+    quickstart = load_config(QUICKSTART)
+    shape = quickstart.model
+    options = parser("log_overhead", "What of a step it takes to see the run, and the wait for data.")
     options.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config")
-    options.add_argument("--width", type=positive, default=256)
-    options.add_argument("--depth", type=positive, default=4)
-    options.add_argument("--batch", type=positive, default=8, help="samples of a step (%(default)s)")
-    options.add_argument("--samples", choices=("documents", "sentences"), default="documents", help="(%(default)s)")
+    options.add_argument("--width", type=positive, default=shape.width, help="(%(default)s)")
+    options.add_argument("--depth", type=positive, default=shape.depth, help="(%(default)s)")
+    size = quickstart.train.global_batch_size
+    options.add_argument("--batch", type=positive, default=size, help="samples of a step (%(default)s)")
+    options.add_argument("--samples", choices=("documents", "sentences"), default="sentences", help="(%(default)s)")
     options.add_argument("--steps", type=positive, default=40, help="in which calls are timed (%(default)s)")
     given = parse(options, argv, width=64, depth=2, batch=4, steps=20, rounds=2)
+    quickstart = load_config(QUICKSTART, given.settings)
+    as_there = tuple(f"{key}={json.dumps(dump(getattr(quickstart, key)))}" for key in AS_THERE)
     with workplace(given) as folder:
         task = Task(
             store=str(random_store(folder / "store", lengths_of(given.samples, SAMPLES))),
@@ -222,17 +257,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             heads=heads_of(given.width),
             batch=given.batch,
             precision="fp32",
-            settings=tuple(given.settings),
+            settings=(*as_there, *given.settings),
         )
         say("calls of the bookkeeping")
-        calls = direct(task, given.steps, folder / "direct")
+        step = direct(task, given.steps, folder / "direct")
         say("a validation")
         validation = of_a_validation(task, folder / "validation")
         say(f"{given.rounds} rounds of {CADENCE} steps")
-        tables = {
-            "Calls": calls,
-            "A validation": validation,
-            "As it is against no records": [against_silence(task, given.rounds, folder / "rounds")],
-        }
+        against = against_silence(task, given.rounds, folder / "rounds")
+    tables = {
+        "Calls": of_a_step(step),
+        OF_A_RUN: of_a_run(quickstart, step, validation),
+        "As it is against no records": [against],
+    }
     report(given, "log_overhead", tables)
     return 0

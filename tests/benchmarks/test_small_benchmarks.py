@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
-from benchmarks.log_overhead import ALL, BOARD, BOOKKEEPING, DATA, FINISH, RECORD, SETTLE
+from benchmarks.log_overhead import ALL, BOARD, BOOKKEEPING, DATA, FINISH, OF_A_RUN, RECORD, SETTLE
 from benchmarks.measure import CONTROL
 from benchmarks.random_store import random_store
 from benchmarks.scaling import AXES, exponent
@@ -110,9 +110,11 @@ def test_log_overhead(tables: Callable[..., Tables]) -> None:
     assert spent[BOARD] < spent[RECORD] < spent[FINISH] and spent[SETTLE] < spent[FINISH] < spent["whole step"]
     assert spent[ALL] == pytest.approx(sum(spent[what] for what in BOOKKEEPING))
     assert spent[ALL] + spent[DATA] < spent["whole step"]
-    validation = {row["of a validation"]: row["s"] for row in found["A validation"]}
-    assert {"losses", "texts", "figures: numbers", "figures: drawn"} <= set(validation)
-    assert all(positive(value) for value in validation.values())
+    *parts, total = found[OF_A_RUN]
+    assert [row["times in 1,000 steps"] for row in parts] == [1000, 1, 1, 0, 5, 5, 5]
+    assert all(positive(row["s"]) for row in parts)
+    assert total["s"] == pytest.approx(sum(row["s"] * row["times in 1,000 steps"] for row in parts))
+    assert total["below 1%"] == (total["s"] < 10 * spent["whole step"] / 1000)
     (against,) = found["As it is against no records"]
     assert positive(against["s a step"]) and against["ratio"]["low"] <= against["ratio"]["high"]
     assert {len(each) for each in against["seconds"].values()} == {2} and len(against["seconds"]) == 3
