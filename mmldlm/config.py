@@ -65,7 +65,10 @@ class ValidationConfig:
     every: int = setting(250, "optimizer steps between validations; 0: none", at_least=0)
     samples: int = setting(512, "held-out samples of a validation", at_least=1)
     text_samples: int = setting(
-        4, "texts to write at each validation in l2t, and with the figures in joint; 0: none", at_least=0
+        4,
+        "texts to write at each validation in l2t, and with the figures in joint (of log.figure_samples at most), for "
+        "TensorBoard; 0: none",
+        at_least=0,
     )
     quality_every: int = setting(
         0,

@@ -41,6 +41,8 @@ ADVICE = {
     "train.auto_micro_batch": "Where the longest samples of a store are rare, and nobody will be there when they come",
     "sampling.steps": "Time grows with them; many more than there are tokens to write change little",
     "sampling.temperature": "Below 1 for small models: the quickstart has 0.6",
+    "validation.text_samples": "Looked at in passing, so with at most 8 reverse steps, or one for each four tokens "
+    "of the longest",
     "validation.every": "512 samples cost, for each trained mode, the forward passes of four steps of 128",
     "validation.quality_every": "64 samples cost, for each trained mode, as many of their forward passes as there are "
     "sampling.steps: with 32 and three modes about what 16 steps of 128 do, so every 2,000 steps under 1 %",

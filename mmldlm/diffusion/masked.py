@@ -79,34 +79,50 @@ class MaskedDiffusion:
         sigma = 0.0 if alpha_t <= 0 else remask * min(1.0, (1 - alpha_s) / alpha_t)
         return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
 
-    def reverse_step(
+    def choose(
         self,
         noised: Tensor,
-        proposal: Tensor,
-        confidence: Tensor,
         t: float,
         s: float,
         layout: Layout,
         decoding: TextDecoding,
         remask: float,
         generator: Randomness,
-    ) -> Tensor:
-        """Tokens [N] at time s, given a proposed token and its log probability for every position [N].
+    ) -> tuple[Tensor, Tensor]:
+        """bool [N] each, before the network is asked: the tokens that a step from t to s may write, and those that it
+        masks again.
 
-        `ancestral`: every masked token is written with the probability of the reverse process.
-        `confidence`: the surest tokens first, as many as the schedule has written by s (MaskGIT, arXiv
-        2202.04200, section 3.2). At s = 0 nothing stays masked.
+        `ancestral`: each masked token with the probability of the reverse process, so the network is asked for these
+        alone. `confidence`: all masked ones. At s = 0 nothing stays masked.
         """
         is_masked = noised == self.mask_id
-        if s <= 0:
-            return torch.where(is_masked, proposal, noised)
-        if decoding == "ancestral":
-            write, mask_again = self.unmask_probability(t, s, remask)
-            chance = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
-            written = torch.where(is_masked & (chance < write), proposal, noised)
-            return torch.where(~is_masked & (chance < mask_again), self.mask_id, written)
-        assert remask == 0, "confidence-based decoding has no remasking"
-        return torch.where(is_masked & self._surest(is_masked, confidence, s, layout), proposal, noised)
+        if s <= 0 or decoding == "confidence":
+            assert remask == 0 or decoding == "ancestral", "confidence-based decoding has no remasking"
+            return is_masked, torch.zeros_like(is_masked)
+        write, mask_again = self.unmask_probability(t, s, remask)
+        chance = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
+        return is_masked & (chance < write), ~is_masked & (chance < mask_again)
+
+    def reverse_step(
+        self,
+        noised: Tensor,
+        proposal: Tensor,
+        confidence: Tensor,
+        chosen: tuple[Tensor, Tensor],
+        s: float,
+        layout: Layout,
+        decoding: TextDecoding,
+    ) -> Tensor:
+        """Tokens [N] at time s, given what was chosen, and of what may be written a proposed token and its log
+        probability [N].
+
+        `confidence`: the surest tokens first, as many as the schedule has written by s (MaskGIT, arXiv
+        2202.04200, section 3.2).
+        """
+        write, mask_again = chosen
+        if decoding == "confidence" and s > 0:
+            write = write & self._surest(write, confidence, s, layout)
+        return torch.where(write, proposal, noised).masked_fill(mask_again, self.mask_id)
 
     def _surest(self, is_masked: Tensor, confidence: Tensor, s: float, layout: Layout) -> Tensor:
         """bool [N]: the masked tokens to write now, so that each sample keeps round(s L) masked ones."""

@@ -110,7 +110,11 @@ def generate(
 
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
     for t, s in pairwise(grid):
-        positions = (x == text.mask_id).nonzero().squeeze(1) if writes_text else x.new_empty(0)
+        positions = x.new_empty(0)
+        if writes_text:
+            part = blank.places
+            chosen = text.choose(x[part], t, s, blank.layout, config.decoding, config.remask, generator)
+            positions = part[chosen[0]]
         t_text, t_latent = t * blank.share if writes_text else times(0.0), times(t if writes_latent else 0.0)
         logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
         if config.guidance != 1:
@@ -129,17 +133,8 @@ def generate(
             confidence = torch.zeros(x.shape, device=device).index_copy(
                 0, positions, log_p.gather(1, drawn[:, None]).squeeze(1)
             )
-            part = blank.places
             stepped = text.reverse_step(
-                x[part],
-                proposal[part],
-                confidence[part],
-                t,
-                s,
-                blank.layout,
-                config.decoding,
-                config.remask,
-                generator,
+                x[part], proposal[part], confidence[part], chosen, s, blank.layout, config.decoding
             )
             x = x.index_copy(0, part, stepped)
             if on_step is not None:

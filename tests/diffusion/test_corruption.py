@@ -63,7 +63,8 @@ def test_ancestral_steps_keep_the_masked_share(start: float, remask: float) -> N
     again = 0
     for t, s in pairwise(torch.linspace(start, 0, 9).tolist()):
         before = noised
-        noised = text.reverse_step(before, truth, confidence, t, s, layout, "ancestral", remask, generator)
+        chosen = text.choose(before, t, s, layout, "ancestral", remask, generator)
+        noised = text.reverse_step(before, truth, confidence, chosen, s, layout, "ancestral")
         assert abs(float((noised == MASK).double().mean()) - s) <= share_bound(s, count) + 1e-9
         again += int(((before != MASK) & (noised == MASK)).sum())
     assert torch.equal(noised, truth)
@@ -86,7 +87,8 @@ def test_confidence_writes_the_surest_tokens_and_keeps_the_schedule_in_each_samp
     confidence = torch.rand(18, generator=generator)
     noised = torch.full((18,), MASK)
     for t, s in pairwise(torch.linspace(1, 0, 6).tolist()):
-        noised = text.reverse_step(noised, truth, confidence, t, s, layout, "confidence", 0.0, generator)
+        chosen = text.choose(noised, t, s, layout, "confidence", 0.0, generator)
+        noised = text.reverse_step(noised, truth, confidence, chosen, s, layout, "confidence")
         parts = zip(noised.split(layout.lengths), confidence.split(layout.lengths), layout.lengths, strict=True)
         for part, sure, length in parts:
             masked = part == MASK

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +77,19 @@ def test_the_rest_is_given_clean_at_every_step_and_stays(config: SamplingConfig)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_who_knows_the_text_writes_it_again(config: SamplingConfig) -> None:
     assert torch.equal(written(PerfectDenoiser(PAIRS, LATENT), config).tokens, PAIRS.tokens)
+
+
+def test_the_network_is_asked_for_what_is_written_alone() -> None:
+    """By `ancestral` each token once, when it is written; by `confidence` all that are masked, in every step."""
+    model, steps = Guesser(), [KEPT]
+    written(model, SamplingConfig(steps=8), on_step=lambda _, tokens: steps.append(tokens.clone()))
+    for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):
+        assert torch.equal(positions, ((before == MASK) & (after != MASK)).nonzero().squeeze(1))
+    assert torch.equal(torch.cat([positions for *_, positions in model.asked]).sort().values, BLANKS)
+    model = Guesser()
+    written(model, SamplingConfig(steps=8, decoding="confidence"))
+    for tokens, _, positions in model.asked:
+        assert torch.equal(positions, (tokens == MASK).nonzero().squeeze(1))
 
 
 def test_the_network_is_told_the_time_of_as_many_masks() -> None:
