@@ -22,6 +22,7 @@ ADVICE = {
     "depends on the number of processes",
     "memory.activation_checkpointing": "none as long as the micro-batch fits, then selective, then full: "
     "[performance.md](performance.md)",
+    "memory.kept_blocks": "With full, raise it as far as the memory goes: a block that is kept is not computed twice",
     "compile.scope": "For long runs on GPUs; not under ZeRO-3",
     "latent.prediction": "x0 learns t2l soonest; epsilon and v need longer runs",
     "loss.text": "elbo where bits per token are to be compared; it is what evaluation measures in any case",

@@ -18,11 +18,17 @@ Recompute = Literal["none", "full", "selective"]
 class MemoryConfig:
     activation_checkpointing: Literal["none", "full", "selective", "every_k"] = setting(
         "none",
-        "what blocks compute again in backward to save memory, all but the last one, whose backward comes first; none: "
-        "nothing; full: everything but their inputs and results; selective: their attention, with its norms; "
+        "what blocks compute again in backward to save memory, all but the last (see kept_blocks); none: nothing; "
+        "full: everything but their inputs and results; selective: their attention, with its norms; "
         "every_k: full, in each k-th block only",
     )
     every_k: int = setting(2, "with every_k: recompute block 0 and each k-th after it", at_least=1)
+    kept_blocks: int = setting(
+        1,
+        "how many of the last blocks compute nothing again. The last costs no memory, since its backward comes first; "
+        "each before it costs its activations, and saves their recomputation",
+        at_least=1,
+    )
     keep_freed: bool = setting(
         True,
         "on a CPU with glibc, memory that a step frees stays with the process for the next one, which is faster; "
@@ -31,7 +37,7 @@ class MemoryConfig:
 
     def of_block(self, index: int, depth: int) -> Recompute:
         """What the block at `index` of `depth`, counted from 0, does."""
-        if index == depth - 1:  # all that it would give up comes back before anything else is let go
+        if index >= depth - self.kept_blocks:  # all that the last would give up comes back before anything else goes
             return "none"
         if self.activation_checkpointing == "every_k":
             return "none" if index % self.every_k else "full"

@@ -18,8 +18,13 @@ from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
 
 pytestmark = pytest.mark.quick
 
-KINDS = [MemoryConfig("full"), MemoryConfig("selective"), MemoryConfig("every_k", every_k=2)]
-kinds = pytest.mark.parametrize("memory", KINDS, ids=lambda memory: memory.activation_checkpointing)
+KINDS = [
+    MemoryConfig("full"),
+    MemoryConfig("selective"),
+    MemoryConfig("every_k", every_k=2),
+    MemoryConfig("full", kept_blocks=2),
+]
+kinds = pytest.mark.parametrize("memory", KINDS, ids=["full", "selective", "every_k", "full_but_two"])
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -76,6 +81,10 @@ def test_loss_and_gradients_on_cuda(memory: MemoryConfig, backend: Backend) -> N
         (MemoryConfig("every_k", every_k=2), [0, 2]),
         (MemoryConfig("every_k", every_k=3), [0, 3]),
         (MemoryConfig("every_k", every_k=1), [0, 1, 2, 3]),
+        (MemoryConfig("full", kept_blocks=2), [0, 1, 2]),
+        (MemoryConfig("selective", kept_blocks=4), [0]),
+        (MemoryConfig("every_k", every_k=3, kept_blocks=2), [0]),
+        (MemoryConfig("full", kept_blocks=7), []),
     ],
     ids=str,
 )
