@@ -75,6 +75,6 @@ def test_variables_of_the_environment_go_before() -> None:
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="0")["False"] > ALL_PAGES * 0.9
 
 
-def test_a_run_does_what_the_setting_says(tiny_config: Path, tmp_path: Path) -> None:
+def test_a_run_does_what_keep_freed_says(tiny_config: Path, tmp_path: Path) -> None:
     found = faults("train", tiny_config, tmp_path)
     assert found["true"] < 500 <= found["false"]

@@ -71,7 +71,7 @@ EFFECTS: dict[str, Run | ShownBy] = {
     "memory.activation_checkpointing": Run("selective", "parts"),
     "memory.every_k": Run("3", "parts", RECOMPUTED),
     "memory.kept_blocks": Run("3", "parts", RECOMPUTED),
-    "memory.keep_freed": ShownBy("tests/runtime/test_allocator.py::test_a_run_does_what_the_setting_says"),
+    "memory.keep_freed": ShownBy("tests/runtime/test_allocator.py::test_a_run_does_what_keep_freed_says"),
     "compile.scope": ShownBy("tests/engines/test_compile.py::test_without_a_compiler_the_reason_is_told"),
     "compile.mode": ShownBy("tests/engines/test_compile.py::test_compile_mode_reaches_the_compiler"),
     "latent.process": Run("rectified_flow", "curve"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from effects import EFFECTS, Run, ShownBy
+from effects import EFFECTS, WRITTEN, Run, ShownBy
 from observed import SIGHTS, Sight, observe
 
 from mmldlm.config import RunConfig
@@ -138,7 +138,7 @@ def test_effect(key: str, seen: Callable[..., Mapping[Sight, Any]]) -> None:
 
 
 def test_runs_that_differ_in_nothing_look_the_same(tiny_store: Path, tmp_path: Path) -> None:
-    first, second = (observe(tmp_path / name, tiny_store, samples=True) for name in ("a", "b"))
+    first, second = (observe(tmp_path / name, tiny_store, *WRITTEN, samples=True) for name in ("a", "b"))
     assert first.keys() == second.keys() == SIGHTS.keys()
     assert [sight for sight in SIGHTS if first[sight] != second[sight]] == []
     assert all(first[sight] for sight in SIGHTS if sight != "workers"), "a sight that shows nothing"
