@@ -64,8 +64,8 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
     for kind in ("selective", "full"):
         settings = (f"memory.activation_checkpointing={kind}",)
         found.append(Variant(f"trainer-{kind}", f"our trainer, {kind} recomputation of each block", settings=settings))
-    settings = ("memory.activation_checkpointing=full", "memory.kept_blocks=2")
-    found.append(Variant("trainer-full-kept-2", "the same, but for the last two blocks", settings=settings))
+    settings = ("memory.activation_checkpointing=full", "memory.kept_blocks=3")
+    found.append(Variant("trainer-full-kept-3", "the same, but for the last three blocks", settings=settings))
     return {variant.name: variant for variant in found}
 
 
