@@ -168,7 +168,7 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
 def of_a_run(quickstart: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
     """What each part takes of the quickstart's steps, given the seconds of its parts in a step and in a validation."""
     steps, every = quickstart.train.steps, quickstart.validation.every
-    validations = [number for number in range(1, steps + 1) if number % every == 0 or number == steps]
+    validations = [number for number in range(1, steps + 1) if quickstart.train.due(number, every)]
     figures = sum(pictures_due(number, quickstart) for number in validations)
     times = {
         NUMBERS: figures,

@@ -52,6 +52,10 @@ class TrainConfig:
                 if size < 1:
                     raise ValueError(f"batch_schedule.{step}.{name}: must be at least 1, found {size}")
 
+    def due(self, done: int, every: int) -> bool:
+        """Whether what comes each `every` steps (0: never), and with the last, is due after `done` steps."""
+        return every > 0 and (done % every == 0 or done == self.steps)
+
     def batch_stages(self, world_size: int) -> dict[int, BatchSize]:
         """The sizes by the optimizer step that they begin at; in order, the first at step 0."""
         return {

@@ -156,6 +156,12 @@ class RunConfig:
                 f"loss.latent_weighting: {self.loss.latent_weighting} weighs text against latents, expected modes that "
                 f"train both, found {trained[0]} alone"
             )
+        if self.memory.activation_checkpointing != "none" and self.memory.kept_blocks >= self.model.depth:
+            raise ValueError(
+                f"memory.kept_blocks: expected fewer than the {self.model.depth} blocks that "
+                f"memory.activation_checkpointing {self.memory.activation_checkpointing} is for, "
+                f"found {self.memory.kept_blocks}"
+            )
         if self.schedule.lr == "plateau" and self.schedule.min_lr > self.optim.lr:
             raise ValueError(
                 f"schedule.min_lr: expected at most optim.lr {self.optim.lr:g}, found {self.schedule.min_lr:g}"

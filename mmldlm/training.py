@@ -140,14 +140,13 @@ class Training(RunLifecycle):
         at_once = at_once or (self.plateau is not None and self.plateau.due(state.step))
         if at_once or len(self.meter.waiting) >= config.guard.max_consecutive:
             self.settle()
-        last = state.step == config.train.steps
-        if state.step % config.log.every == 0 or last:
+        if config.train.due(state.step, config.log.every):
             self._log(lr)
-        if config.validation.every and (state.step % config.validation.every == 0 or last):
+        if config.train.due(state.step, config.validation.every):
             self._validate()
-        if config.validation.quality_every and (state.step % config.validation.quality_every == 0 or last):
+        if config.train.due(state.step, config.validation.quality_every):
             self._measure_quality()
-        if (self.save_schedule.due(state.step) or self._save_agreed) and not last:
+        if (self.save_schedule.due(state.step) or self._save_agreed) and state.step < config.train.steps:
             self.save()
 
     def settle(self) -> None:
@@ -255,8 +254,9 @@ class Training(RunLifecycle):
         parts, config, runtime, step = self.parts, self.config, self.runtime, self.state.step
         with self._measuring("validation"):
             held_out = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
-            pictures = take_pictures(self._measured(), runtime) if pictures_due(step, config) else None
-            texts = text_samples(self._measured(), runtime, pictures)
+            run = self._measured()
+            pictures = take_pictures(run, runtime) if pictures_due(step, config) else None
+            texts = text_samples(run, runtime, pictures)
             values = {**held_out.values, **(pictures.quality if pictures else {})}
             self.tracker.validation(step, {**values, "weights": config.ema.measured}, held_out.levels)
             for tag, rows in texts.items():

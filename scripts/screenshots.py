@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import browser
+from ports import free_port
 
 # File -> page with what it shows, the window in pixels, and what is to be seen in it: a selector, and how many of it.
 # Without forceSVG a worker draws the lines of the time series, with WebGL, of which a picture may know nothing.
@@ -57,12 +57,6 @@ COLOURS = 256  # of a picture: enough for charts, at half of the bytes
 def fail(message: str) -> None:
     print(f"screenshots: error: {message}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def serve(runs: Sequence[Path], port: int) -> subprocess.Popen[bytes]:

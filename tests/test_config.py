@@ -62,6 +62,11 @@ ROOT = Path(__file__).resolve().parent.parent
         ("mode_schedule.5=l2x", "mode_schedule.5: expected l2t"),
         ("memory.activation_checkpointing=some", "expected none | full | selective | every_k, found 'some'"),
         ("memory.every_k=0", "memory.every_k: must be at least 1, found 0"),
+        (
+            "memory.activation_checkpointing=full memory.kept_blocks=4",
+            "memory.kept_blocks: expected fewer than the 4 blocks that memory.activation_checkpointing full is "
+            "for, found 4",
+        ),
         ("freeze=[texthead]", "found 'texthead' (did you mean 'text_head'?)"),
         ("freeze=text_head", "freeze: expected list of text_encoder | latent_encoder"),
         (

@@ -116,23 +116,24 @@ def generate(
             chosen = text.choose(x[part], t, s, blank.layout, config.decoding, config.remask, generator)
             positions = part[chosen[0]]
         t_text, t_latent = t * blank.share if writes_text else times(0.0), times(t if writes_latent else 0.0)
-        logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
-        if config.guidance != 1:
-            if mode == "l2t":
-                free, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
-                logits = free + config.guidance * (logits - free)
-            else:
-                _, free, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
-                latent_pred = free + config.guidance * (latent_pred - free)
-        if writes_latent:
-            z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
+        proposal, confidence = x, torch.zeros(x.shape, device=device)
+        if writes_latent or len(positions):  # else nobody reads what the network says
+            logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
+            if config.guidance != 1:
+                if mode == "l2t":
+                    free, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
+                    logits = free + config.guidance * (logits - free)
+                else:
+                    _, free, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
+                    latent_pred = free + config.guidance * (latent_pred - free)
+            if writes_latent:
+                z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
+            if writes_text:
+                log_p = sharpen(logits, config.temperature, config.top_p)
+                drawn = draw_tokens(log_p, config.temperature, generator, layout.sample_of_token[positions])
+                proposal = proposal.index_copy(0, positions, drawn)
+                confidence = confidence.index_copy(0, positions, log_p.gather(1, drawn[:, None]).squeeze(1))
         if writes_text:
-            log_p = sharpen(logits, config.temperature, config.top_p)
-            drawn = draw_tokens(log_p, config.temperature, generator, layout.sample_of_token[positions])
-            proposal = x.index_copy(0, positions, drawn)
-            confidence = torch.zeros(x.shape, device=device).index_copy(
-                0, positions, log_p.gather(1, drawn[:, None]).squeeze(1)
-            )
             stepped = text.reverse_step(
                 x[part], proposal[part], confidence[part], chosen, s, blank.layout, config.decoding
             )

@@ -64,16 +64,16 @@ class _ModulatedLinear(Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         normal, rstd, shift, scale, rows, weight = ctx.saved_tensors
         of_x, of_shift, of_scale = ctx.dtypes
-        samples, scale = len(scale), of_rows(scale, rows)
+        scale_of_row = of_rows(scale, rows)
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
-            weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale, rows), weight)
+            weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale_of_row, rows), weight)
         if ctx.needs_input_grad[5]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
         grad = (grad_TO @ weight.to(grad_TO.dtype)).float()
-        shift_grad = of_samples(grad, rows, samples)
-        scale_grad = of_samples(grad * normal, rows, samples)
-        inner = grad * scale
+        shift_grad = of_samples(grad, rows, len(scale))
+        scale_grad = of_samples(grad * normal, rows, len(scale))
+        inner = grad * scale_of_row
         along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / inner.shape[-1]
         x_grad = inner.sub_(inner.mean(-1, keepdim=True)).addcmul_(normal, along, value=-1).mul_(rstd)
         return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None, weight_grad, bias_grad

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from constant_sizes import always
-from engine_runs import ROOT, environment, free_port
+from engine_runs import ROOT, environment
+from ports import free_port
 from sample_corpus import flip_bit, write_so, write_store
 
 from mmldlm import cli, train

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from engine_runs import free_port
+from ports import free_port
 from preparing import Preparation, differing, pieces
 from sample_corpus import write_corpus
 from waiting import wait_until

@@ -76,6 +76,22 @@ def test_texts_are_recovered(config: SamplingConfig) -> None:
     assert made.split() == [part.tolist() for part in PAIRS.tokens.split(PAIRS.lengths)]
 
 
+@pytest.mark.parametrize("remask", [0.0, 0.5])
+def test_the_network_is_asked_only_in_steps_that_write(remask: float) -> None:
+    asked = []
+    latent = gaussian("vp_cosine", "v", "cosine", CHANNELS)
+
+    def denoiser(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        asked.append(len(arguments[5]))
+        return PerfectDenoiser(PAIRS, latent)(*arguments)
+
+    config = SamplingConfig(steps=200, remask=remask)
+    made = generate(denoiser, TEXT, latent, "l2t", config, seeded(), PAIRS.latents, PAIRS.lengths)
+    assert torch.equal(made.tokens, PAIRS.tokens)
+    assert all(asked)
+    assert sum(asked) == len(PAIRS.tokens) if remask == 0 else sum(asked) > len(PAIRS.tokens)
+
+
 @pytest.mark.parametrize("decoding", ["ancestral", "confidence"])
 def test_both_are_recovered_together(decoding: TextDecoding) -> None:
     made = recovered(gaussian("rectified_flow", "v", "mse", CHANNELS), "joint", SamplingConfig(16, decoding=decoding))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,12 +35,6 @@ class Node:
     environment: Mapping[str, str] | None = None
     cwd: Path = ROOT
     code: str = ""  # Python that stands in for `python -m mmldlm.cli doctor`
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(node: Node, place: Mapping[str, object]) -> subprocess.Popen[str]:

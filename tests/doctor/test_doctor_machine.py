@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctors import free_port, one
+from doctors import one
+from ports import free_port
 
 from mmldlm.build import build_model
 from mmldlm.config import load_config

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from doctors import Node, finish, free_port, start, together
+from doctors import Node, finish, start, together
+from ports import free_port
 
 from mmldlm.doctor.nodes import Facts, check_clocks, check_machines, failures_elsewhere
 from mmldlm.doctor.place import Place

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from ports import free_port
 
 from mmldlm.telemetry import read_metrics
 
@@ -41,12 +42,6 @@ def environment(**changes: str) -> dict[str, str]:
     # Without what a run in this very process has exported before.
     inherited = {name: value for name, value in os.environ.items() if "NCCL" not in name and "TORCH_FR" not in name}
     return {**inherited, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **changes}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def accelerate(engine: str, processes: int, *arguments: object) -> list[str]:

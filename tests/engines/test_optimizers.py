@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import BIN, CURVE, ROOT, difference, environment, free_port, records, run
+from engine_runs import BIN, CURVE, ROOT, difference, environment, records, run
 from forked_runs import ForkedRuns
+from ports import free_port
 from test_parity import state
 
 from mmldlm import train

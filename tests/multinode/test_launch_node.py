@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from two_nodes import LAUNCH, ROOT, environment, free_port
+from ports import free_port
+from two_nodes import LAUNCH, ROOT, environment
 from waiting import wait_until
 
 from mmldlm.telemetry import read_metrics

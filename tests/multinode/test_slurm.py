@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from two_nodes import ROOT, environment, free_port
+from ports import free_port
+from two_nodes import ROOT, environment
 from waiting import wait_until
 
 from mmldlm.telemetry import read_metrics

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ["bash", str(ROOT / "scripts" / "launch_node.sh")]
@@ -33,12 +33,6 @@ def environment(logs: Path, **variables: object) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LOG_DIR": str(logs)}
     return {**inherited, **own, **{name: str(value) for name, value in variables.items()}}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def unavailable() -> str | None:

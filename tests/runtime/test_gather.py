@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine_runs import ROOT, free_port
+from engine_runs import ROOT
+from ports import free_port
 
 
 def test_values_of_two_ranks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from mmldlm.telemetry import Tracker
 
@@ -41,12 +41,6 @@ def compared_runs(port: int) -> list[dict[str, float]]:
     groups = ask("session_groups", **question)["sessionGroups"]
     assert [group["hparams"]["optim.lr"] for group in groups] == [3e-4]
     return [{each["name"]["tag"]: each["value"] for each in group["metricValues"]} for group in groups]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_the_command_shows_every_step(tmp_path: Path) -> None:
