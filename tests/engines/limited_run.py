@@ -22,12 +22,18 @@ from mmldlm.training import Training
 
 RANK = int(os.environ.get("RANK", "0"))
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+BLOCK = 1 << 16
 libc = ctypes.CDLL(None)  # memory that is freed goes back at once, so that the limit is one of what is held
-assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, BLOCK)
+libc.malloc.restype = ctypes.c_void_p
 SLACK = 12
 rehearsed: list[int] = []
 limit: int | None = None
 _open, _rehearse = Training._open, AutoMicroBatch._rehearse
+
+
+def held() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def opened(self: Training) -> None:
@@ -36,7 +42,9 @@ def opened(self: Training) -> None:
     if int(os.environ.get("LIMITED", "-1")) != RANK:
         return
     threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = held()
+    while held() == used:  # what is free within the heap would be memory beside the limit
+        assert libc.malloc(BLOCK)
     limit = used + int(os.environ["MIB"]) * 2**20
     allow(SLACK)
 
