@@ -80,7 +80,9 @@ class _Counter(TorchDispatchMode):
         if any(each.untyped_storage()._cdata in self.on_host for each in tensors):
             return False
         if packet is _ATEN._to_copy:
-            return "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
+            # Autocast names the device, too, where it changes the type alone.
+            changes_type = self.device_type == "cpu" and kwargs.get("dtype", args[0].dtype) != args[0].dtype
+            return "device" in kwargs and torch.device(kwargs["device"]).type == "cpu" and not changes_type
         if packet in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
             return any(each is not None and each.dtype == torch.bool for each in args[1])
         return packet in _WAITS

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mmldlm.model.products import linear_of_rows, rows_product, weight_gradient
+
 EPSILON = 1e-6
 
 
@@ -57,7 +59,7 @@ class _ModulatedLinear(Function):
         shift, scale = shift_BD.float(), scale_BD.float() + 1
         ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
         ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
-        return F.linear(_modulated(normal, shift, of_rows(scale, rows_T), rows_T), weight_OD, bias_O)
+        return linear_of_rows(_modulated(normal, shift, of_rows(scale, rows_T), rows_T), weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -67,21 +69,16 @@ class _ModulatedLinear(Function):
         scale_of_row = of_rows(scale, rows)
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
-            weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale_of_row, rows), weight)
+            weight_grad = weight_gradient(grad_TO, _modulated(normal, shift, scale_of_row, rows), weight)
         if ctx.needs_input_grad[5]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
-        grad = (grad_TO @ weight.to(grad_TO.dtype)).float()
+        grad = rows_product(grad_TO, weight.to(grad_TO.dtype)).float()
         shift_grad = of_samples(grad, rows, len(scale))
         scale_grad = of_samples(grad * normal, rows, len(scale))
         inner = grad * scale_of_row
         along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / inner.shape[-1]
         x_grad = inner.sub_(inner.mean(-1, keepdim=True)).addcmul_(normal, along, value=-1).mul_(rstd)
         return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None, weight_grad, bias_grad
-
-
-def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """That of `weight_OI` in `F.linear(input_TI, weight_OI)`."""
-    return (grad_TO.t() @ input_TI.to(grad_TO.dtype)).to(weight_OI.dtype)
 
 
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -132,7 +129,7 @@ class _SwiGLU(Function):
         ctx.save_for_backward(hidden_T2F, weight_OF)
         gate, value = hidden_T2F.chunk(2, dim=-1)
         gated = F.silu(gate).mul_(value)
-        return gated if weight_OF is None else F.linear(gated, weight_OF)
+        return gated if weight_OF is None else linear_of_rows(gated, weight_OF, None)
 
     @staticmethod
     @once_differentiable
@@ -142,8 +139,8 @@ class _SwiGLU(Function):
         silu, weight_grad = F.silu(gate), None
         if weight is not None:
             if ctx.needs_input_grad[1]:
-                weight_grad = _weight_grad(grad, silu * value, weight)
-            grad = grad @ weight.to(grad.dtype)
+                weight_grad = weight_gradient(grad, silu * value, weight)
+            grad = rows_product(grad, weight.to(grad.dtype))
         hidden_grad = torch.empty_like(hidden)
         gate_grad, value_grad = hidden_grad.chunk(2, dim=-1)
         torch.mul(grad, silu, out=value_grad)

@@ -25,6 +25,7 @@ from mmldlm.model.layers import (
     Adaptation,
     FeedForward,
     HeadNorm,
+    Linear,
     ModulatedLinear,
     Modulation,
     TimeEmbedding,
@@ -93,7 +94,7 @@ class BlockStream(nn.Module):
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(joint // config.num_heads)
-        self.out = nn.Linear(joint, width, bias=False)
+        self.out = Linear(joint, width, bias=False)
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, keeps_activation=recompute == "full")
         self.dropout = nn.Dropout(config.dropout)
 

@@ -92,7 +92,7 @@ def test_the_backbone_is_the_blocks() -> None:
 
 @pytest.mark.parametrize("part", FREEZABLE)
 def test_nothing_frozen_moves_in_training_and_all_else_does(part: Freezable, tiny_store: Path) -> None:
-    settings = ["model.depth=1", "model.width=32", "model.num_heads=2", "optim.lr=1e-2", "optim.weight_decay=0.5"]
+    settings = ["model.depth=2", "model.width=32", "model.num_heads=2", "optim.lr=1e-2", "optim.weight_decay=0.5"]
     config = load_config(None, [*settings, f"freeze=[{part}]", "mode=joint", "memory.activation_checkpointing=full"])
     store = Store.open(tiny_store)
     model, objective = build_model(config, store.manifest, "cpu").train(), build_objective(config, store.manifest)
