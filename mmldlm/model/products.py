@@ -47,9 +47,9 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            rows_product(grad_TO, weight.to(grad_TO.dtype)).to(ctx.of_x) if ctx.needs_input_grad[0] else None,
+            rows_product(grad_TO, weight.to(grad_TO.dtype)).to(ctx.of_x) if needs_x else None,
             weight_gradient(grad_TO, x, weight) if needs_weight else None,
             grad_TO.sum(0).to(weight.dtype) if needs_bias else None,
         )
