@@ -12,7 +12,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+ROWS = 64
+
+
+def filled_up(values: Tensor) -> Tensor:
+    """`values` [rows] and zeros behind them, up to a multiple of `ROWS`."""
+    return F.pad(values, (0, -len(values) % ROWS))
 
 
 class LengthGroup(NamedTuple):
@@ -30,13 +38,16 @@ class Layout:
 
     The lengths are known on the host, so nothing here ever waits for a device. Index tensors are
     made on `device` on first use and kept.
+
+    Behind the tokens there may be rows of none, so that there are R rows, a multiple of `rows`.
     """
 
-    def __init__(self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu"):
+    def __init__(self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu", rows: int = 1):
         assert all(length > 0 for length in lengths), f"a sample without tokens: lengths {lengths}"
         self.lengths = lengths
         self.latent_tokens = latent_tokens
         self.device = torch.device(device)
+        self.rows = rows
 
     @property
     def num_samples(self) -> int:
@@ -45,6 +56,16 @@ class Layout:
     @cached_property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def rows_of_none(self) -> int:
+        """R - N: rows behind the last token that belong to no sample."""
+        return -self.num_tokens % self.rows
+
+    @cached_property
+    def filled_up(self) -> Layout:
+        """The same samples in a multiple of `ROWS` rows."""
+        return Layout(self.lengths, self.latent_tokens, self.device, ROWS)
 
     @cached_property
     def max_length(self) -> int:
@@ -70,16 +91,18 @@ class Layout:
         lengths = torch.tensor(self.lengths)
         sample = torch.repeat_interleave(torch.arange(self.num_samples), lengths, output_size=self.num_tokens)
         starts = lengths.cumsum(0) - lengths
-        return sample, torch.arange(self.num_tokens) - starts[sample]
+        position = torch.arange(self.num_tokens) - starts[sample]
+        fill = (0, self.rows_of_none)
+        return F.pad(sample, fill, value=self.num_samples - 1), F.pad(position, fill)
 
     @cached_property
     def sample_of_token(self) -> Tensor:
-        """int64 [N]: the sample that each token belongs to."""
+        """int64 [R]: the sample that each token belongs to, the last one for rows of none."""
         return self._host[0].to(self.device, non_blocking=True)
 
     @cached_property
     def position(self) -> Tensor:
-        """int64 [N]: the position of each token in its own sample."""
+        """int64 [R]: the position of each token in its own sample, 0 for rows of none."""
         return self._host[1].to(self.device, non_blocking=True)
 
     @cached_property
@@ -114,7 +137,7 @@ class Layout:
     def to(self, device: torch.device | str) -> Layout:
         if torch.device(device) == self.device:
             return self
-        return Layout(self.lengths, self.latent_tokens, device)
+        return Layout(self.lengths, self.latent_tokens, device, self.rows)
 
 
 @dataclass(frozen=True)

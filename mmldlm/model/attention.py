@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mmldlm.batch import Layout
+from mmldlm.batch import Layout, LengthGroup
 from mmldlm.errors import ConfigError
-from mmldlm.model.products import half_on_cpu
 from mmldlm.schema import setting
 
 Backend = Literal["sdpa", "varlen", "math"]
@@ -54,9 +53,13 @@ def resolve_backend(asked: str, device_type: str, half_precision: bool) -> Backe
 def joint_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
     """Attention of each sample over its own latents and tokens.
 
-    Takes q, k and v as [B*M, 3, H, K] of the latent stream and [N, 3, H, K] of the text stream; gives
-    [B*M, H, K] and [N, H, K].
+    Takes q, k and v as [B*M, 3, H, K] of the latent stream and [R, 3, H, K] of the text stream; gives
+    [B*M, H, K] and [R, H, K], which is zero in rows of none.
     """
+    if backend == "sdpa" and text_qkv.device.type == "cpu" and text_qkv.dtype in (torch.bfloat16, torch.float16):
+        latent, text = _HalfOnCPU.apply(latent_qkv, text_qkv, layout)
+        return latent, text
+    assert not layout.rows_of_none, "only half precision on a CPU gains by them"
     if backend == "sdpa":
         return _by_groups(latent_qkv, text_qkv, layout)
     attend = _varlen if backend == "varlen" else _math
@@ -81,24 +84,6 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-class _HalfOnCPU(torch.autograd.Function):
-    """PyTorch's kernel for CPUs, its backward in float32, which takes a third to three quarters of the time."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        ctx.save_for_backward(q, k, v, out, log_z)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        *saved, log_z = ctx.saved_tensors
-        inputs = [each.float() for each in (grad, *saved)]
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, log_z, 0.0, False)
-        return tuple(each.to(grad.dtype) for each in grads)
-
-
 def _by_groups(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     m, (heads, head_width) = layout.latent_tokens, text_qkv.shape[-2:]
     counts = [group.last - group.first for group in layout.groups]
@@ -106,15 +91,66 @@ def _by_groups(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout) -> tuple[Te
     latents = latent_qkv.split([count * m for count in counts])
     texts = text_qkv.split([group.stop - group.start for group in layout.groups])
     latent_out, text_out = [], []
-    attend = F.scaled_dot_product_attention if half_on_cpu(text_qkv) is None else _HalfOnCPU.apply
     for group, count, latent, text in zip(layout.groups, counts, latents, texts, strict=True):
         rows = [latent.unflatten(0, (count, m)), text.unflatten(0, (count, group.length))]
-        q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
-        out = attend(q, k, v).transpose(1, 2)
+        q, k, v = _heads_first(torch.cat(rows, dim=1))
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         latent_part, text_part = out.split([m, group.length], dim=1)
         latent_out.append(latent_part.reshape(-1, heads, head_width))
         text_out.append(text_part.reshape(-1, heads, head_width))
     return torch.cat(latent_out), torch.cat(text_out)
+
+
+class _HalfOnCPU(torch.autograd.Function):
+    """`_by_groups` with PyTorch's kernel for CPUs, its backward in float32, where it takes 0.3 to 0.7 of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, latent_qkv: Tensor, text_qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        latent_out, text_out = torch.empty_like(latent_qkv[:, 0]), torch.empty_like(text_qkv[:, 0])
+        text_out[layout.num_tokens :] = 0
+        saved: list[Tensor] = []
+        for group in layout.groups:
+            qkv = torch.cat(_samples(group, layout, latent_qkv, text_qkv), dim=1)
+            out, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_heads_first(qkv))
+            for rows, part in zip(_samples(group, layout, latent_out, text_out), _parts(out, layout), strict=True):
+                rows.copy_(part)
+            saved += [qkv, out, log_z]
+        ctx.layout, ctx.shapes = layout, (latent_qkv.shape, text_qkv.shape)
+        ctx.save_for_backward(*saved)
+        return latent_out, text_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, latent_grad: Tensor, text_grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        layout, saved = ctx.layout, ctx.saved_tensors
+        latent_qkv, text_qkv = (text_grad.new_empty(shape) for shape in ctx.shapes)
+        text_qkv[layout.num_tokens :] = 0
+        for group, qkv, out, log_z in zip(layout.groups, saved[::3], saved[1::3], saved[2::3], strict=True):
+            grad = torch.cat(_samples(group, layout, latent_grad, text_grad), dim=1).float().transpose(1, 2)
+            inputs = grad, *_heads_first(qkv.float()), out.float(), log_z
+            of_qkv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, False)
+            for which, each in enumerate(of_qkv):
+                for rows, part in zip(_samples(group, layout, latent_qkv, text_qkv), _parts(each, layout), strict=True):
+                    rows[:, :, which] = part
+        return latent_qkv, text_qkv, None
+
+
+def _samples(group: LengthGroup, layout: Layout, latents: Tensor, texts: Tensor) -> list[Tensor]:
+    """The group's [samples, M, ...] and [samples, length, ...] in the rows of both streams."""
+    count, m = group.last - group.first, layout.latent_tokens
+    latents, texts = latents[group.first * m : group.last * m], texts[group.start : group.stop]
+    return [latents.unflatten(0, (count, m)), texts.unflatten(0, (count, group.length))]
+
+
+def _heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v [samples, H, S, K] of [samples, S, 3, H, K]."""
+    return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+
+def _parts(heads_first: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """What belongs to latents [samples, M, H, K] and text [samples, length, H, K] in [samples, H, S, K]."""
+    rows = heads_first.transpose(1, 2)
+    return rows[:, : layout.latent_tokens], rows[:, layout.latent_tokens :]
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:

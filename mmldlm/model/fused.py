@@ -2,13 +2,15 @@
 
 Left to itself autograd keeps every intermediate result. Each of these keeps its inputs alone and computes the rest
 again in backward, which takes fewer passes over memory too. Under `torch.compile`, which decides by itself what to
-keep, each is its plain formula. All compute in float32, whatever their inputs are.
+keep, each is its plain formula. All compute in float32, whatever their inputs are. On a CPU they take rows in pieces
+that fit into a core's cache together with what is made of them.
 
 Shape letters: B samples, T rows of a stream, D width, H heads, K width of a head, F hidden width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,9 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mmldlm.model.products import linear_of_rows, rows_product, weight_gradient
-
 EPSILON = 1e-6
+PIECE = 2**16  # numbers of a tensor: 256 KiB in float32
 
 
 def of_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -27,11 +28,21 @@ def of_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
     return table_BD if rows_T is None else table_BD.index_select(0, rows_T)
 
 
-def of_samples(values_TD: Tensor, rows_T: Tensor | None, count: int) -> Tensor:
-    """[B, D]: the sum over the rows of each sample; the adjoint of `of_rows`."""
+def _add_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -> None:
+    """The adjoint of `of_rows`."""
     if rows_T is None:
-        return values_TD
-    return values_TD.new_zeros(count, values_TD.shape[1]).index_add_(0, rows_T, values_TD)
+        sums_BD.add_(values_TD)
+    else:
+        sums_BD.index_add_(0, rows_T, values_TD)
+
+
+def _pieces(*tensors: Any) -> Iterable[tuple[Any, ...]]:
+    """The same rows of all tensors, a piece at a time on a CPU; all at once elsewhere, or where one is None."""
+    first = tensors[0]
+    if first.device.type != "cpu" or first.numel() <= PIECE or any(each is None for each in tensors):
+        return [tensors]
+    rows = max(1, PIECE * len(first) // first.numel())
+    return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
 def _normalised(x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +51,19 @@ def _normalised(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     return normal, rstd
 
 
-def _modulated(normal_TD: Tensor, shift_BD: Tensor, scale_TD: Tensor, rows_T: Tensor | None) -> Tensor:
-    return torch.addcmul(of_rows(shift_BD, rows_T), normal_TD, scale_TD)
+def _modulated(
+    normal_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    out_TD = torch.empty_like(normal_TD, dtype=dtype)
+    for normal, rows, out in _pieces(normal_TD, rows_T, out_TD):
+        torch.addcmul(of_rows(shift_BD, rows), normal, of_rows(scale_BD, rows), out=out)
+    return out_TD
+
+
+def _of_product(x: Tensor) -> torch.dtype:
+    """What a matrix product with `x` is computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _ModulatedLinear(Function):
@@ -59,26 +81,49 @@ class _ModulatedLinear(Function):
         shift, scale = shift_BD.float(), scale_BD.float() + 1
         ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
         ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
-        return linear_of_rows(_modulated(normal, shift, of_rows(scale, rows_T), rows_T), weight_OD, bias_O)
+        return F.linear(_modulated(normal, shift, scale, rows_T, _of_product(weight_OD)), weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         normal, rstd, shift, scale, rows, weight = ctx.saved_tensors
         of_x, of_shift, of_scale = ctx.dtypes
-        scale_of_row = of_rows(scale, rows)
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
-            weight_grad = weight_gradient(grad_TO, _modulated(normal, shift, scale_of_row, rows), weight)
+            weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale, rows, grad_TO.dtype), weight)
         if ctx.needs_input_grad[5]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
-        grad = rows_product(grad_TO, weight.to(grad_TO.dtype)).float()
-        shift_grad = of_samples(grad, rows, len(scale))
-        scale_grad = of_samples(grad * normal, rows, len(scale))
-        inner = grad * scale_of_row
-        along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / inner.shape[-1]
-        x_grad = inner.sub_(inner.mean(-1, keepdim=True)).addcmul_(normal, along, value=-1).mul_(rstd)
+        grad = grad_TO @ weight.to(grad_TO.dtype)
+        x_grad, shift_grad, scale_grad = _modulation_gradients(grad, normal, rstd, scale, rows)
         return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None, weight_grad, bias_grad
+
+
+def _modulation_gradients(
+    grad_TD: Tensor, normal_TD: Tensor, rstd_T1: Tensor, scale_BD: Tensor, rows_T: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of x, shift and scale, from that of `_modulated`."""
+    x_grad_TD = torch.empty_like(normal_TD)
+    shift_grad, scale_grad = torch.zeros_like(scale_BD), torch.zeros_like(scale_BD)
+    for half, normal, rstd, rows, out in _pieces(grad_TD, normal_TD, rstd_T1, rows_T, x_grad_TD):
+        grad = half.float()
+        _add_to_samples(shift_grad, rows, grad)
+        _add_to_samples(scale_grad, rows, grad * normal)
+        torch.mul(_normalised_gradient(grad * of_rows(scale_BD, rows), normal), rstd, out=out)
+    return x_grad_TD, shift_grad, scale_grad
+
+
+def _normalised_gradient(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
+    """What layer norm's gradient is but for the factor: of something with mean 0 and variance 1."""
+    mean, width = normal_TD.new_zeros(len(normal_TD), 1), normal_TD.shape[-1:]
+    found: Tensor = torch.ops.aten.native_layer_norm_backward(
+        grad_TD, normal_TD, width, mean, mean + 1, None, None, [True, False, False]
+    )[0]
+    return found
+
+
+def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """That of `weight_OI` in `F.linear(input_TI, weight_OI)`."""
+    return (grad_TO.t() @ input_TI.to(grad_TO.dtype)).to(weight_OI.dtype)
 
 
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -105,15 +150,22 @@ class _AddGated(Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate_BD, branch_TD, rows_T)
-        return torch.addcmul(x_TD, of_rows(gate_BD.float(), rows_T), branch_TD.float())
+        gate = gate_BD.float()
+        out_TD = torch.empty_like(x_TD)
+        for x, branch, rows, out in _pieces(x_TD, branch_TD, rows_T, out_TD):
+            torch.addcmul(x, of_rows(gate, rows), branch.float(), out=out)
+        return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        gate, branch, rows = ctx.saved_tensors
-        gate_grad = of_samples(grad * branch, rows, len(gate))
-        branch_grad = grad * of_rows(gate.float(), rows)
-        return grad, gate_grad.to(gate.dtype), branch_grad.to(branch.dtype), None
+        gate_BD, branch_TD, rows_T = ctx.saved_tensors
+        gate = gate_BD.float()
+        gate_grad, branch_grad = torch.zeros_like(gate), torch.empty_like(branch_TD)
+        for part, branch, rows, out in _pieces(grad, branch_TD, rows_T, branch_grad):
+            _add_to_samples(gate_grad, rows, part * branch)
+            torch.mul(part, of_rows(gate, rows), out=out)
+        return grad, gate_grad.to(gate_BD.dtype), branch_grad, None
 
 
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -129,7 +181,7 @@ class _SwiGLU(Function):
         ctx.save_for_backward(hidden_T2F, weight_OF)
         gate, value = hidden_T2F.chunk(2, dim=-1)
         gated = F.silu(gate).mul_(value)
-        return gated if weight_OF is None else linear_of_rows(gated, weight_OF, None)
+        return gated if weight_OF is None else F.linear(gated, weight_OF)
 
     @staticmethod
     @once_differentiable
@@ -139,8 +191,8 @@ class _SwiGLU(Function):
         silu, weight_grad = F.silu(gate), None
         if weight is not None:
             if ctx.needs_input_grad[1]:
-                weight_grad = weight_gradient(grad, silu * value, weight)
-            grad = rows_product(grad, weight.to(grad.dtype))
+                weight_grad = _weight_grad(grad, silu * value, weight)
+            grad = grad @ weight.to(grad.dtype)
         hidden_grad = torch.empty_like(hidden)
         gate_grad, value_grad = hidden_grad.chunk(2, dim=-1)
         torch.mul(grad, silu, out=value_grad)
@@ -167,29 +219,32 @@ class _NormaliseHeads(Function):
     @staticmethod
     def forward(ctx: Any, qkv_T3HK: Tensor, weight_2K: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         ctx.save_for_backward(qkv_T3HK, weight_2K, cos, sin)
-        out = torch.empty_like(qkv_T3HK)
-        out[:, 2] = qkv_T3HK[:, 2]
-        qk = qkv_T3HK[:, :2].float()
-        _turn((qk * _inverse_rms(qk)).mul_(weight_2K[:, None]), cos, sin, out[:, :2])
-        return out
+        out_T3HK = torch.empty_like(qkv_T3HK)
+        for qkv, cosine, sine, out in _pieces(qkv_T3HK, cos, sin, out_T3HK):
+            out[:, 2] = qkv[:, 2]
+            qk = qkv[:, :2].float()
+            _turn((qk * _inverse_rms(qk)).mul_(weight_2K[:, None]), cosine, sine, out[:, :2])
+        return out_T3HK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        qkv, weight, cos, sin = ctx.saved_tensors
-        qk = qkv[:, :2].float()
-        rstd = _inverse_rms(qk)
-        normal = qk * rstd
-        inner = torch.empty_like(normal)
-        _turn(grad[:, :2].float(), cos, None if sin is None else -sin, inner)
-        # Rows first: a sum over two dimensions that are not neighbours takes eight times as long on a CPU.
-        weight_grad = (inner * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
-        inner.mul_(weight[:, None])
-        along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / qk.shape[-1]
-        qkv_grad = torch.empty_like(qkv)
-        qkv_grad[:, 2] = grad[:, 2]
-        torch.mul(inner.addcmul_(normal, along, value=-1), rstd, out=qkv_grad[:, :2])
-        return qkv_grad, weight_grad, None, None
+    def backward(ctx: Any, grad_T3HK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        qkv_T3HK, weight, cos, sin = ctx.saved_tensors
+        back = None if sin is None else -sin
+        weight_grad, qkv_grad_T3HK = torch.zeros_like(weight), torch.empty_like(qkv_T3HK)
+        for qkv, grad, cosine, sine, qkv_grad in _pieces(qkv_T3HK, grad_T3HK, cos, back, qkv_grad_T3HK):
+            qk = qkv[:, :2].float()
+            rstd = _inverse_rms(qk)
+            normal = qk * rstd
+            inner = torch.empty_like(normal)
+            _turn(grad[:, :2].float(), cosine, sine, inner)
+            # Rows first: a sum over two dimensions that are not neighbours takes eight times as long on a CPU.
+            weight_grad += (inner * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
+            inner.mul_(weight[:, None])
+            along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / qk.shape[-1]
+            qkv_grad[:, 2] = grad[:, 2]
+            torch.mul(inner.addcmul_(normal, along, value=-1), rstd, out=qkv_grad[:, :2])
+        return qkv_grad_T3HK, weight_grad, None, None
 
 
 def _inverse_rms(x: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.model.products import linear
-
 CHUNK_ROWS = 256  # rows of logits alive at a time: a sixth of the memory of all at once, at 1.1x the time
 NEVER = -1e9  # logit of a token that no text contains; finite, so that 0 * logit stays 0
 
@@ -55,7 +53,7 @@ def _chunk_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P
 
 
 def _logits(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
-    return linear(hidden_PD, weight_VD).float() + bias_V
+    return F.linear(hidden_PD, weight_VD).float() + bias_V
 
 
 def _chunk_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:

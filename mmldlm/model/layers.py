@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.model.fused import modulated_linear, normalise_heads, swiglu, swiglu_linear
-from mmldlm.model.products import linear
 
 TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
 
@@ -94,14 +93,7 @@ class ModulatedLinear(nn.Linear):
         return modulated_linear(x_TD, by.shift, by.scale, rows_T, self.weight, self.bias)
 
 
-class Linear(nn.Linear):
-    """A linear map of a stream's rows."""
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return linear(x_TD, self.weight, self.bias)
-
-
-class Activated(Linear):
+class Activated(nn.Linear):
     """A linear map of an activation: SwiGLU takes twice as many channels as the map, GELU as many.
 
     `keeps_activation`: what the activation gives is kept until backward, not computed again. That is less work where

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from mmldlm.batch import Layout
+from mmldlm.batch import Layout, filled_up
 from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.freezing import Part, part_of
 from mmldlm.model.fused import add_gated, modulate, of_rows
@@ -25,7 +25,6 @@ from mmldlm.model.layers import (
     Adaptation,
     FeedForward,
     HeadNorm,
-    Linear,
     ModulatedLinear,
     Modulation,
     TimeEmbedding,
@@ -94,7 +93,7 @@ class BlockStream(nn.Module):
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(joint // config.num_heads)
-        self.out = Linear(joint, width, bias=False)
+        self.out = nn.Linear(joint, width, bias=False)
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, keeps_activation=recompute == "full")
         self.dropout = nn.Dropout(config.dropout)
 
@@ -284,8 +283,12 @@ class MMDiT(nn.Module):
         `noised_tokens` [N], `noised_latents` [B, M, C], noise times [B] in [0, 1], `positions` [P] the
         tokens to predict (the head runs on no others), `targets` [P] their true tokens.
         """
+        dtype, predicted = DTYPES[self.precision], len(positions)
+        if dtype != torch.float32 and noised_latents.device.type == "cpu" and self.backend == "sdpa":
+            # A CPU's kernels for half precision are made anew for each shape, which takes as long as a few products.
+            layout, noised_tokens, positions = layout.filled_up, filled_up(noised_tokens), filled_up(positions)
+            targets = None if targets is None else filled_up(targets)
         # In here, so that it is the same under every engine, in training and after.
-        dtype = DTYPES[self.precision]
         with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):
             latent_time = self.latent_time(t_latent)
             conditioning = self.text_time(t_text) + latent_time
@@ -305,7 +308,7 @@ class MMDiT(nn.Module):
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
             hidden = hidden * of_rows(1 + text_final.gate, rows)
             terms = self.training and self.text_terms
-            text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)
+            text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)[:predicted]
             latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
             latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, latent_rows)
             # Epsilon and v hold a part of z in full precision, no norm may touch it (c_skip of EDM, arXiv 2206.00364).

@@ -105,6 +105,15 @@ def test_equals_the_plain_formula_and_its_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_rows_in_pieces_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, _, inputs = CASES[case]
+    whole = values_and_gradients(fused, inputs)
+    monkeypatch.setattr("mmldlm.model.fused.PIECE", 2 * inputs[0][0].numel())  # two rows, and one in the end
+    for one, other in zip(values_and_gradients(fused, inputs), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_bfloat16_inputs_are_computed_in_float32_but_for_products(case: str) -> None:
     fused, plain, inputs = CASES[case]
     low = [value.bfloat16() for value in inputs]
