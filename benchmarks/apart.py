@@ -131,6 +131,11 @@ def parameters_of(run: Open) -> int:
     return run.parameters
 
 
+def steps_of(run: Open) -> int:
+    """How many steps it has taken."""
+    return run.steps
+
+
 def freeze(run: Open) -> None:
     """What is there now is left out of garbage collection, which costs the variant that it happens to fall into."""
     gc.collect()

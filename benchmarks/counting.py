@@ -127,6 +127,14 @@ def kernels_of(run: Open, steps: range) -> float:
     return sum(not name.startswith(("Memcpy", "Memset", "mmldlm")) for name in names) / len(steps)
 
 
+def compiled_regions_of(run: Open, step: int) -> int:
+    """How many compiled regions a step enters: none behind `counts_of`, since PyTorch leaves compiled code aside under
+    such a counter, and from then on."""
+    with torch.autograd.profiler.profile() as found:
+        run.step(step)
+    return sum(event.name.startswith("Torch-Compiled Region") for event in found.function_events)
+
+
 def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
     """`UsefulFlops` of a step of the trainer, mean over the micro-batches `rows`; the same for every variant."""
     config, store = task.config("never-opened"), Store.open(task.store)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks import against, results
-from benchmarks.apart import freeze, in_turns, parameters_of
-from benchmarks.counting import counts_of, kernels_of, useful_flops
+from benchmarks.apart import Turn, freeze, in_turns, parameters_of, steps_of
+from benchmarks.counting import compiled_regions_of, counts_of, kernels_of, useful_flops
 from benchmarks.measure import CONTROL, Ratio, parts_of, run_rounds, trusted
 from benchmarks.step_memory import ROOT, OutOfMemory, step_memory_mib
 from benchmarks.task import SHAPES, Task, device
@@ -138,26 +138,30 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
             raise UsageError("no variant fits into the memory of this machine")
         results.say(f"opening {', '.join(variant.name for variant in fitting)}")
         runs = stack.enter_context(in_turns(fitting, task, rows, folder))
-        results.say("warming up, counting")
-        # Every micro-batch twice: allocators know their sizes then. What is counted begins behind a record.
+        results.say("warming up")
+        # Every micro-batch twice: allocators know their sizes then.
         every = task.config("never-opened").log.every
         next_step = math.ceil(2 * len(rows) / every) * every
-        for name, run in runs.items():
+        for run in runs.values():
             for number in range(next_step):
                 run.step(number)
-            numbers = range(next_step, next_step + len(rows))
-            found[name]["parameters"] = run.call(parameters_of)
-            found[name]["counts"] = asdict(run.call(counts_of, numbers, manifest.vocab_size, device().type))
-            if device().type == "cuda":
-                found[name]["counts"]["kernels"] = run.call(kernels_of, numbers)
             run.call(freeze)
-        next_step += len(rows)
+        for name in (variant.name for variant in fitting if variant.is_compiled):
+            if not runs[name].call(compiled_regions_of, next_step):
+                raise UsageError(f"{name}: torch.compile does not run here; a compiler is needed, or leave it out")
         results.say(f"{options.rounds} rounds of {len(rows)} steps")
         measured = run_rounds(runs, options.rounds, len(rows), next_step, patience=options.patience)
         seconds = measured.seconds
         next_step += options.rounds * len(rows)
         for name, run in runs.items():
             found[name]["parts"] = run.call(parts_of, range(next_step, next_step + len(rows)))
+        next_step += len(rows)
+        results.say("counting")
+        for variant in fitting:
+            run = runs[variant.name]
+            for _ in range(-run.call(steps_of) % every):  # what is counted begins behind a record
+                run.step(next_step)
+            found[variant.name] |= counted(run, variant, next_step, len(rows), manifest.vocab_size)
     tokens = sum(int(split.lengths[samples].sum()) for samples in rows)
     base = next(iter(runs))
     for name in runs:
@@ -187,6 +191,16 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
         "peak_flops": peak,
         "variants": found,
     }
+
+
+def counted(run: Turn, variant: Variant, first: int, steps: int, vocab_size: int) -> dict[str, Any]:
+    """Of `steps` steps from `first` on. Comes last: it ends what is compiled, see `compiled_regions_of`."""
+    kind, numbers = device().type, range(first, first + steps)
+    kernels = {"kernels": run.call(kernels_of, numbers)} if kind == "cuda" else {}
+    counts = asdict(run.call(counts_of, numbers, vocab_size, kind)) | kernels
+    if variant.is_compiled:
+        del counts["operators"]  # they were those of the same steps uncompiled
+    return {"parameters": run.call(parameters_of), "counts": counts}
 
 
 def take_memory(path: Path, task: Task, found: dict[str, dict[str, Any]]) -> None:

@@ -44,6 +44,10 @@ class Variant:
     def is_reference(self) -> bool:
         return self.streams > 0
 
+    @property
+    def is_compiled(self) -> bool:
+        return "compile.scope=regional" in self.settings
+
 
 def variants(precision: str, device_type: str) -> dict[str, Variant]:
     """All by name, in the order in which they are shown; without what would change nothing here."""
@@ -81,13 +85,14 @@ class Open:
         optimizer: torch.optim.Optimizer,
     ):
         self.verbs, self.feed, self.model, self.optimizer = verbs, feed, model, optimizer
-        self._step = step
+        self._step, self.steps = step, 0
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def step(self, number: int) -> None:
         """One step, on the micro-batch and with the noise of its number."""
         self.feed.step = number
         self._step()
+        self.steps += 1
 
 
 @contextmanager

@@ -23,9 +23,11 @@ from bench_runs import task_on
 
 import benchmarks.__main__ as command_line
 from benchmarks import against
-from benchmarks.counting import useful_flops
+from benchmarks.apart import Here
+from benchmarks.counting import compiled_regions_of, useful_flops
+from benchmarks.ladder import counted
 from benchmarks.measure import CONTROL, OTHER, PARTS, WAIT, Probe, Ratio, run_rounds, trusted
-from benchmarks.variants import SWITCHES, variants
+from benchmarks.variants import SWITCHES, opened, variants
 from benchmarks.workload import largest_batch, lengths_of, typical_batches
 from mmldlm import cli
 from mmldlm.data.order import SampleOrder
@@ -93,6 +95,26 @@ def test_a_result_says_what_where_and_how_fast(out: Path, result: dict[str, Any]
     assert counts[0]["fill"] == counts[1]["fill"] < counts[2]["fill"] == 1
     assert counts[0]["logit_rows"] == counts[1]["logit_rows"] > counts[2]["logit_rows"] > 0
     assert counts[0]["operators"] > counts[1]["operators"] > counts[2]["operators"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_what_compiles_is_compiled_until_it_is_counted(tiny_store: Path, tmp_path: Path) -> None:
+    task, rows = task_on(tiny_store), [np.arange(4)]
+    variant = variants("fp32", "cpu")["trainer-compiled"]
+    with opened(variant, task, rows, tmp_path / "run") as run:
+        regions = compiled_regions_of(run, 0)
+        assert regions >= 2 * 2 * 3, "of two streams in two blocks: project, normalise, finish"
+        assert counted(Here(run), variant, 1, 1, 99)["counts"].keys() == {"host_syncs", "logit_rows", "fill"}
+        assert compiled_regions_of(run, 3) == 0
+
+
+def test_a_variant_that_does_not_compile_is_refused(tiny_store: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "ladder", "--shape", "tiny", "--quick", "--variants"]
+    command += ["trainer-compiled", "--store", str(tiny_store), "--out", str(tmp_path)]
+    without = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+    found = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 2, found.stderr
+    assert "trainer-compiled: torch.compile does not run here" in found.stderr.splitlines()[-1]
 
 
 def test_it_is_not_worse_than_itself(result: dict[str, Any]) -> None:
