@@ -54,8 +54,13 @@ def joint_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backen
     """Attention of each sample over its own latents and tokens.
 
     Takes q, k and v as [B*M, 3, H, K] of the latent stream and [R, 3, H, K] of the text stream; gives
-    [B*M, H, K] and [R, H, K], which is zero in rows of none.
+    [B*M, H, K] and [R, H, K], which is zero in rows of none. It is computed in the type of `text_qkv`.
     """
+    latent, text = _attention(latent_qkv.to(text_qkv.dtype), text_qkv, layout, backend)
+    return latent.to(latent_qkv.dtype), text
+
+
+def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
     if backend == "sdpa" and text_qkv.device.type == "cpu" and text_qkv.dtype in (torch.bfloat16, torch.float16):
         latent, text = _HalfOnCPU.apply(latent_qkv, text_qkv, layout)
         return latent, text

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mmldlm.model.products import leaves_autocast
+
 EPSILON = 1e-6
-PIECE = 2**16  # numbers of a tensor: 256 KiB in float32
+PIECE = 2**17  # numbers of a tensor: 512 KiB in float32
 
 
 def of_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -143,7 +145,8 @@ def modulated_linear(
     """The linear map [T, O] of `modulate`; keeps [T, D] once, for both."""
     if torch.compiler.is_compiling():
         return F.linear(modulate(x_TD, shift_BD, scale_BD, rows_T), weight_OD, bias_O)
-    return _ModulatedLinear.apply(x_TD, shift_BD, scale_BD, rows_T, weight_OD, bias_O)
+    with leaves_autocast(x_TD, weight_OD):
+        return _ModulatedLinear.apply(x_TD, shift_BD, scale_BD, rows_T, weight_OD, bias_O)
 
 
 class _AddGated(Function):
@@ -212,7 +215,8 @@ def swiglu_linear(hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
     """The linear map [T, O] of `swiglu`, whose result is computed again in backward."""
     if torch.compiler.is_compiling():
         return F.linear(swiglu(hidden_T2F), weight_OF)
-    return _SwiGLU.apply(hidden_T2F, weight_OF)
+    with leaves_autocast(hidden_T2F, weight_OF):
+        return _SwiGLU.apply(hidden_T2F, weight_OF)
 
 
 class _NormaliseHeads(Function):

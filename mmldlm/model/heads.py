@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmldlm.model.products import Linear
+
 CHUNK_ROWS = 256  # rows of logits alive at a time: a sixth of the memory of all at once, at 1.1x the time
 NEVER = -1e9  # logit of a token that no text contains; finite, so that 0 * logit stays 0
 
@@ -92,9 +94,9 @@ class LengthHead(nn.Module):
 
     def __init__(self, width: int, conditioning: int, max_length: int):
         super().__init__()
-        self.time = nn.Linear(conditioning, width)
-        self.hidden = nn.Linear(width, width)
-        self.out = nn.Linear(width, max_length)
+        self.time = Linear(conditioning, width)
+        self.hidden = Linear(width, width)
+        self.out = Linear(width, max_length)
 
     def forward(self, latents_BME: Tensor, time_BT: Tensor) -> Tensor:
         """Logits [B, max_length] in float32; column i stands for length i + 1."""

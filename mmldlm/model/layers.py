@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.model.fused import modulated_linear, normalise_heads, swiglu, swiglu_linear
+from mmldlm.model.products import Linear
 
 TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
 
@@ -44,8 +45,8 @@ class TimeEmbedding(nn.Module):
     def __init__(self, width: int, frequencies: int = 256):
         super().__init__()
         self.frequencies = frequencies
-        self.hidden = nn.Linear(frequencies, width)
-        self.out = nn.Linear(width, width)
+        self.hidden = Linear(frequencies, width)
+        self.out = Linear(width, width)
 
     def forward(self, t_B: Tensor) -> Tensor:
         """[B] times in [0, 1] to [B, width]."""
@@ -74,8 +75,8 @@ class Modulation(nn.Module):
     def __init__(self, conditioning: int, width: int, branches: int, rank: int):
         super().__init__()
         self.branches = branches
-        self.down = nn.Linear(conditioning, rank, bias=False) if rank else None
-        self.up = nn.Linear(rank or conditioning, 3 * branches * width)
+        self.down = Linear(conditioning, rank, bias=False) if rank else None
+        self.up = Linear(rank or conditioning, 3 * branches * width)
 
     def forward(self, conditioning_BT: Tensor) -> list[Adaptation]:
         """One `Adaptation` a branch."""
@@ -93,7 +94,7 @@ class ModulatedLinear(nn.Linear):
         return modulated_linear(x_TD, by.shift, by.scale, rows_T, self.weight, self.bias)
 
 
-class Activated(nn.Linear):
+class Activated(Linear):
     """A linear map of an activation: SwiGLU takes twice as many channels as the map, GELU as many.
 
     `keeps_activation`: what the activation gives is kept until backward, not computed again. That is less work where

@@ -30,6 +30,7 @@ from mmldlm.model.layers import (
     TimeEmbedding,
     rotary_angles,
 )
+from mmldlm.model.products import Linear
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.schema import setting
 
@@ -93,7 +94,7 @@ class BlockStream(nn.Module):
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(joint // config.num_heads)
-        self.out = nn.Linear(joint, width, bias=False)
+        self.out = Linear(joint, width, bias=False)
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, keeps_activation=recompute == "full")
         self.dropout = nn.Dropout(config.dropout)
 
@@ -216,7 +217,7 @@ class MMDiT(nn.Module):
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
         self.token_embedding = nn.Embedding(shape.vocab_size, width)
-        self.latent_in = nn.Linear(shape.latent_channels, latent_width)
+        self.latent_in = Linear(shape.latent_channels, latent_width)
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
@@ -227,8 +228,8 @@ class MMDiT(nn.Module):
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
         self.text_out = ModulatedLinear(width, width)
         self.text_head = TextHead(width, shape.vocab_size, (shape.mask_id, shape.pad_id), config.tie_embeddings)
-        self.latent_head = nn.Linear(latent_width, shape.latent_channels)
-        self.latent_skip = nn.Linear(conditioning, shape.latent_channels)
+        self.latent_head = Linear(latent_width, shape.latent_channels)
+        self.latent_skip = Linear(conditioning, shape.latent_channels)
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.text_terms = text_terms
         self.loss_weights = None if first_weights is None else LossWeights(first_weights)

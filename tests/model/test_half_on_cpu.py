@@ -21,15 +21,18 @@ HALF = pytest.mark.parametrize("precision", ["bf16", "fp16"])
 
 
 class Rows(TorchDispatchMode):
-    """How many rows and columns the operands of matrix products have."""
+    """How many rows and columns the operands of matrix products have, and all sizes of those in half precision."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[int] = set()
+        self.in_half: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.found |= {size for each in args if each.dim() == 2 for size in each.shape}
+            found = {size for each in args if each.dim() == 2 for size in each.shape}
+            self.found |= found
+            self.in_half |= found if args[-1].dtype != torch.float32 else set()
         return func(*args, **(kwargs or {}))
 
 
@@ -60,6 +63,19 @@ def test_many_numbers_of_rows_make_few_shapes(precision: Precision) -> None:
     assert more.found - first.found == {2 * ROWS}
 
 
+@HALF
+def test_products_of_few_rows_stay_in_float32(precision: Precision) -> None:
+    samples, latent_tokens = 5, 3
+    model = small_model(latent_tokens, precision=precision, width=48)
+    with Rows() as rows:
+        step(model, random_inputs((7,) * samples, latent_tokens), 9)
+    assert {samples, samples * latent_tokens} <= rows.found
+    assert ROWS in rows.in_half and not {samples, samples * latent_tokens} & rows.in_half
+    with Rows() as rows:
+        step(model, random_inputs((1,) * 30, latent_tokens), 9)
+    assert 30 * latent_tokens in rows.in_half, "more rows than it pays for"
+
+
 def test_in_full_precision_rows_stay_as_they_are() -> None:
     with Rows() as rows:
         step(small_model(), random_inputs((7, 12, 12)), 5)
@@ -79,7 +95,7 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
     exact = step(small_model(latent_tokens), inputs, predicted)
     for one, other, truth in zip(found, without, exact, strict=True):
         assert one.shape == truth.shape
-        assert (one - other).norm() <= 0.01 * truth.norm()
+        assert (one - other).norm() <= 0.03 * truth.norm()
         assert (one - truth).norm() <= 0.1 * truth.norm()
 
 
