@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from mmldlm.model.products import leaves_autocast
 
 EPSILON = 1e-6
-PIECE = 2**17  # numbers of a tensor: 512 KiB in float32
+PIECE = 2**17  # numbers of a tensor, for each thread: 512 KiB in float32
 
 
 def of_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -40,10 +40,10 @@ def _add_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -
 
 def _pieces(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     """The same rows of all tensors, a piece at a time on a CPU; all at once elsewhere, or where one is None."""
-    first = tensors[0]
-    if first.device.type != "cpu" or first.numel() <= PIECE or any(each is None for each in tensors):
+    first, size = tensors[0], PIECE * torch.get_num_threads()
+    if first.device.type != "cpu" or first.numel() <= size or any(each is None for each in tensors):
         return [tensors]
-    rows = max(1, PIECE * len(first) // first.numel())
+    rows = max(1, size * len(first) // first.numel())
     return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
