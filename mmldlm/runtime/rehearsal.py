@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.func import functional_call
+
+LONGEST_END_S = 10.0
 
 
 def fits_into_memory(
@@ -29,7 +35,7 @@ def fits_into_memory(
     fits = True
     try:
         # A backward pass that fails leaves what it had yet to do in a queue of its thread, and memory with it.
-        with ThreadPoolExecutor(1) as thread:
+        with _thread() as thread:
             thread.submit(_pass, model, loss_of, device, accumulating, exchange_bytes).result()
     except (RuntimeError, MemoryError) as error:
         if not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
@@ -41,6 +47,20 @@ def fits_into_memory(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return fits
+
+
+@contextmanager
+def _thread() -> Iterator[ThreadPoolExecutor]:
+    """One thread, gone at the end: Python calls it ended before the system has cleared what C++ keeps for it."""
+    pool = ThreadPoolExecutor(1)
+    task = Path(f"/proc/self/task/{pool.submit(threading.get_native_id).result()}")  # on Linux
+    try:
+        yield pool
+    finally:
+        pool.shutdown()
+        deadline = time.monotonic() + LONGEST_END_S
+        while task.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def _pass(
