@@ -96,10 +96,11 @@ def train(config: RunConfig) -> None:
 def worker(store: Path, settings: Sequence[str]) -> Found:
     """One setting, in this process."""
     torch.set_num_threads(1)
+    precision = [setting for setting in settings if setting.startswith("precision=")]  # each has libraries of its own
     with tempfile.TemporaryDirectory() as folder:
         first, config = (
             load_config(None, [f"run.dir={folder}/{name}", f"data.path={store}", *COMMON, *chosen])
-            for name, chosen in (("first", FIRST), ("run", settings))
+            for name, chosen in (("first", (*FIRST, *precision)), ("run", settings))
         )
         train(first)
         measured = peak_mib(partial(train, config))
