@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 64
+ROWS = 64  # in a multiple of which rows go where kernels are made anew for each shape
 
 
 def filled_up(values: Tensor) -> Tensor:
