@@ -65,6 +65,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "256 x 8, selective": (DEEP, batch(12), recomputing("selective")),
     "256 x 8, every second": (DEEP, batch(12), recomputing("every_k")),
     "256 x 8, bf16": (DEEP, batch(4), "precision=bf16"),
+    "256 x 4, bf16, 30 steps": (NARROW, batch(8, 4, steps=30), "precision=bf16"),
     "512 x 6": (WIDE, batch(8)),
     "512 x 6, few tokens, AdamW not fused": (WIDE, batch(1), "optim.fused=false"),
     "512 x 6, bf16, full": (WIDE, batch(3), "precision=bf16", recomputing("full")),
@@ -96,17 +97,17 @@ def train(config: RunConfig) -> None:
 def worker(store: Path, settings: Sequence[str]) -> Found:
     """One setting, in this process."""
     torch.set_num_threads(1)
-    precision = [setting for setting in settings if setting.startswith("precision=")]  # each has libraries of its own
+    with_libraries = [each for each in settings if each.startswith(("precision=", "optim.name="))]
     with tempfile.TemporaryDirectory() as folder:
         first, config = (
             load_config(None, [f"run.dir={folder}/{name}", f"data.path={store}", *COMMON, *chosen])
-            for name, chosen in (("first", (*FIRST, *precision)), ("run", settings))
+            for name, chosen in (("first", (*FIRST, *with_libraries)), ("run", settings))
         )
         train(first)
         measured = peak_mib(partial(train, config))
     found = estimate(config, Store.open(store), world_size=1)
     on_host = found.checkpoint_mib if config.checkpoint.every_steps and not torch.cuda.is_available() else 0.0
-    return Found(measured, found.total_mib + on_host)
+    return Found(measured, found.total_mib + found.kernels_mib + on_host)
 
 
 def measure(store: Path, settings: Iterable[str]) -> Found:

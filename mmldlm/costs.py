@@ -25,6 +25,7 @@ from mmldlm.model.mmdit import MMDiT
 Kind = Literal["weights", "ema", "gradients", "moments", "batches", "activations", "update"]
 
 _ATEN = torch.ops.aten
+_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
 _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
@@ -43,6 +44,7 @@ class Costs(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
+        self.products_in_half: set[tuple[Any, ...]] = set()  # (kind at the time, operator, shapes, scalars)
         self.kind: Kind = "activations"  # of what is allocated from here on
         self._allocation: dict[int, int] = {}  # of the memory that is there now
         self._kinds: list[Kind] = []  # of each allocation
@@ -52,6 +54,9 @@ class Costs(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _FORMULAS:
             self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if func.overloadpacket in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16):
+            factors = ((factor.shape, factor.stride()) for factor in args)
+            self.products_in_half.add((self.kind, func.overloadpacket, *factors, *(kwargs or {}).items()))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._meet(tensor.untyped_storage())

@@ -23,6 +23,8 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.shards import Store
 from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
+from mmldlm.diffusion.objective import NoisedBatch, Objective
+from mmldlm.kernels import kernels_mib, rows_of
 from mmldlm.learning_rate import describe_lr
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.mmdit import MMDiT, count_parameters
@@ -36,6 +38,7 @@ BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_OF_AVERAGE = 4
 MIB = 2**20
 FURTHEST = 4096  # steps of a stage that are looked through for the largest micro-batch
+STEPS_FOR_ROWS = 64  # of a stage, of which the numbers of rows are looked at too
 NAMES: dict[Kind, str] = {
     "weights": "weights",
     "ema": "average of the weights",
@@ -61,10 +64,11 @@ class Estimate:
     optimizer: str = ""  # the implementation
     one_moment: int = 0  # trained parameters of which the optimizer keeps one moment, not two: Muon's
     ema: bool = False  # whether an average of the trained weights is kept
+    kernels_mib: float = 0.0  # of kernels that a CPU makes for half precision
 
     @property
     def total_mib(self) -> float:
-        """Of one process, replicated where there are several; without the copies that a checkpoint is written from."""
+        """Of a process, replicated where there are several; without kernels, nor copies to write a checkpoint from."""
         return sum(self.peak_mib.values())
 
     @property
@@ -106,22 +110,21 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
     if any(stop - start > looked_at for start, stop in stages):  # else every step is looked at, the first as it is
         trial.make_moments(optimizer)
     flops, samples = 0.0, 0
+    rows_seen, rows = set[int](), set[int]()  # that there are products with
     for start, stop in stages:
-        size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
-        samplers = config.text.sampler, config.latent.sampler
+        noised_at = partial(_noised, config, loader, objective, (start, samples))
         looked = min(looked_at, stop - start)
         largest = _largest_step(loader, (start, stop), samples)
         for step in dict.fromkeys([*range(start, start + looked), largest]):
-            ((_, micro_batches),) = loader.steps(step, step + 1, samples + (step - start) * size.global_batch_size)
-            noises = (
-                draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, *samplers)
-                for batch in micro_batches
-            )
-            products = trial.micro_batches(list(map(objective.corrupt, micro_batches, noises)))
+            noised = noised_at(step)
+            rows_seen |= rows_of(noised)
+            products = trial.micro_batches(noised)
             trial.update(optimizer, config.optim.clip_norm)
             if step < start + looked:
                 flops += products * world_size * (stop - start) / (steps * looked)
-        samples += size.global_batch_size * (stop - start)
+        if device == "cpu" and config.precision != "fp32":
+            rows = rows.union(*(rows_of(noised_at(step)) for step in range(start, min(stop, start + STEPS_FOR_ROWS))))
+        samples += loader.batch_at(start).global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
     state = trainable * BYTES_PER_PARAMETER - one_moment * BYTES_PER_MOMENT + frozen * BYTES_PER_FROZEN
@@ -139,7 +142,22 @@ def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 
         optimizer=name,
         one_moment=one_moment,
         ema=config.ema.decay > 0,
+        kernels_mib=kernels_mib(trial.costs, rows_seen, rows) if device == "cpu" else 0.0,
     )
+
+
+def _noised(
+    config: RunConfig, loader: Loader, objective: Objective, stage: tuple[int, int], step: int
+) -> list[NoisedBatch]:
+    """This process's micro-batches of a step in the stage of (first step, its first sample's position)."""
+    start, position = stage
+    size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
+    ((_, micro_batches),) = loader.steps(step, step + 1, position + (step - start) * size.global_batch_size)
+    samplers = config.text.sampler, config.latent.sampler
+    noises = (
+        draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, *samplers) for batch in micro_batches
+    )
+    return list(map(objective.corrupt, micro_batches, noises))
 
 
 def _largest_step(loader: Loader, stage: tuple[int, int], position: int) -> int:
@@ -192,6 +210,8 @@ def print_estimate(config: RunConfig) -> None:
     parts = (f"{size:,.0f} {NAMES[kind]}" for kind, size in found.peak_mib.items() if size >= 0.5)
     print(f"memory per process   {found.total_mib:,.0f} MiB = {' + '.join(parts)}")
     print(f"  on the host        {found.checkpoint_mib:,.0f} MiB more from the first checkpoint on, to write it from")
+    if found.kernels_mib >= 0.5:
+        print(f"  kernels            {found.kernels_mib:,.0f} MiB more that this CPU makes for {config.precision}")
     if found.world_size > 1:
         what = "weights, average, gradients and moments" if found.ema else "weights, gradients and moments"
         print(f"  {what} by engine, MiB on each of {found.world_size} devices, and on the host")

@@ -25,8 +25,9 @@ MODEL = "model={depth: 6, width: 256, num_heads: 4}"
         (MODEL, batch(64)),
         pytest.param((MODEL, batch(64, 32), recomputing("full")), marks=pytest.mark.slow),
         pytest.param((MODEL, batch(8), "optim.fused=false"), marks=pytest.mark.slow),
+        pytest.param((MODEL, batch(16, 8), "precision=bf16"), marks=pytest.mark.slow),
     ],
-    ids=["activations", "recomputed", "update"],
+    ids=["activations", "recomputed", "update", "half precision"],
 )
 def test_a_real_run_takes_what_is_estimated(tiny_store: Path, settings: tuple[str, ...]) -> None:
     found = measure(tiny_store, settings)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from mmldlm.costs import StepCosts, micro_batch_cost
 from mmldlm.data.loader import Loader
 from mmldlm.data.shards import Store
 from mmldlm.estimate import Estimate, _largest_step, estimate, print_estimate, state_mib
+from mmldlm.kernels import KERNEL_MIB
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
@@ -272,3 +276,50 @@ def test_memory_of_the_engines_under_muon() -> None:
     """All of a million parameters with one moment: 12 bytes, shared out by FSDP2."""
     million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0, one_moment=2**20)
     assert (state_mib("ddp", million, "bf16"), state_mib("fsdp2", million, "fp32")) == ((12, 0), (3, 0))
+
+
+COUNT_KERNELS = """
+import sys
+from mmldlm.config import load_config
+from mmldlm.train import train
+train(load_config(None, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="a CPU with instructions for bf16")
+def test_kernels_for_half_precision_are_those_that_a_run_makes(
+    tiny_store: Path, tmp_path: Path, optimizer: str
+) -> None:
+    """Of a run whose steps are all looked at: by what oneDNN itself reports."""
+    precision = "bf16" if optimizer == "adamw" else "fp32"  # Muon multiplies in bf16 anyway
+    settings = ("train={steps: 3, global_batch_size: 16, micro_batch_size: 8}", f"precision={precision}")
+    settings = (*settings, "model={width: 64, depth: 2, num_heads: 2}", f"optim.name={optimizer}")
+    off = ("validation.every=0", "checkpoint.every_steps=0", "log.tensorboard=false")
+    run = (f"run.dir={tmp_path}/run", f"data.path={tiny_store}", *settings, *off)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_KERNELS, *run],
+        env={**os.environ, "ONEDNN_VERBOSE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = done.stdout.count("create:cache_miss")
+    assert made > 10
+    assert dry_run(tiny_store, *settings).kernels_mib == pytest.approx(made * KERNEL_MIB)
+
+
+def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_kept(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    few, many, others = (
+        dry_run(tiny_store, f"train={{steps: {steps}, global_batch_size: 16, micro_batch_size: 8}}", *settings)
+        for steps, settings in ((1, ["precision=bf16"]), (40, ["precision=bf16"]), (40, []))
+    )
+    assert others.kernels_mib == 0 < few.kernels_mib < many.kernels_mib
+    assert few.total_mib < many.total_mib <= many.total_mib + many.kernels_mib
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20")
+    assert dry_run(tiny_store, "precision=bf16").kernels_mib == 20 * KERNEL_MIB
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert dry_run(tiny_store, "precision=bf16").kernels_mib == 0
