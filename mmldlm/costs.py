@@ -44,7 +44,7 @@ class Costs(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self.products_in_half: set[tuple[Any, ...]] = set()  # (kind at the time, operator, shapes, scalars)
+        self.products_in_half: set[tuple[Any, ...]] = set()  # (kind at the time, sizes, all else they differ by)
         self.kind: Kind = "activations"  # of what is allocated from here on
         self._allocation: dict[int, int] = {}  # of the memory that is there now
         self._kinds: list[Kind] = []  # of each allocation
@@ -55,8 +55,9 @@ class Costs(TorchDispatchMode):
         if func.overloadpacket in _FORMULAS:
             self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         if func.overloadpacket in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16):
-            factors = ((factor.shape, factor.stride()) for factor in args)
-            self.products_in_half.add((self.kind, func.overloadpacket, *factors, *(kwargs or {}).items()))
+            sizes = tuple(size for factor in args for size in factor.shape)
+            others = (func.overloadpacket, *(factor.stride() for factor in args), *(kwargs or {}).items())
+            self.products_in_half.add((self.kind, sizes, others))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._meet(tensor.untyped_storage())

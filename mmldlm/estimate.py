@@ -38,7 +38,7 @@ BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_OF_AVERAGE = 4
 MIB = 2**20
 FURTHEST = 4096  # steps of a stage that are looked through for the largest micro-batch
-STEPS_FOR_ROWS = 64  # of a stage, of which the numbers of rows are looked at too
+STEPS_FOR_ROWS = 256  # of a stage, of which the numbers of rows are looked at too
 NAMES: dict[Kind, str] = {
     "weights": "weights",
     "ema": "average of the weights",

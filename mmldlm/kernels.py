@@ -29,7 +29,8 @@ def kernels_mib(costs: Costs, seen: set[int], expected: set[int]) -> float:
     """What this CPU keeps of a run: `costs` has met micro-batches of the rows `seen`, and there will be `expected`."""
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         return 0.0
-    by_rows = sum(kind == "activations" for kind, *_ in costs.products_in_half)
-    others = len(costs.products_in_half) - by_rows  # of the optimizer
+    rows = {number * ROWS for number in seen}
+    by_rows = sum(kind == "activations" and not rows.isdisjoint(sizes) for kind, sizes, _ in costs.products_in_half)
+    others = len(costs.products_in_half) - by_rows  # of one row a sample; of the optimizer
     capacity = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CAPACITY))
     return min(capacity, others + by_rows * len(seen | expected) / len(seen)) * KERNEL_MIB
