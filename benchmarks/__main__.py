@@ -16,6 +16,7 @@ BENCHMARKS = {
     "log_overhead": "what of a step bookkeeping takes, and the wait for data",
     "sampling": "tokens a second of generation",
     "checkpoint_stall": "how long training stands still for a checkpoint",
+    "optimizers": "what a step of each optimizer costs, and the loss after equal steps",
     "engines": "what each engine exchanges in a step, and holds for a parameter",
     "memory": "the dry run's estimate of memory against what a run takes",
     "gpu_memory": "the largest micro-batches that fit a GPU, by that estimate; needs no GPU",

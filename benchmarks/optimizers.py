@@ -1,11 +1,11 @@
 """What a step of each optimizer costs by itself, and how far it brings a small model on the same samples.
 
-    python -m benchmarks.optimizers STORE [--steps 60] [--updates 10] [--rate 1.5e-3] [key.sub=value ...]
+    python -m benchmarks optimizers STORE [--steps 60] [--updates 10] [--rate 1.5e-3] [key.sub=value ...]
 
 One process. "update" is the median time of the optimizer's step alone, gradients being there, on the model of the
 settings; `--updates-only` leaves the training out, for a larger model. "loss" is that of held-out samples after equal
-steps from the same weights, on the same samples and noise, with the same learning rates. DeepSpeed's CPUAdam steps
-here without an engine; it trains under ZeRO alone, so it has no loss: it is AdamW, and its curve the same.
+steps from the same weights, on the same samples and noise, with the same learning rates. DeepSpeed's AdamW (CPUAdam,
+on a GPU FusedAdam) steps here without an engine; it trains under ZeRO alone, so it has no loss: its curve is AdamW's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn
-
 import torch
 
+from benchmarks.measure import clock
+from benchmarks.task import device
 from mmldlm.build import build_model
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.shards import Store
@@ -31,6 +30,8 @@ from mmldlm.optimizers import build_optimizer
 from mmldlm.runtime.launch import read_launch
 from mmldlm.telemetry import read_metrics
 from mmldlm.train import train
+
+os.environ.setdefault("DS_ACCELERATOR", device().type)  # DeepSpeed would warn
 
 # The quickstart's model and losses in small.
 SETTINGS = (
@@ -48,22 +49,23 @@ VARIANTS = {
     "AdamW, fused": ["optim.name=adamw"],
     "AdamW, not fused": ["optim.name=adamw", "optim.fused=false"],
     "Muon + AdamW, fused": ["optim.name=muon"],
-    "DeepSpeed's CPUAdam": ["optim.name=deepspeed_adam"],
+    "DeepSpeed's AdamW": ["optim.name=deepspeed_adam"],
 }
 
 
 def update_ms(config: RunConfig, updates: int) -> float:
     """Median time of one optimizer's step, after one that makes its state."""
-    model = build_model(config, Store.open(config.data.path).manifest, "cpu")
-    optimizer = build_optimizer(model, config.optim, "cpu", offloaded=True)
+    kind = device().type
+    model = build_model(config, Store.open(config.data.path).manifest, kind).to(kind)
+    optimizer = build_optimizer(model, config.optim, kind, offloaded=kind == "cpu")
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
 
     def times() -> Iterator[float]:
         for _ in range(updates + 1):
-            began = time.perf_counter()
+            began = clock()
             optimizer.step()
-            yield 1000 * (time.perf_counter() - began)
+            yield 1000 * (clock() - began)
 
     return median(list(times())[1:])
 
@@ -75,15 +77,17 @@ def held_out_losses(config: RunConfig) -> tuple[float, float]:
     return last["validation/text"], last["validation/latent"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="mmldlm bench optimizers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("store", type=Path, help="a data store")
     parser.add_argument("--steps", type=int, default=60, help="of the training")
     parser.add_argument("--updates", type=int, default=10, help="to time, of each optimizer")
     parser.add_argument("--updates-only", action="store_true")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("settings", nargs="*")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(argv)
     length = [f"train.steps={options.steps}", f"validation.every={options.steps}", f"optim.lr={options.rate}"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +104,8 @@ def main() -> None:
     model = build_model(config, Store.open(config.data.path).manifest, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"\n{count:,} parameters, {options.steps} steps, torch {torch.__version__}, {torch.get_num_threads()} threads\n"
+        f"\n{count:,} parameters, {options.steps} steps, torch {torch.__version__}, "
+        f"{device().type}, {torch.get_num_threads()} threads\n"
     )
     print("| optimizer | update, ms | held-out text, nats a token | held-out latent |\n|---|---|---|---|")
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))

@@ -273,7 +273,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], code
 
 
 def test_other_benchmarks_are_reached_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("checkpoint_stall", "engines", "memory", "gpu_memory", "characters"):
+    for name in ("checkpoint_stall", "optimizers", "engines", "memory", "gpu_memory", "characters"):
         with pytest.raises(SystemExit) as ended:
             command_line.main([name, "--help"])
         assert ended.value.code == 0
