@@ -27,6 +27,7 @@ from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.kernels import kernels_mib, rows_of
 from mmldlm.learning_rate import describe_lr
 from mmldlm.model.attention import AttentionConfig, resolve_backend
+from mmldlm.model.fused import in_pieces
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim import OptimConfig
 from mmldlm.optimizers import build_optimizer, engines_of, implementation, muon_matrices
@@ -38,6 +39,7 @@ BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_OF_AVERAGE = 4
 MIB = 2**20
 FURTHEST = 4096  # steps of a stage that are looked through for the largest micro-batch
+FEW_PIECES = 16  # of elementwise work on a CPU; small enough for what they leave to be little
 STEPS_FOR_ROWS = 256  # of a stage, of which the numbers of rows are looked at too
 NAMES: dict[Kind, str] = {
     "weights": "weights",
@@ -78,14 +80,21 @@ class Estimate:
         return weights * BYTES_PER_MOMENT / self.world_size / MIB
 
 
-def estimate(config: RunConfig, store: Store, world_size: int, looked_at: int = 4) -> Estimate:
+def estimate(
+    config: RunConfig, store: Store, world_size: int, looked_at: int = 4, device: str | None = None
+) -> Estimate:
     """Costs of one optimizer step, from the real micro-batches of the first `looked_at` steps of each stage.
 
-    Memory is that of the stage's largest micro-batch too. A stage ends where modes or batch sizes change. ConfigError
-    where a batch cannot be shared evenly.
+    Memory is that of the stage's largest micro-batch too. A stage ends where modes or batch sizes change. `device`: cpu
+    or cuda; this machine's if not given. ConfigError where a batch cannot be shared evenly.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with in_pieces(1 if device == "cuda" else FEW_PIECES):
+        return _estimate(config, store, world_size, looked_at, device)
+
+
+def _estimate(config: RunConfig, store: Store, world_size: int, looked_at: int, device: str) -> Estimate:
     config.train.check_batches(world_size)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     resolve_backend(config.attention.backend, device, config.precision != "fp32")
     # Fake tensors lie on the CPU; the groups' attention has the same products and saves the same.
     config = replace(config, attention=AttentionConfig("sdpa"))

@@ -10,7 +10,10 @@ Shape letters: B samples, T rows of a stream, D width, H heads, K width of a hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +26,17 @@ from mmldlm.model.products import leaves_autocast
 
 EPSILON = 1e-6
 PIECE = 2**17  # numbers of a tensor, for each thread: 512 KiB in float32
+_most_pieces = ContextVar("most_pieces", default=sys.maxsize)
+
+
+@contextmanager
+def in_pieces(most: int) -> Iterator[None]:
+    """No more pieces of a tensor than this: for tensors without memory, where each only costs time; 1: as on a GPU."""
+    token = _most_pieces.set(most)
+    try:
+        yield
+    finally:
+        _most_pieces.reset(token)
 
 
 def of_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
@@ -40,7 +54,8 @@ def _add_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -
 
 def _pieces(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     """The same rows of all tensors, a piece at a time on a CPU; all at once elsewhere, or where one is None."""
-    first, size = tensors[0], PIECE * torch.get_num_threads()
+    first = tensors[0]
+    size = max(PIECE * torch.get_num_threads(), first.numel() // _most_pieces.get())
     if first.device.type != "cpu" or first.numel() <= size or any(each is None for each in tensors):
         return [tensors]
     rows = max(1, size * len(first) // first.numel())

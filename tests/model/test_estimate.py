@@ -278,6 +278,23 @@ def test_memory_of_the_engines_under_muon() -> None:
     assert (state_mib("ddp", million, "bf16"), state_mib("fsdp2", million, "fp32")) == ((12, 0), (3, 0))
 
 
+def test_a_gpu_has_whole_temporaries_and_no_kernels_of_a_cpu(tiny_store: Path) -> None:
+    """Also seen from a machine without one."""
+    settings = ("train={steps: 3, global_batch_size: 96}", "model={width: 128, depth: 2, num_heads: 2}")
+    store = Store.open(tiny_store)
+
+    def on(device: str, *more: str) -> Estimate:
+        return estimate(load_config(None, [f"data.path={tiny_store}", *settings, *more]), store, 1, device=device)
+
+    cpu, gpu = on("cpu"), on("cuda")
+    assert gpu.activations_mib > cpu.activations_mib
+    assert gpu.flops_per_step == cpu.flops_per_step
+    assert on("cuda", "precision=bf16").kernels_mib == 0
+    few = ("optim.fused=false", "train.global_batch_size=1")  # so that the update needs the most
+    copies = on("cuda", *few).peak_mib["update"]  # for each operation of all tensors at once
+    assert copies > 2 * on("cpu", *few).peak_mib["update"] > 0
+
+
 COUNT_KERNELS = """
 import sys
 from mmldlm.config import load_config

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.model.fused import _pieces, add_gated, modulated_linear, normalise_heads, swiglu, swiglu_linear
+from mmldlm.model.fused import _pieces, add_gated, in_pieces, modulated_linear, normalise_heads, swiglu, swiglu_linear
 from mmldlm.model.layers import rotary_angles
 
 pytestmark = pytest.mark.quick
@@ -113,6 +113,8 @@ def test_rows_in_pieces_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch
     assert len(list(_pieces(inputs[0]))) == (len(inputs[0]) + 1) // 2
     for one, other in zip(values_and_gradients(fused, inputs), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    with in_pieces(1):
+        assert list(_pieces(inputs[0])) == [(inputs[0],)]
 
 
 @pytest.mark.parametrize("case", CASES)
