@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.profiler_util import FunctionEvent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -114,17 +115,33 @@ def _step_counts(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [] if fused else [state["step"] for state in optimizer.state.values() if "step" in state]
 
 
-def kernels_of(run: Open, steps: range) -> float:
-    """Kernels that a step starts on the GPU, in the mean; copies and fills are none."""
-    from torch.autograd import DeviceType
+def kernels_of(run: Open, steps: range) -> tuple[float, float]:
+    """(kernels that a step starts on the GPU, seconds in which any of them runs), in the mean; copies and fills are
+    none."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         for step in steps:
             run.step(step)
         torch.cuda.synchronize()
-    names = [event.name for event in found.events() if event.device_type == DeviceType.CUDA]
-    return sum(not name.startswith(("Memcpy", "Memset", "mmldlm")) for name in names) / len(steps)
+    kernels = [event for event in found.events() if is_kernel(event)]
+    busy = covered((event.time_range.start, event.time_range.end) for event in kernels)
+    return len(kernels) / len(steps), busy / 1e6 / len(steps)
+
+
+def is_kernel(event: FunctionEvent) -> bool:
+    """Of the GPU, and neither a copy, nor a fill, nor a name that a stretch of the program was given."""
+    on_gpu = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    return on_gpu and not event.name.startswith(("Memcpy", "Memset", "mmldlm"))
+
+
+def covered(stretches: Iterable[tuple[float, float]]) -> float:
+    """Length of what (start, end) cover together; what two cover counts once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(stretches):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def compiled_regions_of(run: Open, step: int) -> int:

@@ -173,6 +173,8 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
             "tokens_per_s": tokens / len(rows) / step,
             "mfu": flops / step / peak if peak else None,
         }
+        if "gpu_busy_s" in found[name]["counts"]:  # the profiler, which counts it, makes steps longer, but not kernels
+            found[name]["gpu_busy"] = found[name]["counts"]["gpu_busy_s"] / step
     control = Ratio.of(seconds[base], seconds[CONTROL])
     return {
         "benchmark": "ladder",
@@ -196,7 +198,8 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
 def counted(run: Turn, variant: Variant, first: int, steps: int, vocab_size: int) -> dict[str, Any]:
     """Of `steps` steps from `first` on. Comes last: it ends what is compiled, see `compiled_regions_of`."""
     kind, numbers = device().type, range(first, first + steps)
-    kernels = {"kernels": run.call(kernels_of, numbers)} if kind == "cuda" else {}
+    of_gpu = run.call(kernels_of, numbers) if kind == "cuda" else ()
+    kernels = dict(zip(("kernels", "gpu_busy_s"), of_gpu, strict=False))
     counts = asdict(run.call(counts_of, numbers, vocab_size, kind)) | kernels
     if variant.is_compiled:
         del counts["operators"]  # they were those of the same steps uncompiled

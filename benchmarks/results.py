@@ -84,12 +84,12 @@ def table(result: dict[str, Any]) -> str:
         "",
         "| variant | | speed | 95 % | s a step | tokens/s | step memory, MiB | x | of the middle batch | x "
         "| parameters, M | operators | kernels "
-        "| syncs | rows of logits | fill | MFU |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| syncs | rows of logits | fill | GPU busy | MFU |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         if "error" in row:
-            lines.append(f"| {name} | {row['about']} | {row['error']} |" + " |" * 14)
+            lines.append(f"| {name} | {row['about']} | {row['error']} |" + " |" * 15)
             continue
         counts, speed = row["counts"], row["speed"]
         cells = [
@@ -98,7 +98,8 @@ def table(result: dict[str, Any]) -> str:
             *(cell for key in ("step_memory_mib", "middle_step_memory_mib") for cell in _memory(row, base, key)),
             f"{row['parameters'] / 1e6:.1f}",
             *(_count(counts.get(name)) for name in ("operators", "kernels", "host_syncs", "logit_rows")),
-            *(f"{counts['fill']:.2f}", f"{row['mfu']:.1%}" if row["mfu"] else ""),
+            f"{counts['fill']:.2f}",
+            *(f"{row[name]:.1%}" if row.get(name) else "" for name in ("gpu_busy", "mfu")),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     parts = (WAIT, *PARTS.values(), OTHER)

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import torch
 from bench_runs import task_on
+from torch.autograd.profiler_util import FunctionEvent
 
 import benchmarks.__main__ as command_line
 from benchmarks import against
 from benchmarks.apart import Here
-from benchmarks.counting import compiled_regions_of, useful_flops
+from benchmarks.counting import compiled_regions_of, covered, is_kernel, useful_flops
 from benchmarks.ladder import counted
 from benchmarks.measure import CONTROL, OTHER, PARTS, WAIT, Probe, Ratio, run_rounds, trusted
 from benchmarks.variants import SWITCHES, opened, variants
@@ -200,6 +201,21 @@ def test_useful_flops_are_three_times_the_products_of_a_forward_pass(tiny_store:
     a_token = 2 * task.depth * (64 * 3 * 64 + 64 * 64 + 3 * 64 * hidden)
     assert found[1] > 3 * a_token * int(lengths[long])
     assert found[1] < 3 * 1.6 * a_token * (int(lengths[long]) + 1)
+
+
+def test_a_gpu_is_busy_while_any_kernel_runs() -> None:
+    assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75)]) == 4
+    assert covered([]) == 0
+    cuda = torch.autograd.DeviceType.CUDA
+    given = [
+        ("gemm", cuda, False, True),
+        ("gemm", torch.autograd.DeviceType.CPU, False, False),
+        ("Memcpy HtoD (Pinned -> Device)", cuda, False, False),
+        ("Optimizer.step#AdamW.step", cuda, True, False),
+    ]
+    for name, device_type, is_user_annotation, expected in given:
+        event = FunctionEvent(0, name, 0, 0.0, 1.0, device_type=device_type, is_user_annotation=is_user_annotation)
+        assert is_kernel(event) is expected, name
 
 
 def test_micro_batches_have_the_lengths_of_an_epoch() -> None:
