@@ -198,9 +198,10 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
 def counted(run: Turn, variant: Variant, first: int, steps: int, vocab_size: int) -> dict[str, Any]:
     """Of `steps` steps from `first` on. Comes last: it ends what is compiled, see `compiled_regions_of`."""
     kind, numbers = device().type, range(first, first + steps)
-    of_gpu = run.call(kernels_of, numbers) if kind == "cuda" else ()
-    kernels = dict(zip(("kernels", "gpu_busy_s"), of_gpu, strict=False))
-    counts = asdict(run.call(counts_of, numbers, vocab_size, kind)) | kernels
+    of_gpu = {}
+    if kind == "cuda":
+        of_gpu["kernels"], of_gpu["gpu_busy_s"] = run.call(kernels_of, numbers)
+    counts = asdict(run.call(counts_of, numbers, vocab_size, kind)) | of_gpu
     if variant.is_compiled:
         del counts["operators"]  # they were those of the same steps uncompiled
     return {"parameters": run.call(parameters_of), "counts": counts}

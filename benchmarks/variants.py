@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.task import Feed, Task, device
 from mmldlm.data.shards import Store
-from mmldlm.startup import multiplies_bf16
+from mmldlm.kernels import multiplies_bf16
 from mmldlm.train import train_step
 from mmldlm.training import Training
 

@@ -24,7 +24,7 @@ from mmldlm.data.shards import Store
 from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.kernels import kernels_mib, rows_of
+from mmldlm.kernels import kernels_mib, multiplies_bf16, rows_of
 from mmldlm.learning_rate import describe_lr
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.fused import in_pieces
@@ -119,6 +119,7 @@ def _estimate(config: RunConfig, store: Store, world_size: int, looked_at: int, 
     if any(stop - start > looked_at for start, stop in stages):  # else every step is looked at, the first as it is
         trial.make_moments(optimizer)
     flops, samples = 0.0, 0
+    makes_kernels = device == "cpu" and multiplies_bf16()
     rows_seen, rows = set[int](), set[int]()  # that there are products with
     for start, stop in stages:
         noised_at = partial(_noised, config, loader, objective, (start, samples))
@@ -131,8 +132,9 @@ def _estimate(config: RunConfig, store: Store, world_size: int, looked_at: int, 
             trial.update(optimizer, config.optim.clip_norm)
             if step < start + looked:
                 flops += products * world_size * (stop - start) / (steps * looked)
-        if device == "cpu" and config.precision != "fp32":
-            rows = rows.union(*(rows_of(noised_at(step)) for step in range(start, min(stop, start + STEPS_FOR_ROWS))))
+        if makes_kernels and config.precision != "fp32":
+            others = range(start + looked, min(stop, start + STEPS_FOR_ROWS))
+            rows = rows.union(*(rows_of(noised_at(step)) for step in others))
         samples += loader.batch_at(start).global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
@@ -151,7 +153,7 @@ def _estimate(config: RunConfig, store: Store, world_size: int, looked_at: int, 
         optimizer=name,
         one_moment=one_moment,
         ema=config.ema.decay > 0,
-        kernels_mib=kernels_mib(trial.costs, rows_seen, rows) if device == "cpu" else 0.0,
+        kernels_mib=kernels_mib(trial.costs, rows_seen, rows) if makes_kernels else 0.0,
     )
 
 
@@ -220,7 +222,7 @@ def print_estimate(config: RunConfig) -> None:
     print(f"memory per process   {found.total_mib:,.0f} MiB = {' + '.join(parts)}")
     print(f"  on the host        {found.checkpoint_mib:,.0f} MiB more from the first checkpoint on, to write it from")
     if found.kernels_mib >= 0.5:
-        print(f"  kernels            {found.kernels_mib:,.0f} MiB more that this CPU makes for {config.precision}")
+        print(f"  kernels            {found.kernels_mib:,.0f} MiB more that this CPU makes for half precision")
     if found.world_size > 1:
         what = "weights, average, gradients and moments" if found.ema else "weights, gradients and moments"
         print(f"  {what} by engine, MiB on each of {found.world_size} devices, and on the host")

@@ -20,15 +20,18 @@ KERNEL_MIB = 0.6  # measured with torch 2.13's oneDNN on a CPU with AMX units; 0
 CAPACITY = 1024  # oneDNN's own, unless its environment variable says otherwise
 
 
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 matrices."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def rows_of(noised: Iterable[NoisedBatch]) -> set[int]:
     """Multiples of `ROWS` that the micro-batches' tokens and predicted tokens are filled up to."""
     return {-(-len(rows) // ROWS) for batch in noised for rows in (batch.noised_tokens, batch.positions)}
 
 
 def kernels_mib(costs: Costs, seen: set[int], expected: set[int]) -> float:
-    """What this CPU keeps of a run: `costs` has met micro-batches of the rows `seen`, and there will be `expected`."""
-    if not torch.cpu.get_capabilities().get("avx512_bf16"):
-        return 0.0
+    """What a CPU that `multiplies_bf16` keeps: `costs` has met the rows `seen`, and the run will have `expected`."""
     rows = {number * ROWS for number in seen}
     by_rows = sum(kind == "activations" and not rows.isdisjoint(sizes) for kind, sizes, _ in costs.products_in_half)
     others = len(costs.products_in_half) - by_rows  # of one row a sample; of the optimizer

@@ -27,6 +27,7 @@ from mmldlm.ema import EmaConfig
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
+from mmldlm.kernels import multiplies_bf16
 from mmldlm.learning_rate import batch_scale, describe_lr, resolved_warmup
 from mmldlm.micro_batch import halved
 from mmldlm.model.compiling import compile_regions
@@ -295,11 +296,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
     return lines
-
-
-def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16 matrices."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def multiplies_fp16() -> bool:
