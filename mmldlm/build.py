@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.checkpoint import Checkpoint, CheckpointStore, TensorFiles, load_model_state, verify
+from mmldlm.checkpoint import Checkpoint, CheckpointStore, load_model_state, verify
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.mixture import open_data
@@ -23,7 +23,7 @@ from mmldlm.errors import DataError
 from mmldlm.model.attention import resolve_backend
 from mmldlm.model.freezing import freeze_parts
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.resume import as_trained, check_fits, data_shape, saved_average
+from mmldlm.resume import as_trained, check_fits, data_shape, saved_average, saved_tensors
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
@@ -39,6 +39,7 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
             config.precision,
             text_terms=config.loss.shapes_text,
             first_weights=(1.0, config.loss.latent_weight) if config.loss.latent_weighting == "uncertainty" else None,
+            latent_skip=config.latent.prediction != "x0",
         )
     freeze_parts(model, config.freeze)
     return model
@@ -108,12 +109,12 @@ def load_run(
     check_fits(found, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(config, store.manifest, device.type)
-    average = saved_average(found, model)
+    average = saved_average(found, model, config)
     if weights == "ema" and average is None:
         raise DataError(f"{found.path}: has no average of the weights (ema.decay); expected --weights trained")
     weights = weights or ("ema" if average is not None and config.ema.evaluate else "trained")
     chosen = average if average is not None and weights == "ema" else {}
-    load_model_state(model, ChainMap(chosen, TensorFiles.open(found, "model")))  # type: ignore[arg-type]
+    load_model_state(model, ChainMap(chosen, saved_tensors(found, "model", config)))  # type: ignore[arg-type]
     return LoadedRun(
         folder=folder,
         config=config,

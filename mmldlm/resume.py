@@ -34,6 +34,7 @@ from mmldlm.optimizers import check_same_state
 from mmldlm.schema import dump, to_yaml
 
 LATENTS_NAME = "latents.json"
+_SKIP = "latent_skip."  # what parameters of the learned skip begin with
 
 
 def data_shape(manifest: Manifest) -> DataShape:
@@ -74,6 +75,28 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
             key = next(name for name in {**before, **values} if _plain(before.get(name)) != _plain(values.get(name)))
             before, values, group = before.get(key), values.get(key), f"{group}.{key}"
         raise DataError(f"{checkpoint.path}: {group} is {shown(before)} in the checkpoint, {shown(values)} now")
+    _check_skip(checkpoint, config)
+
+
+def _check_skip(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Raise DataError where a checkpoint predicts x0 with a learned skip that is not zero, as older networks did.
+
+    In a run that never trained latents it has stayed zero, and means nothing.
+    """
+    if config.latent.prediction != "x0":
+        return
+    files = TensorFiles.open(checkpoint, "model")
+    if any(bool(files[name].any()) for name in files if name.startswith(_SKIP)):
+        raise DataError(
+            f"{checkpoint.path}: latent.prediction x0 was trained with a learned latent_skip, which the network no "
+            "longer has; expected a checkpoint without one: train the run again"
+        )
+
+
+def saved_tensors(checkpoint: Checkpoint, group: str, config: RunConfig) -> TensorFiles:
+    """Open the tensors of a group that the network of `config` has; `check_fits` has refused what else is there."""
+    files = TensorFiles.open(checkpoint, group)
+    return files if config.latent.prediction != "x0" else files.where(lambda name: not name.startswith(_SKIP))
 
 
 def latents_of(checkpoint: Checkpoint, store: Store) -> LatentInfo:
@@ -163,8 +186,8 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
         raise ConfigError(f"train.steps: {config.train.steps} asked for, but {path} is at step {state.step}")
     saved = _saved_config(found)
     check_same_state(saved.optim.name, config.optim.name)
-    load_model_state(model, TensorFiles.open(found, "model"))
-    moments, anew = _moments_of_trained(model, TensorFiles.open(found, "optimizer"))
+    load_model_state(model, saved_tensors(found, "model", config))
+    moments, anew = _moments_of_trained(model, saved_tensors(found, "optimizer", config))
     changed = differences(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if anew:
@@ -172,7 +195,7 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     latents = latents_of(found, store)
     if latents != store.manifest.latent:
         notes.append("latents are standardised as in the checkpoint, by other statistics than those of the data now")
-    average = saved_average(found, model)
+    average = saved_average(found, model, config)
     if not config.ema.decay:
         if average is not None:
             notes.append("ema: the checkpoint's average of the weights ends here (ema.decay: 0)")
@@ -185,14 +208,15 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
     return Restored(state, notes, latents, moments, kept)
 
 
-def saved_average(checkpoint: Checkpoint, model: nn.Module) -> TensorFiles | None:
+def saved_average(checkpoint: Checkpoint, model: nn.Module, config: RunConfig) -> TensorFiles | None:
     """The average of the trained weights, for the bare `model`; None where the checkpoint has none.
 
     Raises `DataError` where it is not that of what was trained.
     """
-    average = TensorFiles.find(checkpoint, "ema")
-    if average is not None:
-        check_average(model, average, TensorFiles.open(checkpoint, "optimizer"))
+    if TensorFiles.find(checkpoint, "ema") is None:
+        return None
+    average = saved_tensors(checkpoint, "ema", config)
+    check_average(model, average, saved_tensors(checkpoint, "optimizer", config))
     return average
 
 

@@ -28,7 +28,7 @@ SIGMA_MIN = 1e-3
 @dataclass(frozen=True)
 class LatentConfig:
     process: Process = setting("vp_cosine", "noising path of the latents")
-    prediction: Parametrisation = setting("epsilon", "what the network predicts of them")
+    prediction: Parametrisation = setting("x0", "what the network predicts of them")
     time_sampling: TimeSampling = setting(
         "uniform", "distribution of t_latent in training; logit_normal, mode: more of the middle"
     )
@@ -124,8 +124,7 @@ class GaussianDiffusion:
         """
         t = per_sample(t, z)
         alpha, sigma = self.path.alpha(t), self.path.sigma(t)
-        if self.loss_kind == "cosine":
-            predicted = F.normalize(predicted, dim=-1) * self._target_norm(t, z.shape[-1])
+        predicted = self._with_target_norm(predicted, t)
         if self.prediction == "epsilon":
             x0 = (z - sigma * predicted) / alpha.clamp_min(ALPHA_MIN)
         elif self.prediction == "x0":
@@ -137,11 +136,28 @@ class GaussianDiffusion:
         x0 = x0 * (self.max_norm / norm.clamp_min(self.max_norm) if math.isfinite(self.max_norm) else 1.0)
         return x0, (z - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
 
-    def _target_norm(self, t: Tensor, channels: int) -> Tensor:
+    def _with_target_norm(self, predicted: Tensor, t: Tensor) -> Tensor:
+        """Put a cosine-trained prediction on the sphere of its targets; others are returned as they are.
+
+        `t` broadcasts against `predicted`.
+        """
+        if self.loss_kind != "cosine":
+            return predicted
+        norm = math.sqrt(predicted.shape[-1])
         if self.prediction != "v":
-            return torch.full_like(t, math.sqrt(channels))
+            return F.normalize(predicted, dim=-1) * norm
         a, b = self.path.velocity(t)
-        return math.sqrt(channels) * (a.square() + b.square()).sqrt()
+        return F.normalize(predicted, dim=-1) * norm * (a.square() + b.square()).sqrt()
+
+    def guide(self, conditional: Tensor, unconditional: Tensor, t: Tensor, scale: float) -> Tensor:
+        """Extrapolate from the unconditional through the conditional prediction (arXiv 2207.12598, eq. 6).
+
+        The cosine loss leaves lengths open, and extrapolating between raw predictions of different lengths would act
+        with another scale than the one asked for. So both are put on the sphere of their targets before.
+        """
+        t = per_sample(t, conditional)
+        conditional, unconditional = (self._with_target_norm(each, t) for each in (conditional, unconditional))
+        return unconditional + scale * (conditional - unconditional)
 
     def reverse_step(self, predicted: Tensor, z: Tensor, t: Tensor, s: Tensor, sampler: LatentSampler) -> Tensor:
         """z at time s < t. `ddim`: arXiv 2010.02502, eq. 12 with eta = 0; `euler`: along v in the path's clock."""

@@ -33,7 +33,7 @@ class LossConfig:
     latent: LatentLoss = setting("cosine", "distance of predicted and true latent target")
     huber_delta: float = setting(1.0, "huber: error from which on the loss grows linearly", above=0)
     latent_weight: float = setting(
-        0.1,
+        10.0,
         "weight of the latent loss beside the text loss; with `latent_weighting: uncertainty` the first",
         at_least=0,
     )

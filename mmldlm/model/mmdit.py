@@ -210,9 +210,13 @@ class MMDiT(nn.Module):
         precision: Precision = "fp32",
         text_terms: bool = False,
         first_weights: tuple[float, float] | None = None,
+        latent_skip: bool = False,
     ):
         """What only training asks for: `text_terms` of the head beside likelihoods (`heads.chunked_token_terms`), and
-        learned weights of text and latent loss, which begin as `first_weights`."""
+        learned weights of text and latent loss, which begin as `first_weights`.
+
+        `latent_skip`: a learned multiple of the noised latents is part of the latent prediction, as epsilon and v take.
+        """
         super().__init__()
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
@@ -229,7 +233,7 @@ class MMDiT(nn.Module):
         self.text_out = ModulatedLinear(width, width)
         self.text_head = TextHead(width, shape.vocab_size, (shape.mask_id, shape.pad_id), config.tie_embeddings)
         self.latent_head = Linear(latent_width, shape.latent_channels)
-        self.latent_skip = Linear(conditioning, shape.latent_channels)
+        self.latent_skip = Linear(conditioning, shape.latent_channels) if latent_skip else None
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.text_terms = text_terms
         self.loss_weights = None if first_weights is None else LossWeights(first_weights)
@@ -262,7 +266,8 @@ class MMDiT(nn.Module):
             if isinstance(module, Modulation):
                 nn.init.zeros_(module.up.weight)
         nn.init.zeros_(self.latent_head.weight)
-        nn.init.zeros_(self.latent_skip.weight)
+        if self.latent_skip is not None:
+            nn.init.zeros_(self.latent_skip.weight)
         nn.init.zeros_(self.length_head.out.weight)
         nn.init.normal_(self.latent_position, std=0.02)
         nn.init.normal_(self.token_embedding.weight, std=0.02)
@@ -312,9 +317,12 @@ class MMDiT(nn.Module):
             text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)[:predicted]
             latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
             latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, latent_rows)
-            # Epsilon and v hold a part of z in full precision, no norm may touch it (c_skip of EDM, arXiv 2206.00364).
-            skip = self.latent_skip(conditioning).float()[:, None] * noised_latents
-            latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2]) + skip
+            latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2])
+            if self.latent_skip is not None:
+                # Epsilon and v hold a part of z in full precision, no norm may touch it (EDM, arXiv 2206.00364).
+                # For x0 it would be a shortcut past the text: z is near its x0 at most times (docs/method.md).
+                skip = self.latent_skip(conditioning).float()[:, None]
+                latent_pred = latent_pred + skip * noised_latents
             if self.loss_weights is None or not self.training:
                 return Prediction(text_pred, latent_pred, length_logits)
             return Prediction(text_pred, latent_pred, length_logits, self.loss_weights())

@@ -98,4 +98,6 @@ def padded_forward(
     logits[..., [model.shape.mask_id, model.shape.pad_id]] = float("-inf")
     shift, scale, gate = adaptations(model.latent_final, conditioning)
     predicted = model.latent_head((normalise(latent) * (1 + scale) + shift) * (1 + gate))
-    return logits, predicted + model.latent_skip(conditioning)[:, None] * latents, lengths
+    if model.latent_skip is not None:
+        predicted = predicted + model.latent_skip(conditioning)[:, None] * latents
+    return logits, predicted, lengths

@@ -28,7 +28,7 @@ def small_model(
     settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
     torch.manual_seed(0)
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
-    model = MMDiT(ModelConfig(**settings), shape, backend, memory, precision)  # type: ignore[arg-type]
+    model = MMDiT(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += stir * torch.randn_like(parameter)
