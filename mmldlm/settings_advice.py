@@ -25,11 +25,11 @@ ADVICE = {
     "memory.kept_blocks": "With full, raise it as far as the memory goes: a block that is kept is not computed twice",
     "compile.scope": "For long runs. Also on CPUs, given a C++ compiler: 1.15 x the speed in fp32, 1.3 x in bf16. "
     "Not under ZeRO-3",
-    "latent.prediction": "x0 learns t2l soonest; epsilon and v need longer runs",
+    "latent.prediction": "x0 learns t2l within the first hundreds of steps; epsilon and v need longer runs",
     "loss.text": "elbo where bits per token are to be compared; it is what evaluation measures in any case",
     "loss.latent": "cosine where only the direction of a latent counts, as in retrieval; mse where its length does",
-    "loss.latent_weight": "The first to raise where t2l learns nothing: at 0.1 the latent loss may drown beside nats "
-    "per token. The quickstart has 10",
+    "loss.latent_weight": "Below 1 the cosine loss of t2l drowns beside nats per token; 1 where latents alone are "
+    "trained, or where the loss is mse",
     "optim.name": "adamw unless you compare; deepspeed_adam where an engine offloads the optimizer",
     "optim.lr": "The first thing to tune. Lower for larger models: configs/ has 1e-3 at 10 million parameters, 3e-4 at "
     "386. Halve it where a run diverges",
@@ -43,6 +43,8 @@ ADVICE = {
     "train.auto_micro_batch": "Where the longest samples of a store are rare, and nobody will be there when they come",
     "sampling.steps": "Time grows with them; many more than there are tokens to write change little",
     "sampling.temperature": "Below 1 for small models: the quickstart has 0.6",
+    "sampling.decoding": "confidence writes better texts from a latent; ancestral where samples are to follow the "
+    "likelihood, as in joint",
     "validation.text_samples": "Looked at in passing, so with at most 8 reverse steps, or one for each four tokens "
     "of the longest",
     "validation.every": "512 samples cost, for each trained mode, the forward passes of four steps of 128",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,13 +31,29 @@ class SamplingConfig:
     temperature: float = setting(1.0, "temperature of the token distributions; 0: the likeliest token", at_least=0)
     top_p: float = setting(1.0, "tokens are drawn from the smallest set with this mass", above=0, at_most=1)
     guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: none", at_least=0)
-    decoding: TextDecoding = setting("ancestral", "order in which tokens are written")
-    remask: float = setting(0.0, "share of the largest remasking rate; ancestral decoding only", at_least=0, at_most=1)
+    decoding: Literal["auto", TextDecoding] = setting(
+        "auto",
+        "order in which tokens are written; ancestral: at random, as in the reverse process; confidence: the surest "
+        "first; auto: confidence in l2t without remask, else ancestral",
+    )
+    remask: float = setting(
+        0.0, "fraction of the largest remasking rate; not with decoding confidence", at_least=0, at_most=1
+    )
     latent_sampler: LatentSampler = setting("ddim", "reverse step of the latents")
 
     def __post_init__(self) -> None:
         if self.remask and self.decoding == "confidence":
             raise ValueError("remask: needs decoding ancestral, found confidence")
+
+    def decoding_of(self, mode: Mode) -> TextDecoding:
+        """Return the decoding of a mode.
+
+        By confidence texts are better where a latent says what they are about. In joint nothing does, and each text
+        would become what is likeliest of all: the same few words.
+        """
+        if self.decoding != "auto":
+            return self.decoding
+        return "confidence" if mode == "l2t" and not self.remask else "ancestral"
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,7 @@ def generate(
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     device, batch = latents.device, latents.shape[0]
     layout = Layout(lengths, latents.shape[1], device)
+    decoding = config.decoding_of(mode)
     noise = draw_normal(generator, latents.shape).to(device)
     writes_text, writes_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if writes_latent else latents
@@ -113,7 +131,7 @@ def generate(
         positions = x.new_empty(0)
         if writes_text:
             part = blank.places
-            chosen = text.choose(x[part], t, s, blank.layout, config.decoding, config.remask, generator)
+            chosen = text.choose(x[part], t, s, blank.layout, decoding, config.remask, generator)
             positions = part[chosen[0]]
         t_text, t_latent = t * blank.share if writes_text else times(0.0), times(t if writes_latent else 0.0)
         proposal, confidence = x, torch.zeros(x.shape, device=device)
@@ -125,7 +143,7 @@ def generate(
                     logits = free + config.guidance * (logits - free)
                 else:
                     _, free, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
-                    latent_pred = free + config.guidance * (latent_pred - free)
+                    latent_pred = latent.guide(latent_pred, free, times(t), config.guidance)
             if writes_latent:
                 z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
             if writes_text:
@@ -134,9 +152,7 @@ def generate(
                 proposal = proposal.index_copy(0, positions, drawn)
                 confidence = confidence.index_copy(0, positions, log_p.gather(1, drawn[:, None]).squeeze(1))
         if writes_text:
-            stepped = text.reverse_step(
-                x[part], proposal[part], confidence[part], chosen, s, blank.layout, config.decoding
-            )
+            stepped = text.reverse_step(x[part], proposal[part], confidence[part], chosen, s, blank.layout, decoding)
             x = x.index_copy(0, part, stepped)
             if on_step is not None:
                 on_step(s, x)
@@ -147,14 +163,19 @@ def generate(
 def draw_lengths(
     model: Network, mask_id: int, latents: Tensor, t_latent: float, generator: torch.Generator
 ) -> tuple[int, ...]:
-    """A length for each sample from the length head, given its latents [B, M, C] at noise time `t_latent`.
+    """Return a length for each sample by the length head, given its latents [B, M, C] at noise time `t_latent`.
 
-    The head sees no text, so a single masked token stands in for it.
+    A latent without noise (t_latent = 0) gives the median of the head's distribution, which has the least expected
+    error; noise gives a draw from it, as lengths vary where there is no condition.
     """
     batch, device = latents.shape[0], latents.device
     layout = Layout((1,) * batch, latents.shape[1], device)
-    tokens = torch.full((batch,), mask_id, device=device)
+    tokens = torch.full((batch,), mask_id, device=device)  # the head sees no text: one masked token stands in for it
     ones = torch.ones(batch, device=device)
     _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
-    drawn = torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=generator).squeeze(1)
-    return tuple((drawn + 1).tolist())
+    p = logits.float().softmax(-1).cpu()
+    if t_latent == 0:
+        index = (p.cumsum(-1) < 0.5).sum(-1).clamp_max(p.shape[-1] - 1)
+    else:
+        index = torch.multinomial(p, 1, generator=generator).squeeze(1)
+    return tuple((index + 1).tolist())

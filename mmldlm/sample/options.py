@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--latents", type=Path, help="l2t: .npy of latents [n, C] or [n, M, C] in the encoder's scale")
     parser.add_argument("-n", "--count", type=int, default=1, help="generations a condition; default: %(default)s")
-    parser.add_argument("--length", type=int, help="tokens to write; default: drawn from the length head")
+    parser.add_argument("--length", type=int, help="tokens to write; default: by the length head")
     parser.add_argument("--out", type=Path, help="write the generated latents to this .npy file")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--watch", action="store_true", help="show the texts appear, step by step")
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--temperature", type=float, help="0: the likeliest token")
     group.add_argument("--top-p", type=float, dest="top_p")
     group.add_argument("--guidance", type=float, help="classifier-free guidance scale; 1: none")
-    group.add_argument("--decoding", choices=["ancestral", "confidence"])
+    group.add_argument("--decoding", choices=["auto", "ancestral", "confidence"])
     group.add_argument("--remask", type=float, help="share of the largest remasking rate")
     group.add_argument("--latent-sampler", choices=["ddim", "euler"], dest="latent_sampler")
     return parser
