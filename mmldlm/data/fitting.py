@@ -108,9 +108,10 @@ def fitted_encoder(config: PrepareConfig, folder: Path) -> LatentEncoder:
 
 
 def _tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
-    if config.tokenizer == "bpe":
+    if config.tokenizer in ("bpe", "words"):
         texts = (document.text for document in corpus.training_sample(config.fit_documents))
-        return Tokenizer.train(texts, config.vocab_size)
+        train = Tokenizer.train if config.tokenizer == "bpe" else Tokenizer.words
+        return train(texts, config.vocab_size)
     return Tokenizer.characters() if config.tokenizer == "characters" else Tokenizer.load(config.tokenizer)
 
 

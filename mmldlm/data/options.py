@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mmldlm.data.corpora import FORMATS, Format
+from mmldlm.data.python_docs import CORPORA
+from mmldlm.data.tokenizer import TRAINED_HERE
 from mmldlm.errors import UsageError
 
-PYTHON_DOCS = "python-docs"
 # What says where and how to work, and nothing of the store.
 _NOT_RECORDED = ("out", "inputs", "overwrite", "encoder_batch_size", "encoder_device", "processes", "peer_timeout")
 
@@ -77,7 +78,7 @@ class PrepareConfig:
     def check(self) -> None:
         """UsageError naming the first option that makes no sense."""
         if bool(self.inputs) == bool(self.corpus):
-            raise UsageError(f"expected either input files or --corpus {PYTHON_DOCS}")
+            raise UsageError(f"expected either input files or --corpus {' or '.join(CORPORA)}")
         if not 1 <= self.min_length <= self.max_length:
             raise UsageError(f"--min-length {self.min_length}: expected 1 to --max-length {self.max_length}")
         fractions = (self.validation_fraction, self.test_fraction)
@@ -97,7 +98,7 @@ class PrepareConfig:
         if not self.peer_timeout > 0:
             raise UsageError(f"--peer-timeout {self.peer_timeout}: expected more than 0 seconds")
         for option, value, allowed in (
-            ("--corpus", self.corpus, (None, PYTHON_DOCS)),
+            ("--corpus", self.corpus, (None, *CORPORA)),
             ("--over-length", self.over_length, ("split", "cut")),
             ("--latent-dtype", self.latent_dtype, ("float16", "float32")),
             ("--on-problem", self.on_problem, ("error", "skip")),
@@ -116,7 +117,7 @@ class PrepareConfig:
         ):
             if value and (wrong or self.corpus):
                 raise UsageError(f"{option} {value}: {self.corpus or self.format} has no such fields; expected {needs}")
-        if self.tokens_field and self.tokenizer in ("bpe", "characters"):
+        if self.tokens_field and self.tokenizer in TRAINED_HERE:
             raise UsageError(
                 f"--tokens-field {self.tokens_field}: --tokenizer is {self.tokenizer}, expected the tokenizer.json "
                 "that made the tokens, or its folder"
@@ -172,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = PrepareConfig("")
     add: Callable[..., argparse.Action] = parser.add_argument
     add("inputs", nargs="*", help="text, JSON lines, Parquet, Arrow: files, folders, glob patterns")
-    add("--corpus", choices=[PYTHON_DOCS], help="the embedded corpus, in place of inputs")
+    add("--corpus", choices=CORPORA, help="an embedded corpus, in place of inputs")
     add("--out", required=True, metavar="STORE", help="folder to make")
     add("--format", choices=FORMATS, help="see docs/data.md (default: by suffix)")
     add("--field", default=default.field, help="field or column that holds the text (%(default)s)")
@@ -183,7 +184,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dat-tokens", metavar="TYPE:SHAPE", help="of a sample, such as int32:512, or int32:2x512 of ids and mask")
     add("--dat-latents", metavar="TYPE:SHAPE", help="of a sample, such as float32:1024")
     add("--dat-pad-id", type=int, metavar="ID", help="what fills the rows of tokens that have no mask")
-    add("--tokenizer", default=default.tokenizer, help="bpe (trained here), characters (a-z and space), or a PATH")
+    add(
+        "--tokenizer",
+        default=default.tokenizer,
+        help="bpe, words (trained here), characters (a-z and space), or a PATH",
+    )
     add("--vocab-size", type=int, default=default.vocab_size, help="of the trained tokenizer (%(default)s)")
     add(
         "--encoder",

@@ -21,7 +21,7 @@ from mmldlm.data.options import PrepareConfig
 
 
 class LotPart(NamedTuple):
-    """A part of an input, and the format to read it by; "" for the embedded corpus, of which there is one part."""
+    """A part of an input and its format; "" for an embedded corpus, which is one part, and its path the name."""
 
     format: Format | str
     part: Part
@@ -59,7 +59,9 @@ def make_plan(config: PrepareConfig) -> Plan:
     """DataError where an input cannot be read. All of each is read once, for its hash."""
     options = json.loads(json.dumps(config.recorded()))
     if config.corpus:
-        return Plan(__version__, options, python_docs.sources(), [(LotPart("", Part(config.corpus, 0, 0)),)])
+        return Plan(
+            __version__, options, python_docs.sources(config.corpus), [(LotPart("", Part(config.corpus, 0, 0)),)]
+        )
     inputs = find_inputs(config)
     sources = described(inputs, config)
     return Plan(__version__, options, sources, list(_lots(inputs, sources, config)))
@@ -90,4 +92,4 @@ def read_lot(lot: Lot, config: PrepareConfig) -> Iterator[Document | Problem]:
         if format:
             yield from reader(format, config).read(part, config.field)  # type: ignore[arg-type]
         else:
-            yield from python_docs.read_python_docs()
+            yield from python_docs.read_corpus(part.path)

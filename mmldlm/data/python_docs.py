@@ -1,8 +1,8 @@
-"""The embedded corpus `python-docs`: English sentences from docstrings that every installation has.
+"""The embedded corpora `python-docs` and `simple-docs`: English sentences from docstrings that every installation has.
 
 Sources are the running Python's standard library and the project's own dependencies, read with `ast`
 and never imported. Code, doctests, lists, tables and markup are dropped or cleaned away; a document is
-one sentence.
+one sentence. `simple-docs` keeps the short sentences that are made of common words only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import platform
 import re
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mmldlm.data.corpora import Document
 
+PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
 EXTRACTION = 1  # raise when the rules below change, so that prepared stores are seen to be of other data
 
 # Import name and distribution, in the order read. A fixed list of what this project installs in any case,
@@ -57,8 +59,8 @@ _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "site-packages", "dis
 _DOCUMENTING_CALLS = {"add_docstr", "add_newdoc", "_add_docstr"}
 
 
-def sources() -> list[dict[str, Any]]:
-    """What the corpus is made of here: one entry per package with its version, None where it is absent."""
+def sources(corpus: str) -> list[dict[str, Any]]:
+    """Return one entry for each package that `corpus` is read from, with its version, None where it is absent."""
     found: list[dict[str, Any]] = [{"package": STANDARD_LIBRARY, "version": platform.python_version()}]
     for distribution in PACKAGES.values():
         try:
@@ -66,7 +68,30 @@ def sources() -> list[dict[str, Any]]:
         except importlib.metadata.PackageNotFoundError:
             version = None
         found.append({"package": distribution, "version": version})
-    return [{"corpus": "python-docs", "extraction": EXTRACTION, **source} for source in found]
+    return [{"corpus": corpus, "extraction": EXTRACTION, **source} for source in found]
+
+
+def read_corpus(corpus: str) -> Iterator[Document]:
+    """Yield the documents of one of `CORPORA`."""
+    return read_simple_docs() if corpus == SIMPLE_DOCS else read_python_docs()
+
+
+SIMPLE_WORDS = 16  # longest sentence of simple-docs
+COMMON_WORDS = 1500  # size of its vocabulary
+
+
+def read_simple_docs() -> Iterator[Document]:
+    """Yield the sentences of `python-docs` with at most `SIMPLE_WORDS` words, all among the `COMMON_WORDS` commonest.
+
+    Words are compared without case. They are counted over all of `python-docs`, ties in alphabetical order.
+    """
+    documents = list(read_python_docs())
+    counts = Counter(word for document in documents for word in _WORD.findall(document.text.lower()))
+    common = set(sorted(counts, key=lambda word: (-counts[word], word))[:COMMON_WORDS])
+    for document in documents:
+        parts = [_WORD.findall(part) for part in document.text.lower().split()]
+        if len(parts) <= SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts):
+            yield document
 
 
 def read_python_docs() -> Iterator[Document]:
@@ -264,4 +289,5 @@ def is_prose(sentence: str) -> bool:
     return plain >= 0.85 * len(words) and known >= max(1, 0.15 * len(words)) and single <= 0.1 * len(words)
 
 
+_WORD = re.compile(r"\w+")
 _PLAIN = re.compile(r"[(\"']?(?:[A-Z]?[a-z]+(?:['-][a-z]+)*|A|I)(?:'s)?[)\"']?[.,:!?]?[)\"']?")

@@ -1,19 +1,21 @@
-"""Byte-level BPE, single characters, or any `tokenizer.json`, behind one small class."""
+"""Byte-level BPE, whole words, single characters, or any `tokenizer.json`, behind one small class."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mmldlm.errors import DataError
 
 MASK, PAD = "[MASK]", "[PAD]"
+TRAINED_HERE = ("bpe", "words", "characters")  # by name; any other tokenizer is a tokenizer.json
 LOWERCASE_ALPHABET = "abcdefghijklmnopqrstuvwxyz "  # of text8
 
 
@@ -36,9 +38,7 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Byte-level BPE of at most `vocab_size` tokens; exact for any UTF-8 text, the same for the same texts."""
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        if vocab_size < len(alphabet) + 2:
-            raise DataError(f"--vocab-size {vocab_size}: expected at least {len(alphabet) + 2} for byte-level BPE")
+        alphabet = _byte_alphabet(vocab_size)
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -46,6 +46,26 @@ class Tokenizer:
             vocab_size=vocab_size, special_tokens=[MASK, PAD], initial_alphabet=alphabet, show_progress=False
         )
         backend.train_from_iterator(texts, trainer)
+        return cls(backend)
+
+    @classmethod
+    def words(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """One token per lower-cased word with the space before it, and per run of punctuation.
+
+        The commonest of `texts`, `vocab_size` tokens in all; bytes spell every other word, so that any UTF-8 text has
+        tokens. They are exact but for case, and for white space at the start.
+        """
+        alphabet = _byte_alphabet(vocab_size)
+        lower, split = normalizers.Lowercase(), pre_tokenizers.ByteLevel(add_prefix_space=True)
+        counts = Counter(
+            word for text in texts for word, _ in split.pre_tokenize_str(lower.normalize_str(text)) if len(word) > 1
+        )
+        words = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - len(alphabet) - 2]
+        vocabulary = {token: index for index, token in enumerate([MASK, PAD, *alphabet, *words])}
+        # Without merges a word is a token or is spelled by bytes.
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+        backend.normalizer, backend.pre_tokenizer = lower, split
+        backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
         return cls(backend)
 
     @classmethod
@@ -114,6 +134,14 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[tokenizers.Tokenizer]]:
         return Tokenizer, (self._backend,)
+
+
+def _byte_alphabet(vocab_size: int) -> list[str]:
+    """The 256 tokens that spell bytes; DataError where a vocabulary has no room for them, `[MASK]` and `[PAD]`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + 2:
+        raise DataError(f"--vocab-size {vocab_size}: expected at least {len(alphabet) + 2} for a byte-level tokenizer")
+    return alphabet
 
 
 def _unknown_characters(error: Exception) -> DataError:
