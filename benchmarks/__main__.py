@@ -20,6 +20,8 @@ BENCHMARKS = {
     "engines": "what each engine exchanges in a step, and holds for a parameter",
     "memory": "the dry run's estimate of memory against what a run takes",
     "gpu_memory": "the largest micro-batches that fit a GPU, by that estimate; needs no GPU",
+    "learning": "what the quickstart learns, over seeds, against bars that it must pass",
+    "decoding": "quality of generated texts by decoding, steps and temperature",
     "characters": "a small character-level model against bigrams",
 }
 DEFAULT = "ladder"

@@ -1,0 +1,103 @@
+"""Quality of generated texts by decoding, reverse steps and temperature, on trained runs.
+
+    python -m benchmarks decoding RUN [RUN ...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
+
+For each run: l2t texts of held-out documents' latents against the documents, and joint texts by their variety. The
+defaults of `sampling.decoding` follow from these tables. Every row has the same documents and random streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.report import markdown, positive
+from benchmarks.results import ROOT, circumstances, say, write_json
+from mmldlm.build import LoadedRun, load_run
+from mmldlm.diffusion.masked import TextDecoding
+from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.evaluation.documents import Evaluation, EvaluationConfig
+from mmldlm.evaluation.joint import frechet_metrics, variety
+from mmldlm.evaluation.texts import likeness, reencoded
+
+VARIETY = ("token_entropy", "distinct_2", "repetition_4")
+
+
+def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
+    """Rows of l2t, one for each of `settings`."""
+    count = evaluation.texts
+    tokens, truth = evaluation.tokens[:count], evaluation.raw_latents[:count]
+    references, rows = evaluation.decode(tokens), []
+    for config in settings:
+        written = evaluation.write("l2t", "own", count, config).tokens
+        texts = evaluation.decode(written)
+        measured = likeness(written, texts, tokens, references) | reencoded(evaluation.encode(texts), truth)
+        names = ("bleu", "chrf", "exact_match", "token_accuracy", "reencoded_cosine")
+        rows.append(_settings(config) | {name: measured[name] for name in names})
+    return rows
+
+
+def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
+    """Rows of joint; the first has the held-out documents themselves."""
+    count = evaluation.texts
+
+    def row(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+        found = variety(tokens)
+        return {name: found[name] for name in VARIETY}
+
+    nothing = {"frechet_distance": None, "reencoded_cosine": None}
+    rows = [
+        {"decoding": "held out", "steps": "", "temperature": ""} | row(evaluation.tokens[:count]) | nothing,
+    ]
+    for config in settings:
+        made = evaluation.write("joint", "none", count, config)
+        raw = evaluation.run.store.restore(made.latents)
+        measured = {
+            "frechet_distance": frechet_metrics(evaluation, made.latents)["frechet_distance"],
+            "reencoded_cosine": reencoded(evaluation.encode(evaluation.decode(made.tokens)), raw)["reencoded_cosine"],
+        }
+        rows.append(_settings(config) | row(made.tokens) | measured)
+    return rows
+
+
+def _settings(config: SamplingConfig) -> dict[str, Any]:
+    return {"decoding": config.decoding, "steps": config.steps, "temperature": config.temperature}
+
+
+def tables_of(run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]) -> dict[str, list[dict[str, Any]]]:
+    """l2t and joint tables of a run, on its test split."""
+    evaluation = Evaluation(run, EvaluationConfig(samples=2 * texts, texts=texts))
+    name = run.store.path.name
+    found = {}
+    for title, measure in ((f"l2t, {name}", text_rows), (f"joint, {name}", joint_rows)):
+        say(title)
+        found[title] = measure(evaluation, settings)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mmldlm bench decoding", description="Quality of texts by decoding.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--texts", type=positive, default=200, help="of each row (%(default)s)")
+    parser.add_argument("--steps", type=positive, nargs="+", default=[8, 20, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of decoding.json")
+    options = parser.parse_args(argv)
+    settings = [
+        SamplingConfig(steps=steps, temperature=temperature, decoding=decoding)
+        for decoding, steps, temperature in product(get_args(TextDecoding), options.steps, options.temperatures)
+    ]
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for folder in options.runs:
+        run = load_run(folder)
+        tables |= tables_of(run, options.texts, settings)
+    write_json(
+        {"benchmark": "decoding", "texts": options.texts, **circumstances(run.device), "tables": tables},
+        options.out,
+        "decoding",
+    )
+    print("\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items()))
+    return 0

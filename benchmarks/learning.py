@@ -1,0 +1,333 @@
+"""The learning gate: trains the quickstart under several seeds and holds what it learns against bars.
+
+    python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
+    python -m benchmarks learning --docs          only writes the tables of README.md and docs/ from the last result
+
+Each corpus is prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many
+side by side as there are jobs. Exit code 1 where a seed misses a bar. The tables between `<!-- learning:NAME -->` and
+`<!-- /learning -->` in README.md and docs/ are generated from `results/learning.json`; a test compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import chosen, positive
+from benchmarks.results import ROOT, circumstances, say, write_json
+from mmldlm.data.neighbours import directions
+from mmldlm.data.shards import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import DataError
+from mmldlm.evaluation.texts import likeness
+
+RESULT = ROOT / "benchmarks" / "results" / "learning.json"
+SHOWN = 6  # samples of the first seed in the tables
+NEAR, CLOSE = 0.9, 0.8  # word similarity from which on a held-out text is called a near copy, and close
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bound that every seed's metric must keep; `least` or `most`."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def keeps(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def __str__(self) -> str:
+        return f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A corpus, what trains on it, and what must come of it."""
+
+    config: str
+    prepare: tuple[str, ...]
+    bars: Mapping[str, Bar]
+
+
+CASES = {
+    "simple-docs": Case(
+        "configs/quickstart.yaml",
+        ("--tokenizer", "words", "--latent-tokens", "4"),
+        {"l2t.bleu": Bar(least=35), "l2t.exact_match": Bar(least=0.12)},
+    ),
+    "python-docs": Case(
+        "configs/python-docs.yaml",
+        (),
+        {
+            "t2l.recall_at_1": Bar(least=0.90),
+            "t2l.cosine": Bar(least=0.90),
+            "l2t.bits_per_token": Bar(most=7.1),
+            "l2t.reencoded_cosine": Bar(least=0.93),
+            "l2t.bleu": Bar(least=4),
+        },
+    ),
+}
+
+
+def value(metrics: Mapping[str, Any], name: str) -> Any:
+    """Look up "l2t.bleu" in the contents of `evaluation.json`."""
+    found: Any = metrics
+    for part in name.split("."):
+        found = found[part]
+    return found
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def _mmldlm(arguments: Sequence[str], log: Path) -> float:
+    """Run a command with one thread, its output in `log`: CPU seconds. DataError where it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mmldlm.cli", *arguments], stdout=file, stderr=file, env=environment, cwd=ROOT
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise DataError(f"mmldlm {' '.join(arguments)} failed with status {status}; its output is in {log}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence[str], seed: int) -> dict[str, Any]:
+    """Train one seed in `folder` and evaluate it: seed, CPU seconds, and the metrics of `evaluation.json`."""
+    run = folder / f"seed-{seed}"
+    given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
+    log = folder / f"seed-{seed}.log"
+    train_s = _mmldlm(["train", str(ROOT / case.config), *given], log)
+    evaluate_s = _mmldlm(["evaluate", str(run)], log)
+    metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    bleu = value(metrics, "l2t.bleu")
+    say(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
+    return {"seed": seed, "train_cpu_s": train_s, "evaluate_cpu_s": evaluate_s, "metrics": metrics}
+
+
+def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Hold each metric that has a bar against it: one row with the values of all seeds."""
+    rows = []
+    for name, bar in case.bars.items():
+        values = [value(seed["metrics"], name) for seed in seeds]
+        kept = [each is not None and bar.keeps(each) for each in values]
+        rows.append({"metric": name, "bar": str(bar), "passed": sum(kept), "of": len(kept), "values": values})
+    return rows
+
+
+def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
+    """Compare the texts that an evaluation writes with the training split.
+
+    How many have a near copy there by words, and what returning the training text with the nearest latent would score.
+    """
+    train, test = store.split("train"), store.split("test")
+    ids = np.random.default_rng(seed).permutation(len(test))[:count]  # as `Evaluation` draws them
+    tokenizer = Tokenizer.load(store.path / "tokenizer")
+    tokens, lengths, latents = test.gather(ids)
+    own = [part.tolist() for part in np.split(tokens, lengths.cumsum()[:-1])]
+    pool_tokens, pool_lengths, pool_latents = train.gather(np.arange(len(train)))
+    pool = [part.tolist() for part in np.split(pool_tokens, pool_lengths.cumsum()[:-1])]
+    texts, pool_texts = tokenizer.decode_batch(own), tokenizer.decode_batch(pool)
+    nearest = (directions(latents) @ directions(pool_latents).T).argmax(1)
+    copied = [pool[index] for index in nearest]
+    same_length = [(text + [-1] * len(true))[: len(true)] for text, true in zip(copied, own, strict=True)]
+    scores = likeness(same_length, [pool_texts[index] for index in nearest], own, texts)
+    similar = np.array(nearest_word_similarity(texts, pool_texts))
+    return {
+        "texts": len(texts),
+        "near_copies": float((similar >= NEAR).mean()),
+        "close": float((similar >= CLOSE).mean()),
+        "nearest_latent_bleu": scores["bleu"],
+        "nearest_latent_exact_match": scores["exact_match"],
+    }
+
+
+def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[float]:
+    """Return for each text the largest `SequenceMatcher` ratio of its words to those of a text of the pool."""
+    vocabulary: dict[str, int] = {}
+    rows = [[vocabulary.setdefault(word, len(vocabulary)) for word in _words(text)] for text in (*texts, *pool)]
+    bags = np.zeros((len(rows), len(vocabulary)), np.uint8)
+    for bag, row in zip(bags, rows, strict=True):
+        np.add.at(bag, row, 1)
+    lengths = np.array([len(row) for row in rows])
+    found = []
+    for index in range(len(texts)):
+        shared = np.minimum(bags[index], bags[len(texts) :]).sum(1)
+        bound = 2 * shared / (lengths[index] + lengths[len(texts) :])
+        best = 0.0
+        for candidate in np.argsort(-bound, kind="stable"):
+            if bound[candidate] <= best:
+                break
+            matcher = SequenceMatcher(None, rows[index], rows[len(texts) + candidate], autojunk=False)
+            best = max(best, matcher.ratio())
+        found.append(best)
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Prepare the corpus, train and evaluate all seeds, and judge them."""
+    case, store = CASES[name], folder / name / "store"
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    say(f"{name}: preparing")
+    _mmldlm(["prepare", "--corpus", name, *case.prepare, "--out", str(store)], folder / name / "prepare.log")
+    say(f"{name}: training {len(options.seeds)} seeds, {options.jobs} at a time")
+    one = partial(train_and_evaluate, case, store, folder / name, options.settings)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        seeds = list(pool.map(one, options.seeds))
+    opened = Store.open(store)
+    return {
+        "config": case.config,
+        "prepare": list(case.prepare),
+        "settings": list(options.settings),
+        "samples": {split: len(opened.split(split)) for split in ("train", "validation", "test")},
+        "copies": held_out_copies(opened, value(seeds[0]["metrics"], "l2t.texts")),
+        "bars": judge(case, seeds),
+        "seeds": seeds,
+    }
+
+
+# --- tables of README.md and docs/ ----------------------------------------------------------------
+
+_BLOCK = re.compile(r"<!-- learning:([\w-]+) -->\n.*?<!-- /learning -->", re.DOTALL)
+# Row's title, metric, its control and what the control is.
+ROWS = {
+    "simple-docs": (
+        ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu",
+         "nearest training text"),
+        ("exact matches among them", "l2t.exact_match", "copies.nearest_latent_exact_match", "nearest training text"),
+        ("chrF", "l2t.chrf", "l2t.chrf_shuffled", "another text's latent"),
+        ("cosine of a written text's latent to the given one", "l2t.reencoded_cosine", "l2t.reencoded_cosine_shuffled",
+         "another text's latent"),
+        ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled",
+         "another text's latent"),
+        ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
+        ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
+    ),
+    "python-docs": (
+        ("bits per token, text alone (upper bound)", "bits_per_token", "bits_per_token_unigram", "unigram"),
+        ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled",
+         "another text's latent"),
+        ("BLEU of texts written from held-out latents", "l2t.bleu", "l2t.bleu_shuffled", "another text's latent"),
+        ("cosine of a written text's latent to the given one", "l2t.reencoded_cosine", "l2t.reencoded_cosine_shuffled",
+         "another text's latent"),
+        ("t2l recall@1 among 1,000", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
+        ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
+    ),
+}  # fmt: skip
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
+    found = {}
+    for name, corpus in result["corpora"].items():
+        count = len(corpus["seeds"])
+        lines = [
+            f"| `{name}`, held-out sentences | median of {count} seeds | lowest to highest | control |",
+            "|---" * 4 + "|",
+        ]
+        for title, metric, control, what in ROWS[name]:
+            values = [value(seed["metrics"], metric) for seed in corpus["seeds"]]
+            beside = [value({**seed["metrics"], "copies": corpus["copies"]}, control) for seed in corpus["seeds"]]
+            spread = f"{_number(min(values))} to {_number(max(values))}"
+            lines.append(f"| {title} | {_number(median(values))} | {spread} | {_number(median(beside))} ({what}) |")
+        minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"]]
+        lines.append(
+            f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} | |"
+        )
+        found[name] = "\n".join(lines)
+        samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]
+        lines = ["| held-out sentence | written from its latent |", "|---" * 2 + "|"]
+        found[f"{name}-samples"] = "\n".join(
+            [*lines, *(f"| {sample['reference']} | {sample['generation']} |" for sample in samples)]
+        )
+        copies = corpus["copies"]
+        found[f"{name}-copies"] = (
+            f"Of {copies['texts']} held-out sentences {copies['near_copies']:.1%} have a training sentence of at least "
+            f"{NEAR:.0%} the same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+        )
+    return found
+
+
+def _number(number: float) -> str:
+    return f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}" if abs(number) >= 0.095 else f"{number:.3f}"
+
+
+def pages() -> Iterator[Path]:
+    """The pages that may have generated tables."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").glob("*.md"))
+
+
+def with_blocks(text: str, result: Mapping[str, Any]) -> str:
+    """Return a page with its generated tables as `result` has them."""
+    made = blocks(result)
+    return _BLOCK.sub(lambda match: f"<!-- learning:{match[1]} -->\n{made[match[1]]}\n<!-- /learning -->", text)
+
+
+def write_docs(result: Mapping[str, Any]) -> None:
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(with_blocks(text, result), encoding="utf-8")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.absolute()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mmldlm bench learning", description="What the quickstart learns.")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for a trial")
+    parser.add_argument("--corpora", nargs="+", help=f"some of {', '.join(CASES)} (all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="seeds side by side (%(default)s)")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="stores and runs stay there, and are taken up again"
+    )
+    parser.add_argument("--out", type=Path, default=RESULT.parent, help="folder of learning.json (%(default)s)")
+    parser.add_argument("--docs", action="store_true", help="write the tables of README.md and docs/, measure nothing")
+    options = parser.parse_intermixed_args(argv)
+    if options.docs:
+        write_docs(json.loads(RESULT.read_text(encoding="utf-8")))
+        return 0
+    corpora = {}
+    with _folder(options.keep) as folder:
+        for name in chosen("--corpora", options.corpora, list(CASES)):
+            corpora[name] = measure(name, options, folder)
+    result = {"benchmark": "learning", **circumstances(torch.device("cpu")), "corpora": corpora}
+    write_json(result, options.out, RESULT.stem)
+    rows = [(name, row) for name, corpus in corpora.items() for row in corpus["bars"]]
+    for name, row in rows:
+        values = " ".join(_number(each) for each in row["values"])
+        print(f"{name:<12} {row['metric']:<22} {row['bar']:<14} {row['passed']} of {row['of']}: {values}")
+    return int(any(row["passed"] < row["of"] for _, row in rows))

@@ -1,0 +1,130 @@
+"""The learning gate in small: a model of seconds learns to write texts from latents and to find latents of texts.
+
+`python -m benchmarks learning` holds the quickstart itself against bars, over seeds. This test fails on faults of the
+same kinds: each of them is put in here, and must miss a bar that the trainer as it is passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mmldlm.build import load_run
+from mmldlm.config import load_config
+from mmldlm.data.encoders import LsaEncoder
+from mmldlm.data.shards import StoreWriter
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.evaluation.quality import quality
+from mmldlm.model.mmdit import MMDiT
+from mmldlm.runtime.processes import Processes
+from mmldlm.telemetry import read_metrics
+from mmldlm.train import train
+
+# What the last validation must show: the least value of each metric. Chance is below 0.1 for all but the cosine, for
+# which the mean latent has 0.1.
+BARS = {"t2l_cosine": 0.8, "t2l_recall_at_1": 0.8, "l2t_token_accuracy": 0.6}
+
+# No word has two places, so that the words of a sentence, which are all that its latent knows, tell their order.
+SENTENCE = [
+    "the", "old young small happy", "cat dog bird horse child king", "sees hears follows likes finds",
+    "the", "brave quiet tall clever", "farmer teacher sailor baker doctor singer", "in",
+    "the", "garden house river forest city",
+]  # fmt: skip
+
+
+def sentence(draw: np.random.Generator) -> str:
+    """Draw one of 14,400 sentences."""
+    return " ".join(str(draw.choice(words.split())) for words in SENTENCE)
+
+
+def make_store(path: Path, shuffled: bool = False) -> Path:
+    """A store of sentences of a small grammar; `shuffled`: each with another one's latent."""
+    draw = np.random.default_rng(0)
+    texts = list(dict.fromkeys(sentence(draw) for _ in range(2600)))
+    encoder, tokenizer = LsaEncoder.fit(texts, 24), Tokenizer.words(texts, 400)
+    latents = encoder.encode(texts)
+    if shuffled:
+        latents = latents[draw.permutation(len(texts))]
+    ends = {"train": (0, 2000), "validation": (2000, 2100), "test": (2100, 2150)}
+    with StoreWriter(path, tokenizer, encoder, "float32") as writer:
+        for split, (start, stop) in ends.items():
+            part = texts[start:stop]
+            writer.add(split, tokenizer.encode_batch(part), latents[start:stop], [len(text) for text in part])
+        writer.finish([], {}, {}, {})
+    return path
+
+
+def learn(run: Path, store: Path, *settings: str) -> dict[str, float]:
+    """Train the model on `store` with the defaults of what is learned; what its last validation measured."""
+    config = [
+        f"run={{dir: {run}, seed: 0}}",
+        f"data.path={store}",
+        "model={depth: 2, width: 64, num_heads: 2, conditioning_width: 64, modulation_rank: 0}",
+        "mode={l2t: 0.5, t2l: 0.3, joint: 0.2}",
+        "optim.lr=5e-3",
+        "train={steps: 400, global_batch_size: 32}",
+        "log={every: 100, tensorboard: false, figures_every: 0}",
+        "validation={every: 400, samples: 100, text_samples: 0, quality_every: 400, quality_samples: 100}",
+        "checkpoint.every_steps=0",
+        "sampling.steps=12",
+    ]
+    train(load_config(None, [*config, *settings]))
+    *_, last = (record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "quality")
+    return {name: last[f"quality/{name}"] for name in BARS}
+
+
+def missed(measured: dict[str, float]) -> set[str]:
+    return {name for name, bar in BARS.items() if measured[name] < bar}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store") / "store")
+
+
+def test_it_learns_and_random_decoding_is_noticed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = learn(tmp_path / "run", store)
+    assert not missed(measured), measured
+
+    def at_random(log_p: Tensor, *_: Any) -> Tensor:
+        return torch.randint(0, log_p.shape[1], log_p.shape[:1], generator=torch.Generator().manual_seed(0))
+
+    monkeypatch.setattr("mmldlm.diffusion.sampling.draw_tokens", at_random)
+    run = load_run(tmp_path / "run")
+    found = quality(run, range(100), Processes())
+    assert missed({name: found[f"quality/{name}"] for name in BARS}) == {"l2t_token_accuracy"}
+
+
+class WithSkip(MMDiT):
+    """The network with a learned skip whatever it predicts, as it once was."""
+
+    def __init__(self, *arguments: Any, latent_skip: bool, **more: Any):
+        super().__init__(*arguments, latent_skip=True, **more)
+
+
+def test_a_skip_of_x0_is_noticed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmldlm.build.MMDiT", WithSkip)
+    assert missed(learn(tmp_path / "run", store)) >= {"t2l_cosine", "t2l_recall_at_1"}
+
+
+def test_a_lost_latent_loss_is_noticed(store: Path, tmp_path: Path) -> None:
+    assert missed(learn(tmp_path / "run", store, "loss.latent_weight=0")) >= {"t2l_cosine", "t2l_recall_at_1"}
+
+
+def test_latents_of_other_texts_are_noticed(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", shuffled=True)
+    assert missed(learn(tmp_path / "run", store)) == set(BARS)
