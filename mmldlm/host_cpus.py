@@ -1,7 +1,7 @@
 """CPU time that other processes take from a run, and how long OpenMP's threads spin beside them.
 
 A spinning thread goes on at once when the others are there. Where other processes have taken cores, it keeps one from
-the very thread that it waits for. libgomp reads GOMP_SPINCOUNT once, when torch is imported, so nothing here imports it.
+the very thread that it waits for. libgomp reads GOMP_SPINCOUNT once, when torch is imported, so this imports no torch.
 """
 
 from __future__ import annotations
