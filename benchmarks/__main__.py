@@ -15,6 +15,7 @@ BENCHMARKS = {
     "scaling": "how time and memory of a step grow with tokens, length, depth, vocabulary and padding",
     "log_overhead": "what of a step bookkeeping takes, and the wait for data",
     "sampling": "tokens a second of generation",
+    "busy": "tokens a second of training beside busy loops, by how OpenMP's threads wait",
     "checkpoint_stall": "how long training stands still for a checkpoint",
     "optimizers": "what a step of each optimizer costs, and the loss after equal steps",
     "engines": "what each engine exchanges in a step, and holds for a parameter",

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, run_command
+from mmldlm.host_cpus import choose_spinning
 
 COMMANDS = {
     "prepare": ("mmldlm.data.prepare", "raw text to a data store"),
@@ -24,6 +25,7 @@ COMMANDS = {
     "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
     "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
 }
+COMPUTES = ("train", "sample", "demo", "evaluate")  # with as many threads as there are
 PRINTS = ("config", "data", "monitor")  # the commands that only show something
 
 
@@ -43,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.USAGE
     if argv is None and name in PRINTS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads this, as `head` does, may stop before the end
+    if argv is None and name in COMPUTES:
+        choose_spinning(os.environ)  # before the module imports torch
     module = importlib.import_module(COMMANDS[name][0])
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()

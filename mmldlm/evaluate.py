@@ -15,6 +15,11 @@ from typing import Any
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+if __name__ == "__main__":  # before the imports below bring torch
+    from mmldlm.host_cpus import choose_spinning
+
+    choose_spinning(os.environ)
+
 from tqdm import tqdm
 
 from mmldlm.build import load_run, newest_checkpoint, run_config

@@ -27,6 +27,7 @@ from mmldlm.ema import EmaConfig
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.files import comes_into_sight, make_folder, token
 from mmldlm.fingerprint import disagreements, fingerprint
+from mmldlm.host_cpus import spinning
 from mmldlm.kernels import multiplies_bf16
 from mmldlm.learning_rate import batch_scale, describe_lr, resolved_warmup
 from mmldlm.micro_batch import halved
@@ -163,6 +164,7 @@ def startup_report(
         "device": str(runtime.device),
         "name": torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "openmp": spinning(os.environ),
         **memory_limits(),
     }
     ranks = runtime.gather(me, "start-up report")
@@ -252,6 +254,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     hosts = sorted({rank["host"] for rank in report["ranks"]})
     devices = sorted({rank["name"] for rank in report["ranks"]})
     versions = report["versions"]
+    threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
 
     def batch(sizes: Mapping[str, Any]) -> str:
         parts = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
@@ -260,6 +263,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     lines = [
         f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
         f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
+        f"threads      {'; '.join(threads)}",
         f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
         f"{report['precision']}, attention {report['attention']}, "
         f"activation checkpointing {report['activation_checkpointing']}",

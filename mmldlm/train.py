@@ -11,6 +11,11 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+if __name__ == "__main__":  # before the imports below bring torch
+    from mmldlm.host_cpus import choose_spinning
+
+    choose_spinning(os.environ)
+
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require, split_arguments
 from mmldlm.errors import ExitCode, UsageError, run_command

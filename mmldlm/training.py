@@ -23,7 +23,7 @@ from mmldlm.learning_rate import batch_scale, lr_at
 from mmldlm.lifecycle import RunLifecycle
 from mmldlm.pictures import pictures_due, take_pictures, text_samples
 from mmldlm.runtime.engine import fits
-from mmldlm.telemetry import StepNumbers, memory_values, phase
+from mmldlm.telemetry import StepNumbers, load_values, memory_values, phase
 from mmldlm.validation import validation_ids, validation_losses
 
 
@@ -208,6 +208,7 @@ class Training(RunLifecycle):
             **self._flop_rates(meter.flops / seconds),
             "speed/step_s": seconds / meter.steps,
             "speed/data_wait_s": meter.data_wait_s / meter.steps,
+            **load_values(meter.cpu_times),
             "data/epoch": self.state.samples_drawn / len(self.parts.loader.order),
             **self._epochs(),
             "data/tokens": self.state.tokens_seen,

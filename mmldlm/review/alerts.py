@@ -26,6 +26,7 @@ ALWAYS: tuple[Check, ...] = (
 OPEN: tuple[Check, ...] = (
     health_alerts.no_news,
     health_alerts.data_bound,
+    health_alerts.busy_cores,
     health_alerts.low_speed,
     health_alerts.unstable_speed,
     curve_alerts.plateau,

@@ -42,6 +42,7 @@ TITLES = {
     "speed/mfu": "MFU: useful FLOPs over the device's peak",
     "speed/step_s": "seconds a step",
     "speed/data_wait_s": "seconds a step waits for data",
+    "speed/cores_of_others": "cores that other processes keep busy",
     "memory/resident_mib": "resident memory, MiB",
     "memory/cuda_allocated_mib": "CUDA memory allocated, MiB",
     "memory/cuda_reserved_mib": "CUDA memory reserved, MiB",

@@ -118,18 +118,41 @@ def _speed(records: Sequence[Record]) -> float:
     return sum(tokens) / max(sum(seconds), 1e-9)
 
 
-def low_speed(look: Look) -> Alert | None:
-    """Far fewer tokens a second than this session has had before."""
-    speeds = values_of(look.session, "speed/tokens_per_s")
-    now, before = speeds[-10:], speeds[:-10]
-    if len(before) < 20:
+def _change(look: Look, tag: str) -> tuple[float, float] | None:
+    """Medians of a value over the last 10 records and over the session before; None while that is short."""
+    values = values_of(look.session, tag)
+    return (statistics.median(values[-10:]), statistics.median(values[:-10])) if len(values) >= 30 else None
+
+
+def _fall(look: Look) -> str | None:
+    """The speed in words where it is far below what this session has had before."""
+    speeds = _change(look, "speed/tokens_per_s")
+    if speeds is None or speeds[0] >= look.thresholds.speed_drop * speeds[1]:
         return None
-    found, usual = statistics.median(now), statistics.median(before)
-    if found >= look.thresholds.speed_drop * usual:
+    return f"{speeds[0]:.0f} tokens/s (median of 10 records), before {speeds[1]:.0f}"
+
+
+def busy_cores(look: Look) -> Alert | None:
+    """The speed fell, and processes that are not of the run keep more of its cores busy than before."""
+    fall, cores = _fall(look), _change(look, "speed/cores_of_others")
+    if fall is None or cores is None or cores[0] - cores[1] < look.thresholds.cores_of_others:
+        return None
+    return Alert(
+        "busy cores",
+        f"{fall}; other processes keep {cores[0]:.1f} cores of this host busy, before {cores[1]:.1f}",
+        "end them, or stop the run and start it again: the same command goes on, and OpenMP's spinning is chosen by "
+        "the load at the start; if they are to stay, set OMP_NUM_THREADS to the cores that they leave",
+    )
+
+
+def low_speed(look: Look) -> Alert | None:
+    """Far fewer tokens a second than this session has had before, and no other processes to account for it."""
+    fall = _fall(look)
+    if fall is None or busy_cores(look) is not None:
         return None
     return Alert(
         "low speed",
-        f"{found:.0f} tokens/s (median of 10 records), before {usual:.0f}",
+        fall,
         "look for another job on this machine, a GPU that is hot or throttled (`nvidia-smi -q -d PERFORMANCE`), a slow "
         "node or disk; `mmldlm doctor` measures the network",
     )

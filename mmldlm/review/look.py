@@ -44,6 +44,9 @@ class Thresholds:
         above=0,
     )
     speed_drop: float = setting(0.5, "tokens a second of 10 records over those of the session before", above=0, below=1)
+    cores_of_others: float = setting(
+        0.5, "cores that other processes keep busy in 10 records beyond those of the session before", above=0
+    )
     data_wait: float = setting(0.2, "share of a step's time that is waited for data, over 10 records", above=0, below=1)
     memory: float = setting(0.95, "share of the device's or the host's memory that is taken", above=0, below=1)
     disk_checkpoints: float = setting(3.0, "free disk space, in sizes of the newest checkpoint", at_least=0)

@@ -5,7 +5,7 @@ from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import Progress
-from mmldlm.telemetry.resources import cuda_memory_mib, memory_limits, memory_values, resident_mib
+from mmldlm.telemetry.resources import cuda_memory_mib, load_values, memory_limits, memory_values, resident_mib
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 
@@ -20,6 +20,7 @@ __all__ = [
     "TensorBoard",
     "Tracker",
     "cuda_memory_mib",
+    "load_values",
     "memory_limits",
     "memory_values",
     "phase",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mmldlm.host_cpus import cpu_times
+
 
 @dataclass(frozen=True)
 class StepNumbers:
@@ -38,6 +40,7 @@ class Meter:
         self.counts: Tensor | float = 0.0
         self.tokens = self.samples = self.steps = 0
         self.flops = self.data_wait_s = 0.0
+        self.cpu_times = cpu_times()
         self.began = time.perf_counter()
 
     def add(self, loss: Tensor, sums: Tensor, counts: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Memory that this process holds, in MiB."""
+"""Memory that this process holds, in MiB; cores that other processes take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mmldlm.host_cpus import CpuTimes, cores_of_others, cpu_times
 from mmldlm.telemetry.host_memory import MIB, host_memory_mib
 
 
@@ -50,3 +51,9 @@ def memory_values() -> dict[str, float]:
     if (cuda := cuda_memory_mib()) is not None:
         values["memory/cuda_allocated_mib"], values["memory/cuda_reserved_mib"] = cuda
     return values
+
+
+def load_values(since: CpuTimes | None) -> dict[str, float]:
+    """Cores of this host that processes which are not of the run kept busy; nothing where the system does not tell."""
+    now = cpu_times()
+    return {} if since is None or now is None else {"speed/cores_of_others": cores_of_others(since, now)}

@@ -56,6 +56,7 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
     "Speed and health": {
         "step time and data wait (s)": [r"^speed/step_s$", r"^speed/data_wait_s$"],
         "useful TFLOPs a second, and their share of the device's peak": [r"^speed/(tflops_per_s|mfu)$"],
+        "cores that other processes keep busy": [r"^speed/cores_of_others$"],
         "memory (MiB)": [r"^memory/"],
         "skipped steps": [r"^health/skipped_steps$"],
     },

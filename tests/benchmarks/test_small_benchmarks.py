@@ -158,6 +158,20 @@ def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], expe
     assert code == 2 and expected in capsys.readouterr().err
 
 
+def test_busy(tables: Callable[..., Tables]) -> None:
+    """With one thread, so that it is quick on a busy machine, too."""
+    small = ("model={depth: 1, width: 64, num_heads: 1}", "train.global_batch_size=4")
+    alone, beside = tables("busy", "--threads", 1, "--loops", 1, *small)["Training"]
+    assert (alone["busy loops"], alone["goal"], beside["busy loops"], beside["goal"]) == (0, 0.97, 1, 2.5)
+    for row in (alone, beside):
+        assert positive(row["default, tokens/s"]) and positive(row["chosen, tokens/s"])
+        assert row["chosen / default"] == pytest.approx(row["chosen, tokens/s"] / row["default, tokens/s"])
+        assert row["met"] == (row["chosen / default"] >= row["goal"]) and row["short spinning chosen"] == "0 of 1"
+        openmp = {kind: [run["openmp"] for run in runs] for kind, runs in row["runs"].items()}
+        assert openmp["default"] == ["GOMP_SPINCOUNT=300000, set by the environment"]
+        assert openmp["chosen"] == ["a single thread, which waits for none"]
+
+
 def test_prepare(tables: Callable[..., Tables]) -> None:
     found = tables("prepare", "--processes", 1, 2)
     assert [row["processes"] for row in found["Preparation, by the clock"]] == [1, 2]
