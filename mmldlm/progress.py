@@ -46,11 +46,12 @@ class Progress:
         self._closed.set()
         self._bar.close()
 
-    def phase(self, name: str) -> None:
-        """Begin a phase, which ends the one before."""
+    def phase(self, name: str, at_once: bool = True) -> None:
+        """Begin a phase, which ends the one before; it is told at once, or only when it takes long."""
         with self._lock:
             self._phase, self._unit, self._began = name, "", time.monotonic()
-            self.line(f"{name} ...")
+            if at_once:
+                self.line(f"{name} ...")
         self._bar.set_description(name, refresh=False)
         self._restart_bar("", None)
 

@@ -88,7 +88,7 @@ def _prepare(config: PrepareConfig, progress: bool, place: Place, interval: floa
 
 def _lead(config: PrepareConfig, shown: StageProgress, place: Place) -> Manifest:
     out, folder = Path(config.out), unfinished(Path(config.out))
-    shown.phase("looking through the input")
+    shown.phase("looking through the input", at_once=False)
     plan = None
     if place.world_size == 1 and not folder.exists():
         plan = make_plan(config)
