@@ -41,7 +41,7 @@ command -v "$python" >/dev/null || fail "no $python on this machine: install Pyt
 
 if [ ! -x .venv/bin/python ]; then
   say "creating .venv with $("$python" -V 2>&1)"
-  "$python" -m venv .venv || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
+  "$python" -m venv .venv | told || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
 fi
 
 # What was installed is known by a fingerprint of everything that decides it.
