@@ -10,13 +10,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
-# Passes lines on. Where none comes for 20 seconds, tells how far the installation is: pip is silent for minutes.
+# Passes lines on. Where none comes for 15 seconds, tells how far the installation is: pip is silent for minutes.
 told() {
   local line status
   SECONDS=0 # of this subshell, as a part of a pipeline is one
   while true; do
     status=0
-    IFS= read -rt "${TELL_EVERY:-20}" line || status=$?
+    IFS= read -rt "${TELL_EVERY:-15}" line || status=$?
     if ((status == 0)); then
       printf '%s\n' "$line"
     elif ((status > 128)); then # no line in time
