@@ -99,6 +99,7 @@ if [ "$1" = -m ]; then
   until [ -s go ]; do sleep 0.05; done
   exit "$(cat go)"
 fi
+cat > /dev/null
 echo abc
 """
 
@@ -114,6 +115,7 @@ def test_setup_tells_that_pip_is_at_work(tmp_path: Path, code: int) -> None:
     python.chmod(0o755)
     process = subprocess.Popen(
         ["bash", "scripts/setup.sh"],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
