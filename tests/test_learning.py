@@ -26,9 +26,8 @@ from mmldlm.runtime.processes import Processes
 from mmldlm.telemetry import read_metrics
 from mmldlm.train import train
 
-# What the last validation must show: the least value of each metric. Chance is below 0.1 for all but the cosine, for
-# which the mean latent has 0.1.
-BARS = {"t2l_cosine": 0.8, "t2l_recall_at_1": 0.8, "l2t_token_accuracy": 0.6}
+# The least value of each metric after the last step. The grammar alone, without latents, gives a token accuracy of 0.55.
+BARS = {"t2l_cosine": 0.9, "t2l_recall_at_1": 0.9, "l2t_token_accuracy": 0.9}
 
 # No word has two places, so that the words of a sentence, which are all that its latent knows, tell their order.
 SENTENCE = [
@@ -61,7 +60,7 @@ def make_store(path: Path, shuffled: bool = False) -> Path:
 
 
 def learn(run: Path, store: Path, *settings: str) -> dict[str, float]:
-    """Train the model on `store` with the defaults of what is learned; what its last validation measured."""
+    """Train the model on `store` with the defaults of what is learned; what was measured after the last step."""
     config = [
         f"run={{dir: {run}, seed: 0}}",
         f"data.path={store}",

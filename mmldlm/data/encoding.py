@@ -14,7 +14,7 @@ from mmldlm.data.corpora import Document, Problem, batches
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.data.manifest import token_dtype
 from mmldlm.data.options import PrepareConfig
-from mmldlm.data.reporting import Problems, Progress
+from mmldlm.data.reporting import Problems, StageProgress
 from mmldlm.data.shard_writer import SPLITS, Contents, ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
@@ -41,7 +41,7 @@ def encode_lot(
     folder: Path,
     told: Counter[str],
     each: Callable[[], None],
-    shown: Progress,
+    shown: StageProgress,
 ) -> tuple[Contents, dict[str, Any]]:
     """Fill `folder` with the shards of documents, each given with its split; `each` is called before each batch."""
     over_length = 0

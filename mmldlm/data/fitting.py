@@ -28,7 +28,7 @@ from mmldlm.data.inputs import latent_file
 from mmldlm.data.options import PrepareConfig
 from mmldlm.data.pairing import given_shape, left_out
 from mmldlm.data.reading import TRAIN, Corpus
-from mmldlm.data.reporting import Problems, settle
+from mmldlm.data.reporting import Problems, StageProgress, settle
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
@@ -42,6 +42,7 @@ def fit(
     results: Sequence[dict[str, Any]],
     folder: Path,
     told: Counter[str],
+    shown: StageProgress,
 ) -> dict[str, Any]:
     """Tokenizer and encoder to `folder`, of the lots that were spooled to `folders` with `results`: the grouping.
 
@@ -56,6 +57,7 @@ def fit(
     documents = sum(corpus.split_sizes().values())
     if not documents:
         raise DataError(f"{config.corpus or ', '.join(config.inputs)}: no documents; expected text")
+    shown.phase("grouping duplicates")
     near = config.near_duplicates or config.corpus is not None
     grouping = corpus.decide_near_duplicates(config) if near else corpus.exact_grouping()
     for split, size in corpus.split_sizes().items():
@@ -64,8 +66,10 @@ def fit(
                 f"split {split} has no documents of {documents} in {grouping['groups']} groups; "
                 "expected more documents or a larger fraction"
             )
+    shown.phase("fitting the tokenizer")
     tokenizer = _tokenizer(config, corpus)
     tokenizer.save(folder / "tokenizer")
+    shown.phase("fitting the encoder")
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
     _encoder(config, sources, latents, given_shape(results), texts).save(folder / "encoder")
     return {"grouping": grouping, **problems.result()}

@@ -35,36 +35,43 @@ from mmldlm.data.merging import contents_of, merge, together
 from mmldlm.data.options import PrepareConfig, add_arguments, from_args
 from mmldlm.data.pairing import first_places
 from mmldlm.data.plan import Plan, make_plan
-from mmldlm.data.reading import Corpus, count_lot, spool_lot
-from mmldlm.data.reporting import Progress, say, settle, summary
+from mmldlm.data.reading import DOCUMENTS, Corpus, count_lot, spool_lot
+from mmldlm.data.reporting import StageProgress, settle, summary
 from mmldlm.data.shard_writer import spread
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.workshop import STORE, Workshop, unfinished
 from mmldlm.data.writer import check_splits, named, publish
 from mmldlm.errors import DataError, MmldlmError, PeerLostError, StorageError, UsageError, run_command
+from mmldlm.progress import INTERVAL_S, say
 
 __all__ = ["PrepareConfig", "add_arguments", "from_args", "main", "prepare", "summary"]
 
 _LEAVING_S = 5.0  # for processes that were started here, once the preparation has ended
 
 
-def prepare(config: PrepareConfig, progress: bool = True, place: Place = Place()) -> Manifest:  # noqa: B008
+def prepare(
+    config: PrepareConfig,
+    progress: bool = True,
+    place: Place = Place(),  # noqa: B008
+    interval: float = INTERVAL_S,
+) -> Manifest:
     """Make the store `config.out` and return its manifest; at once where it exists with the same options and sources.
 
-    One of several processes where `place` says so. UsageError for options that make no sense; DataError for input
-    that cannot be used, a split without samples, an existing store of other data, or the work of another preparation
-    that was left unfinished; RunInUseError where one is at work; PeerLostError where another process fails.
+    One of several processes where `place` says so. `interval`: seconds between lines of progress. UsageError for
+    options that make no sense; DataError for input that cannot be used, a split without samples, an existing store of
+    other data, or the work of another preparation that was left unfinished; RunInUseError where one is at work;
+    PeerLostError where another process fails.
     """
     config.check()
     if config.processes > 1:
         if place.world_size > 1:
             raise UsageError(f"--processes {config.processes}: the launcher has started {place.world_size} already")
         with _helpers(config, progress) as place:
-            return _prepare(config, Progress(progress, *place[:2]), place)
-    return _prepare(config, Progress(progress, *place[:2]), place)
+            return _prepare(config, progress, place, interval)
+    return _prepare(config, progress, place, interval)
 
 
-def _prepare(config: PrepareConfig, shown: Progress, place: Place) -> Manifest:
+def _prepare(config: PrepareConfig, progress: bool, place: Place, interval: float) -> Manifest:
     if place.world_size > 1:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes share the cores already
         if torch.cuda.is_available():
@@ -72,13 +79,16 @@ def _prepare(config: PrepareConfig, shown: Progress, place: Place) -> Manifest:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums depend on how many share them out
     try:
-        return (_follow if place.rank else _lead)(config, shown, place)
+        shown = StageProgress(progress, place.rank, place.world_size, interval)
+        with shown:
+            return (_follow if place.rank else _lead)(config, shown, place)
     finally:
         torch.set_num_threads(threads)
 
 
-def _lead(config: PrepareConfig, shown: Progress, place: Place) -> Manifest:
+def _lead(config: PrepareConfig, shown: StageProgress, place: Place) -> Manifest:
     out, folder = Path(config.out), unfinished(Path(config.out))
+    shown.phase("looking through the input", at_once=False)
     plan = None
     if place.world_size == 1 and not folder.exists():
         plan = make_plan(config)
@@ -111,7 +121,7 @@ def _lead(config: PrepareConfig, shown: Progress, place: Place) -> Manifest:
     return existing
 
 
-def _follow(config: PrepareConfig, shown: Progress, place: Place) -> Manifest:
+def _follow(config: PrepareConfig, shown: StageProgress, place: Place) -> Manifest:
     out, folder = Path(config.out), unfinished(Path(config.out))
     with Crew(folder, place, config.peer_timeout, _agreed(config)) as crew:
         if identity := crew.get("plan"):
@@ -120,7 +130,7 @@ def _follow(config: PrepareConfig, shown: Progress, place: Place) -> Manifest:
     return Manifest.read(out)
 
 
-def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: Progress) -> None:
+def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: StageProgress) -> None:
     """All stages; when the leading process is through, the store is in its place."""
     lots = range(len(plan.lots))
     read, encoded, measured = ([f"{stage}-{lot:05d}" for lot in lots] for stage in ("read", "encode", "measure"))
@@ -128,10 +138,9 @@ def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: 
     _read(config, plan, shop, crew, shown, read, told)
     folders = [shop.path(piece) for piece in read]
     if crew.leads and not shop.has("fit"):
-        shown.line("fitting tokenizer and encoder ...")
         with shop.doing("fit") as (folder, result), shown.timed("fit"):
             found = [shop.result(piece) for piece in read]
-            result.update(fit(config, plan.sources, folders, found, folder, told))
+            result.update(fit(config, plan.sources, folders, found, folder, told, shown))
     crew.wait(lambda: shop.has("fit"))
     _encode(config, shop, crew, shown, folders, encoded, told)
     if crew.leads and not shop.has("mean"):
@@ -148,6 +157,7 @@ def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: 
             shards = contents_of(shop, encoded[lot]).shards
             result["squares"], result["largest"] = spread(shop.path(encoded[lot]), shards, mean)
     if crew.leads:
+        shown.phase("writing the store")
         with shown.timed("merge"):
             merge(config, plan, shop, read, encoded, measured, shop.path(STORE))
             publish(shop.path(STORE), Path(config.out), shop.folder / "replaced")
@@ -158,7 +168,7 @@ def _read(
     plan: Plan,
     shop: Workshop,
     crew: Crew,
-    shown: Progress,
+    shown: StageProgress,
     read: list[str],
     told: Counter[str],
 ) -> None:
@@ -181,7 +191,7 @@ def _encode(
     config: PrepareConfig,
     shop: Workshop,
     crew: Crew,
-    shown: Progress,
+    shown: StageProgress,
     folders: list[Path],
     encoded: list[str],
     told: Counter[str],
@@ -193,18 +203,20 @@ def _encode(
         tokenizer = tokenizer or Tokenizer.load(fitted / "tokenizer")
         encoder = encoder or fitted_encoder(config, fitted)
         with shop.doing(encoded[lot]) as (folder, result):
-            documents = shown.bar(corpus.documents(lot), "tokenizing and encoding")
+            documents = shown.over(corpus.documents(lot), DOCUMENTS, corpus.count(lot))
             contents, counted = encode_lot(documents, tokenizer, encoder, config, folder, told, crew.check, shown)
             result.update(counted, latent_tokens=encoder.latent_tokens, contents=contents.save(folder))
 
 
-def _share(pieces: list[str], shop: Workshop, crew: Crew, shown: Progress, stage: str) -> Iterator[int]:
+def _share(pieces: list[str], shop: Workshop, crew: Crew, shown: StageProgress, stage: str) -> Iterator[int]:
     """Numbers of the pieces that fall to this process. It ends when all are done, by whomever."""
     missing = [number for number, piece in enumerate(pieces) if not shop.has(piece)]
     for number in missing:
         if not shop.has(pieces[number]) and crew.take(pieces[number]):
-            shown.line(f"{stage} ..." if len(pieces) == 1 else f"{stage}, part {number + 1} of {len(pieces)} ...")
+            shown.phase(stage if len(pieces) == 1 else f"{stage}, part {number + 1} of {len(pieces)}")
             yield number
+    if not all(shop.has(pieces[number]) for number in missing):
+        shown.phase(f"{stage}: waiting for other processes")
     for number in missing:
         crew.wait(lambda piece=pieces[number]: shop.has(piece))  # type: ignore[misc]
 

@@ -18,21 +18,22 @@ from mmldlm.data.inputs import completed
 from mmldlm.data.options import PrepareConfig
 from mmldlm.data.pairing import Uses
 from mmldlm.data.plan import Lot, read_lot
-from mmldlm.data.reporting import Problems, Progress
+from mmldlm.data.reporting import Problems, StageProgress
 from mmldlm.data.shard_writer import SPLITS
 from mmldlm.data.spool import Spool, SpoolWriter
 
 TRAIN = SPLITS.index("train")
 LEFT_OUT = 255  # in place of a split
+DOCUMENTS = "documents"
 _SPLITS, _GROUPS = "splits.npy", "groups.npy"
 _GROUPS_AT_ONCE = 1 << 22
 _SAMPLE_BITS = 20
 
 
-def count_lot(lot: Lot, config: PrepareConfig, each: Callable[[], None], shown: Progress) -> int:
+def count_lot(lot: Lot, config: PrepareConfig, each: Callable[[], None], shown: StageProgress) -> int:
     """Documents and problems of a lot; `each` is called before each of them."""
     count = 0
-    for _ in shown.bar(read_lot(lot, config), "counting documents"):
+    for _ in shown.over(read_lot(lot, config), DOCUMENTS):
         each()
         count += 1
     return count
@@ -46,7 +47,7 @@ def spool_lot(
     folder: Path,
     told: Counter[str],
     each: Callable[[], None],
-    shown: Progress,
+    shown: StageProgress,
 ) -> dict[str, Any]:
     """Fill `folder`; the result has the shapes of latents that came along. `each` is called before each document.
 
@@ -57,7 +58,7 @@ def spool_lot(
     origins: Counter[str] = Counter()
     with SpoolWriter(folder) as spool, Problems(config, folder, told) as problems:
         stream = completed(read_lot(lot, config), config, latents, first)
-        for found, row in shown.bar(stream, "reading documents"):
+        for found, row in shown.over(stream, DOCUMENTS):
             each()
             if row is not None:
                 uses.add(row, -1 if isinstance(found, Problem) else len(spool), found)
@@ -114,6 +115,10 @@ class Corpus:
         splits = self.splits(lot)
         splits[list(numbers)] = LEFT_OUT
         self._decide(lot, splits)
+
+    def count(self, lot: int) -> int:
+        """Documents of a lot."""
+        return int((self.splits(lot) != LEFT_OUT).sum())
 
     def _groups(self, lot: int) -> np.ndarray:
         return np.load(self._folders[lot] / _GROUPS, allow_pickle=False)

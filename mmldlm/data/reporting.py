@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
-
-from tqdm import tqdm
+from typing import Any
 
 from mmldlm.data.corpora import Problem
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.options import PrepareConfig
 from mmldlm.errors import DataError
+from mmldlm.progress import Progress, say
 
 FILE = "problems.jsonl"
 _SHOWN_PER_KIND = 10
-_T = TypeVar("_T")
 
 
 class Problems:
@@ -80,20 +77,14 @@ def _too_many(problem: Problem | str, config: PrepareConfig) -> str:
     return f"{problem}: more than --max-problems {config.max_problems} documents cannot be used"
 
 
-class Progress:
-    """A bar where stderr is a terminal, else a line when each stage begins; of several processes a line each."""
+class StageProgress(Progress):
+    """The stages of a preparation, and the time spent on each. Of several processes, the first one tells how far it is;
+    the others, when they begin a stage."""
 
-    def __init__(self, shown: bool, rank: int = 0, world_size: int = 1):
-        self._who = f"rank {rank}: " if world_size > 1 else ""
-        self._shown, self._bars = shown, shown and not self._who and sys.stderr.isatty()
+    def __init__(self, shown: bool, rank: int, world_size: int, interval: float):
+        several = world_size > 1
+        super().__init__(shown, None if rank else interval, f"rank {rank}: " if several else "", plain=several)
         self._seconds: dict[str, float] = {}
-
-    def line(self, text: str) -> None:
-        if self._shown and not self._bars:
-            say(f"{self._who}{text}")
-
-    def bar(self, items: Iterable[_T], stage: str) -> Iterable[_T]:
-        return tqdm(items, stage, unit="", leave=False) if self._bars else items
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -120,7 +111,3 @@ def summary(manifest: Manifest) -> str:
         f"{manifest.latent.tokens} x {manifest.latent.channels} of {manifest.encoder['name']}; problems: {problems}"
     )
     return "\n".join(rows)
-
-
-def say(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)

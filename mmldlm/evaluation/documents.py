@@ -6,7 +6,7 @@ document's place. So one and three processes find the same bits, where each comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -23,14 +23,15 @@ from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.errors import DataError
+from mmldlm.progress import Progress
 from mmldlm.runtime.processes import Processes
 
 ENCODED_AT_ONCE = 64  # texts
+MICRO_BATCHES = "micro-batches"
 _UNIGRAM = len(MODES)  # kind of a generation beside the modes
 
 # What stands in for a document's latent: its own, another document's, the mean of all, or noise (no condition).
 Condition = Literal["own", "shuffled", "mean", "none"]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ class Evaluation:
         config: EvaluationConfig,
         processes: Processes | None = None,
         ids: Sequence[int] | None = None,
+        progress: Progress | None = None,
     ):
         """`ids`: rows of the split to measure on, known to be good; otherwise they are drawn by the seed. DataError
-        where the split has fewer than two to draw."""
+        where the split has fewer than two to draw. `progress` is told of this rank's batches, by default silently."""
+        self.progress = progress or Progress(shown=False)
         self.run, self.config, self.processes = run, config, processes or Processes()
         store = run.store if ids is not None else without_bad(run.store, config.split, run.config.data.max_bad_samples)
         self.split = store.split(config.split)
@@ -114,17 +117,29 @@ class Evaluation:
     def batches(self, condition: Condition, count: int | None = None) -> Iterator[tuple[bool, Batch]]:
         """This rank's micro-batches of the first `count` documents, and whether each counts; slots are places."""
         for counts, slots in self._shared(self.lengths[:count]):
-            batch = collate(self.split, self.ids[slots], slots)
-            if condition != "none":
-                batch = replace(batch, latents=torch.from_numpy(self.latents[condition][slots]))
-            yield counts, batch
+            yield counts, self._batch(condition, slots)
+
+    def draws(self, condition: Condition) -> Iterator[tuple[int, bool, Batch]]:
+        """The same of all documents, `times` times over, with the number of the draw."""
+        every = [(draw, *shared) for draw in range(self.config.times) for shared in self._dealt(self.lengths)]
+        for draw, counts, slots in self.progress.over(every, MICRO_BATCHES, len(every)):
+            yield draw, counts, self._batch(condition, slots)
+
+    def _batch(self, condition: Condition, slots: np.ndarray) -> Batch:
+        batch = collate(self.split, self.ids[slots], slots)
+        if condition == "none":
+            return batch
+        return replace(batch, latents=torch.from_numpy(self.latents[condition][slots]))
 
     def _shared(self, lengths: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
         """This rank's part of samples of these lengths: places of a micro-batch, and whether it counts."""
+        dealt = self._dealt(lengths)
+        return self.progress.over(dealt, MICRO_BATCHES, len(dealt))
+
+    def _dealt(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
         size, order = self.config.batch, np.argsort(lengths, kind="stable")
         cuts = [order[start : start + size] for start in range(0, len(order), size)]
-        for _, slots, counts in self.processes.dealt(cuts):
-            yield counts, slots
+        return [(counts, slots) for _, slots, counts in self.processes.dealt(cuts)]
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Collective: float64; what each rank has filled in of an array of zeros, together."""
@@ -207,7 +222,8 @@ class Evaluation:
         """Collective: float32 [n, M, C], on the encoder's own scale; NaN where it has no latent for a text."""
         found = np.zeros((len(texts), *self.raw_latents.shape[1:]))
         ours = self.processes
-        for start in range(ours.rank * ENCODED_AT_ONCE, len(texts), ours.world_size * ENCODED_AT_ONCE):
+        starts = range(ours.rank * ENCODED_AT_ONCE, len(texts), ours.world_size * ENCODED_AT_ONCE)
+        for start in self.progress.over(starts, "batches of the encoder", len(starts)):
             some = texts[start : start + ENCODED_AT_ONCE]
             found[start : start + len(some)] = self.encoder.encode(some)
         return self.pooled(found).astype(np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmldlm.diffusion.noise import MODES, SampleStreams
-from mmldlm.evaluation.documents import Evaluation, Progress
+from mmldlm.evaluation.documents import Evaluation
 from mmldlm.evaluation.perplexity import CausalModel, nats_of, perplexity
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 from mmldlm.evaluation.texts import SHOWN, reencoded
@@ -52,10 +52,10 @@ def frechet_metrics(evaluation: Evaluation, made: np.ndarray) -> dict[str, Any]:
     return found
 
 
-def joint_metrics(evaluation: Evaluation, model: CausalModel | None, progress: Progress) -> dict[str, Any]:
+def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str, Any]:
     """Collective: texts of the lengths of held-out documents. Keys with `_true` are the same of these documents, with
     `_unigram` of tokens drawn by frequency."""
-    progress("texts and latents from noise")
+    evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.texts
     written = evaluation.write("joint", "none", count, replace(run.config.sampling, guidance=1.0))
     sets = {
@@ -68,12 +68,14 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None, progress: P
     for suffix, tokens in sets.items():
         found |= {key + suffix: value for key, value in variety(tokens).items()}
         if model is not None:
-            progress(f"perplexity{suffix.replace('_', ', ')}")
+            evaluation.progress.phase(f"perplexity{suffix.replace('_', ', ')}")
             ours = evaluation.processes
-            nats = evaluation.pooled(nats_of(model, texts[suffix], ours.rank, ours.world_size))
+            places = range(ours.rank, count, ours.world_size)
+            counted = evaluation.progress.over(places, "texts", len(places))
+            nats = evaluation.pooled(nats_of(model, texts[suffix], counted))
             found[f"generative_perplexity{suffix}"] = perplexity(nats)
     found |= frechet_metrics(evaluation, written.latents)
-    progress("whether texts and latents belong together")
+    evaluation.progress.phase("whether texts and latents belong together")
     encoded, raw = evaluation.encode(texts[""]), run.store.restore(written.latents)
     found |= reencoded(encoded, raw)
     found["reencoded_cosine_shuffled"] = reencoded(encoded, np.roll(raw, 1, axis=0))["reencoded_cosine"]

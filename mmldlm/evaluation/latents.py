@@ -11,17 +11,17 @@ import torch
 
 from mmldlm.data.neighbours import directions
 from mmldlm.diffusion.noise import draw_noise, mode_weights
-from mmldlm.evaluation.documents import Condition, Evaluation, Progress
+from mmldlm.evaluation.documents import Condition, Evaluation
 from mmldlm.evaluation.statistics import cosine, noise_levels, ranks_of_own, ratio
 
 
-def latent_metrics(evaluation: Evaluation, progress: Progress) -> dict[str, Any]:
+def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Collective: t2l, on the encoder's own scale."""
-    progress("latents from texts")
+    evaluation.progress.phase("latents from texts")
     store, count = evaluation.run.store, len(evaluation.ids)
     made = store.restore(evaluation.write("t2l", "own", count, evaluation.run.config.sampling).latents)
     found = closeness(evaluation, made)
-    progress("latents from texts, by noise level")
+    evaluation.progress.phase("latents from texts, by noise level")
     return found | {"by_t_latent": _by_level(evaluation)}
 
 
@@ -58,16 +58,15 @@ def denoised(evaluation: Evaluation, condition: Condition) -> tuple[np.ndarray, 
     run, config = evaluation.run, evaluation.config
     count, process = len(evaluation.ids), run.objective.latent
     times, found = np.zeros((config.times, count)), np.zeros((config.times, *evaluation.raw_latents.shape))
-    for draw in range(config.times):
-        for counts, batch in evaluation.batches(condition):
-            noise = draw_noise(batch, config.seed, draw, count, mode_weights("t2l"))
-            noised = run.objective.corrupt(batch, noise).to(run.device)
-            _, predicted, *_ = run.model(*noised.inputs)
-            if not counts:
-                continue
-            x0, _ = process.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
-            slots = batch.slots.numpy()
-            times[draw, slots], found[draw, slots] = noise.t_latent.double(), x0.double().cpu()
+    for draw, counts, batch in evaluation.draws(condition):
+        noise = draw_noise(batch, config.seed, draw, count, mode_weights("t2l"))
+        noised = run.objective.corrupt(batch, noise).to(run.device)
+        _, predicted, *_ = run.model(*noised.inputs)
+        if not counts:
+            continue
+        x0, _ = process.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
+        slots = batch.slots.numpy()
+        times[draw, slots], found[draw, slots] = noise.t_latent.double(), x0.double().cpu()
     return evaluation.pooled(times), run.store.restore(evaluation.pooled(found))
 
 

@@ -11,7 +11,7 @@ import torch
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Objective
-from mmldlm.evaluation.documents import Condition, Evaluation, Progress
+from mmldlm.evaluation.documents import Condition, Evaluation
 from mmldlm.evaluation.statistics import BITS, length_buckets, noise_levels, ratio
 
 
@@ -42,27 +42,26 @@ def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
     objective = Objective(LossConfig(), text, run.objective.latent)
     count = len(evaluation.ids)
     found = np.zeros((4, config.times, count))
-    for draw in range(config.times):
-        for counts, batch in evaluation.batches(condition):
-            noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"))
-            if condition == "none":
-                noise = replace(noise, t_latent=torch.ones_like(noise.t_latent))
-            noised = objective.corrupt(batch, noise)
-            prediction, *_ = run.model(*noised.to(run.device).inputs)
-            if not counts:
-                continue
-            # On the host, where sums have one order.
-            nll, of = prediction.double().cpu(), noised.layout.sample_of_token[noised.positions]
-            empty = torch.zeros(len(batch.lengths), dtype=torch.float64)
-            of_tokens = torch.ones_like(nll), nll, noised.token_weight.double() * nll
-            summed = [empty.index_add(0, of, values) for values in of_tokens]
-            found[:, draw, batch.slots.numpy()] = torch.stack([noise.t_text.double(), *summed])
+    for draw, counts, batch in evaluation.draws(condition):
+        noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"))
+        if condition == "none":
+            noise = replace(noise, t_latent=torch.ones_like(noise.t_latent))
+        noised = objective.corrupt(batch, noise)
+        prediction, *_ = run.model(*noised.to(run.device).inputs)
+        if not counts:
+            continue
+        # On the host, where sums have one order.
+        nll, of = prediction.double().cpu(), noised.layout.sample_of_token[noised.positions]
+        empty = torch.zeros(len(batch.lengths), dtype=torch.float64)
+        of_tokens = torch.ones_like(nll), nll, noised.token_weight.double() * nll
+        summed = [empty.index_add(0, of, values) for values in of_tokens]
+        found[:, draw, batch.slots.numpy()] = torch.stack([noise.t_text.double(), *summed])
     return TextBound(*evaluation.pooled(found))
 
 
-def likelihood_of_text(evaluation: Evaluation, progress: Progress) -> dict[str, Any]:
+def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
     """Collective: the text alone, beside its unigram."""
-    progress("bound, no latent")
+    evaluation.progress.phase("bound, no latent")
     bound, unigram = text_bound(evaluation, "none"), evaluation.unigram_nats()
     return {
         **_bits(evaluation, bound.nats),
@@ -72,12 +71,12 @@ def likelihood_of_text(evaluation: Evaluation, progress: Progress) -> dict[str, 
     }
 
 
-def likelihood_given_latents(evaluation: Evaluation, progress: Progress) -> dict[str, Any]:
+def likelihood_given_latents(evaluation: Evaluation) -> dict[str, Any]:
     """Collective: the text given its latent, another document's and the mean latent."""
     bounds: dict[Condition, TextBound] = {}
     conditions: tuple[Condition, ...] = ("own", "shuffled", "mean")
     for condition in conditions:
-        progress(f"bound, latent {condition}")
+        evaluation.progress.phase(f"bound, latent {condition}")
         bounds[condition] = text_bound(evaluation, condition)
     own, shuffled = bounds["own"], bounds["shuffled"]
     tokens = evaluation.lengths.astype(np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +63,9 @@ def perplexity(nats: np.ndarray) -> float | None:
     return float(np.exp(total / tokens)) if tokens else None
 
 
-def nats_of(model: CausalModel, texts: Sequence[str], rank: int, world_size: int) -> np.ndarray:
-    """float64 [n, 2]: nats and tokens of this rank's share of the texts, zeros for the others."""
+def nats_of(model: CausalModel, texts: Sequence[str], places: Iterable[int]) -> np.ndarray:
+    """float64 [n, 2]: nats and tokens of the texts at these places, zeros for the others."""
     found = np.zeros((len(texts), 2))
-    for place in range(rank, len(texts), world_size):
+    for place in places:
         found[place] = model.nats(texts[place])
     return found

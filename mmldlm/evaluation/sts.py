@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.evaluation.documents import Evaluation, Progress
+from mmldlm.evaluation.documents import Evaluation
 from mmldlm.evaluation.statistics import cosine, spearman
 
 FEWEST = 3  # pairs
@@ -88,12 +88,12 @@ def encode_sentences(evaluation: Evaluation, pairs: list[Pair]) -> tuple[list[st
     return sentences, tokens
 
 
-def sts_metrics(evaluation: Evaluation, pairs: list[Pair], progress: Progress) -> dict[str, Any]:
+def sts_metrics(evaluation: Evaluation, pairs: list[Pair]) -> dict[str, Any]:
     """Collective: the correlation of scores with cosines of the network's latents, and of the encoder's own.
 
     The control pairs each first sentence with the next pair's second one.
     """
-    progress("latents of pairs of sentences")
+    evaluation.progress.phase("latents of pairs of sentences")
     sentences, tokens = encode_sentences(evaluation, pairs)
     made = evaluation.run.store.restore(evaluation.latents_of(tokens, evaluation.run.config.sampling))
     encoded = evaluation.encode(sentences)

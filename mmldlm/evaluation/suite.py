@@ -9,13 +9,14 @@ from typing import Any
 
 from mmldlm.build import LoadedRun
 from mmldlm.diffusion.noise import Mode, trained_modes
-from mmldlm.evaluation.documents import Evaluation, EvaluationConfig, Progress
+from mmldlm.evaluation.documents import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.latents import latent_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text
 from mmldlm.evaluation.perplexity import CausalModel
 from mmldlm.evaluation.sts import encode_sentences, read_pairs, sts_metrics
 from mmldlm.evaluation.texts import text_metrics
+from mmldlm.progress import Progress
 from mmldlm.runtime.processes import Processes
 
 
@@ -33,7 +34,7 @@ def evaluate(
     modes: Sequence[Mode] | None = None,
     extras: Extras = Extras(),
     processes: Processes | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Collective: the metrics of `modes`, by default those that the run trained; the same on every rank.
 
@@ -44,7 +45,9 @@ def evaluate(
     modes = tuple(modes or trained)
     model = None
     with processes.agreeing("opening of what is to be evaluated"):
-        evaluation = Evaluation(run, config, processes)
+        progress = progress or Progress(shown=False)
+        progress.phase("opening documents and encoder")
+        evaluation = Evaluation(run, config, processes, progress=progress)
         _ = evaluation.encoder
         pairs = read_pairs(extras.sts) if extras.sts and "t2l" in modes else []
         encode_sentences(evaluation, pairs)
@@ -59,13 +62,13 @@ def evaluate(
         "modes": list(modes),
     }
     if "joint" in modes:
-        result |= likelihood_of_text(evaluation, progress)
+        result |= likelihood_of_text(evaluation)
     if "l2t" in modes:
-        result["l2t"] = likelihood_given_latents(evaluation, progress) | text_metrics(evaluation, progress)
+        result["l2t"] = likelihood_given_latents(evaluation) | text_metrics(evaluation)
     if "t2l" in modes:
-        result["t2l"] = latent_metrics(evaluation, progress)
+        result["t2l"] = latent_metrics(evaluation)
         if pairs:
-            result["t2l"] |= sts_metrics(evaluation, pairs, progress)
+            result["t2l"] |= sts_metrics(evaluation, pairs)
     if "joint" in modes:
-        result["joint"] = joint_metrics(evaluation, model, progress)
+        result["joint"] = joint_metrics(evaluation, model)
     return result

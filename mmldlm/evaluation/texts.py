@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.evaluation.documents import Condition, Evaluation, Progress
+from mmldlm.evaluation.documents import Condition, Evaluation
 from mmldlm.evaluation.statistics import cosine, ratio
 
 SHOWN = 20  # pairs of samples.md
@@ -50,7 +50,7 @@ def reencoded(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
     }
 
 
-def text_metrics(evaluation: Evaluation, progress: Progress) -> dict[str, Any]:
+def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Collective: l2t. Keys with `_shuffled` and `_mean_latent` are the same of texts from another document's latent
     and from the mean latent, with `_unigram` of tokens drawn by frequency, with `_true` of the references."""
     count = evaluation.texts
@@ -66,12 +66,12 @@ def text_metrics(evaluation: Evaluation, progress: Progress) -> dict[str, Any]:
         return texts
 
     for condition, suffix in SUFFIXES.items():
-        progress(f"texts from latents, latent {condition}")
+        evaluation.progress.phase(f"texts from latents, latent {condition}")
         written = add(suffix, evaluation.write("l2t", condition, count, evaluation.run.config.sampling).tokens)
         if condition == "own":
             pairs = zip(references[:SHOWN], written[:SHOWN], strict=True)
             found["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
-    progress("texts from token frequencies")
+    evaluation.progress.phase("texts from token frequencies")
     add("_unigram", evaluation.unigram_tokens(count))
     of_references = reencoded(evaluation.encode(references), truth)
     return found | {_with(key, "_true"): value for key, value in of_references.items()}

@@ -1,9 +1,13 @@
-"""One readable line per log event: updated in place on a terminal, printed plainly into a file."""
+"""One readable line per log event: updated in place on a terminal, printed plainly into a file.
+
+A file also gets a line where there was none for long: while steps, a validation or a checkpoint take their time.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -13,6 +17,7 @@ from typing import TextIO
 from mmldlm.units import human_count, human_duration
 
 WINDOW = 20  # log events over which the speed of the ETA is taken
+SILENCE_S = 15.0  # between lines in a file; looked at as often
 
 # What the line shows of the training values besides loss, speed and ETA, which come first: a terminal cuts the rest.
 FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -38,6 +43,8 @@ class Progress:
         self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._open_line = False
         self._clock = clock
+        self._step, self._doing, self._told = start_step, "training", clock()
+        self._ended = threading.Event()
         # (step, seconds) of recent events. Evaluation and saving in between count: the ETA is of the whole run.
         self._recent: deque[tuple[int, float]] = deque([(start_step, clock())], maxlen=WINDOW + 1)
 
@@ -52,6 +59,29 @@ class Progress:
         self._print("\r" + line[: width - 1].ljust(width - 1))
         self._open_line = True
 
+    def at(self, step: int, doing: str = "training") -> None:
+        """The last step that is done, and what the run is doing now."""
+        self._step, self._doing = step, doing
+
+    def watch(self) -> None:
+        """See to it, until `end`, that a file gets lines."""
+        if not self._in_place:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SILENCE_S):
+            self.break_silence()
+
+    def break_silence(self) -> None:
+        """A line, where the last one is `SILENCE_S` or more ago."""
+        silent = self._clock() - self._told
+        if silent >= SILENCE_S:
+            self._print(f"step {self._step:,}/{self.total_steps:,}  {self._doing} ... {human_duration(silent)}\n")
+
+    def end(self) -> None:
+        self._ended.set()
+        self.close()
+
     def message(self, text: str) -> None:
         """A line of its own that stays."""
         self.close()
@@ -65,6 +95,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         """Where nobody reads any more, or the disk of a log is full, that is no reason to end a run."""
+        self._told = self._clock()
         with suppress(OSError):
             print(text, end="", file=self._stream, flush=True)
 

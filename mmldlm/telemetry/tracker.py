@@ -63,6 +63,7 @@ class Tracker:
         folder = Path(run_dir)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start_step if resumed else None)
         self._progress = Progress(total_steps, start_step)
+        self._progress.watch()
         if tensorboard:
             self._board = TensorBoard(folder / "tensorboard", start_step + 1 if resumed else 0)
 
@@ -80,6 +81,11 @@ class Tracker:
             self._board.about("run/config", _lines(config))
             self._board.hparams(config, HPARAM_METRICS)
         self._board.flush()
+
+    def step_done(self, step: int) -> None:
+        """Every step; those that are logged come with values to `train`."""
+        if self.enabled:
+            self._progress.at(step)
 
     def train(self, step: int, values: Mapping[str, float]) -> None:
         """Values of a training step, already reduced over ranks."""
@@ -159,6 +165,7 @@ class Tracker:
         from which a resume would continue them: no gap.
         """
         if self.enabled:
+            self._progress.at(step, what)
             self._write("heartbeat", step, {"what": what})
             self.flush()
 
@@ -186,7 +193,7 @@ class Tracker:
     def close(self) -> None:
         if not self.enabled:
             return
-        self._progress.close()
+        self._progress.end()
         self._metrics.close()
         if self._board is not None:
             self._board.close()

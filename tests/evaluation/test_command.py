@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,25 @@ def test_what_is_asked_for_is_measured(run_dir: Path, tmp_path: Path, capsys: py
     first = (run_dir / "evaluation.json").read_bytes()
     assert cli.main(["evaluate", str(run_dir), *asked]) == 0
     assert (run_dir / "evaluation.json").read_bytes() == first
+
+
+def test_a_log_tells_phases_and_micro_batches(run_dir: Path) -> None:
+    asked = ["--samples", "12", "--texts", "6", "--times", "2", "--batch", "4"]
+    script = f"from mmldlm.evaluate import run; run({[str(run_dir), *asked]!r}, interval=0)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("step 1") and "micro-batches" not in found.stdout
+    told = found.stderr
+    assert "\r" not in told
+    assert "loading the run ...\nopening documents and encoder ...\n" in told
+    for phase, batches in (
+        ("bound, no latent", 6),
+        ("bound, latent own", 6),
+        ("texts from latents, latent shuffled", 2),
+        ("latents from texts", 3),
+        ("latents from texts, by noise level", 6),
+        ("texts and latents from noise", 2),
+    ):
+        assert f"\n{phase} ...\n" in told
+        for done in range(1, batches + 1):
+            assert f"\n{phase}: {done} of {batches} micro-batches, " in told
+    assert "\nwhether texts and latents belong together: 1 of 1 batches of the encoder, " in told

@@ -128,7 +128,7 @@ def test_bound_of_a_uniform_network_is_log_v(fresh: LoadedRun) -> None:
 
 def test_tables_add_up_to_the_bound(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig())
-    for found in (likelihood_of_text(evaluation, print), likelihood_given_latents(evaluation, print)):
+    for found in (likelihood_of_text(evaluation), likelihood_given_latents(evaluation)):
         assert sum(row["bits_of_bound"] for row in found["by_t_text"]) == pytest.approx(found["bits_per_token"])
         assert sum(row["draws"] for row in found["by_t_text"]) == 4 * len(evaluation.ids)
         rows = found["by_length"]
@@ -150,7 +150,7 @@ class GivesBack(torch.nn.Module):
 
 def test_a_network_that_looks_at_the_latent_alone_fails_with_the_noise(fresh: LoadedRun) -> None:
     evaluation = Evaluation(replace(fresh, model=GivesBack()), EvaluationConfig(times=50))
-    rows = latent_metrics(evaluation, lambda _: None)["by_t_latent"]
+    rows = latent_metrics(evaluation)["by_t_latent"]
     cosines, recall = ([row[key] for row in rows] for key in ("cosine", "recall_at_1"))
     assert (
         cosines == sorted(cosines, reverse=True) and cosines[0] > 0.98 and cosines[-1] < rows[-1]["cosine_mean_latent"]
@@ -176,7 +176,7 @@ def test_one_pass_of_a_perfect_network_gives_the_latent(prediction: str, tiny_st
 
 def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=30))
-    found = latent_metrics(evaluation, lambda _: None)
+    found = latent_metrics(evaluation)
     rows = found["by_t_latent"]
     assert [(row["t_from"], row["t_to"]) for row in rows] == [(n / 10, (n + 1) / 10) for n in range(10)]
     assert sum(row["draws"] for row in rows) == 4 * 30 and min(row["draws"] for row in rows) >= 4 * 2
@@ -187,7 +187,7 @@ def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) ->
         assert row["draws"] == inside.sum() and row["cosine"] == pytest.approx(all_draws[inside].mean())
     shown = table(evaluate(fresh, EvaluationConfig(samples=30), modes=["t2l"]))
     assert "latents from texts by noise level, in one pass" in shown and f"{rows[-1]['cosine']:.3f}" in shown
-    few = latent_metrics(Evaluation(fresh, EvaluationConfig(samples=2, times=1)), lambda _: None)["by_t_latent"]
+    few = latent_metrics(Evaluation(fresh, EvaluationConfig(samples=2, times=1)))["by_t_latent"]
     empty = [row for row in few if not row["draws"]]
     assert len(empty) >= 8 and all(row["cosine"] is None and row["recall_at_1"] is None for row in empty)
 

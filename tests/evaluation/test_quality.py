@@ -36,7 +36,7 @@ def test_quality_is_that_of_the_checkpoint(samples: int, tiny_config: Path, tmp_
     assert {f"quality/{mode}_{key}" for mode, key in MODES.items()} < found.keys()
     # And the metrics are those of `mmldlm evaluate`.
     config = EvaluationConfig("validation", samples, samples, seed=SEED, batch=16)
-    direct = latent_metrics(Evaluation(run, config, ids=ids), lambda _: None)
+    direct = latent_metrics(Evaluation(run, config, ids=ids))
     assert found["quality/t2l_cosine"] == direct["cosine"]
     # Of eight channels, a Frechet distance needs nine samples.
     assert ("quality/joint_frechet_distance" in found) == (samples >= 9)

@@ -70,7 +70,7 @@ def test_a_sentence_beyond_the_model_is_refused(run: LoadedRun) -> None:
 def test_the_correlations_are_those_of_scipy(run: LoadedRun) -> None:
     evaluation = Evaluation(run, EvaluationConfig(samples=4))
     pairs = [*PAIRS, Pair("zzz qqq", "The wave.", 2.0)]  # of words that the encoder does not know
-    found = sts_metrics(evaluation, pairs, lambda _: None)
+    found = sts_metrics(evaluation, pairs)
     assert found["sts_pairs"] == 5 and found["sts_unencodable"] == 1
     a, b = (evaluation.encoder.encode([pair[side] for pair in PAIRS]) for side in (0, 1))
     scores = [pair.score for pair in pairs]

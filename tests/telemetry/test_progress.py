@@ -4,6 +4,7 @@ import mmap
 import pytest
 
 from mmldlm.telemetry import Progress, memory_values, resident_mib
+from mmldlm.telemetry.progress import SILENCE_S
 from mmldlm.units import human_count, human_duration
 
 pytestmark = pytest.mark.quick
@@ -58,6 +59,24 @@ def test_one_line_in_place_on_a_terminal():
     assert text.count("\n") == 2, "one to end the line in place, one after the message"
     drawn = text.split("\n")[0].split("\r")[1:]
     assert len(drawn) == 2 and {len(line) for line in drawn} == {79}, "cut and padded: nothing of the longer line stays"
+
+
+def test_a_file_is_told_what_takes_long():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(1000, 0, stream, clock)
+    progress.update(10, {})
+    progress.at(13)
+    progress.break_silence()
+    clock.now += SILENCE_S
+    progress.break_silence()
+    progress.break_silence()
+    progress.at(13, "validation")
+    clock.now += 2 * SILENCE_S
+    progress.break_silence()
+    assert stream.getvalue().splitlines()[1:] == [
+        f"step 13/1,000  training ... {SILENCE_S:.0f}s",
+        f"step 13/1,000  validation ... {2 * SILENCE_S:.0f}s",
+    ]
 
 
 def test_eta_follows_recent_steps_and_counts_from_the_resumed_one():
