@@ -84,12 +84,11 @@ printf '\n'
 
 if [ "${DOCTOR:-}" != skip ]; then
   read -ra options <<<"${DOCTOR:-}" # several in one variable
-  # In the background, so that a signal need not wait for its end.
+  # In the background, so that a signal need not wait for its end; from its first moment on it ends with this script.
+  trap 'kill $(jobs -p) || true; exit 143' TERM
+  trap 'kill $(jobs -p) || true; exit 130' INT
   "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" "${options[@]}" &
-  doctor=$!
-  trap 'kill "$doctor"; exit 143' TERM
-  trap 'kill "$doctor"; exit 130' INT
-  wait "$doctor" || exit $?
+  wait $! || exit $?
   trap - TERM INT
 fi
 

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from waiting import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)
-PATIENCE_S = 60.0
 KEYS = {"Enter": 13, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37}  # their codes on Windows, which the protocol takes
 
 
@@ -130,7 +131,7 @@ def browser(folder: Path, *switches: str) -> Iterator[Page]:
     finally:
         process.stdin.close()  # which ends it
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

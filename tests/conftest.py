@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engine_runs import ROOT, environment
+from forked_runs import ForkedRuns
 from sample_corpus import small_config, write_corpus
 from tiny_run import TINY
+from waiting import PATIENCE_S
 
 from mmldlm.data.prepare import prepare
 
-ROOT = Path(__file__).resolve().parent.parent
+# Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +49,14 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=300,
+            timeout=PATIENCE_S,
             **options,  # type: ignore[call-overload]
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[ForkedRuns]:
+    with ForkedRuns(environment(PYTHONPATH=str(ROOT))) as runs:
+        yield runs

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import PATIENCE_S
 
 from mmldlm import train
 from mmldlm.telemetry import read_metrics
@@ -110,24 +111,26 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: P
     assert records(parts)[-1]["data/epoch"] > 2
 
 
-def test_interrupt_saves_and_the_same_command_goes_on(tiny_config: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "mmldlm.train", str(tiny_config), "train.steps=60", "validation.every=0"]
-    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def test_interrupt_saves_and_the_command_goes_on(tiny_config: Path, tmp_path: Path) -> None:
+    settings = [str(tiny_config), "validation.every=0", "schedule.lr=constant"]
+    arguments = [sys.executable, "-m", "mmldlm.train", *settings]
+    process = subprocess.Popen([*arguments, "train.steps=100000"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     run = tmp_path / "run"
     while not (run / "metrics.jsonl").exists() or not records(run):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, errors
     assert "stopped by SIGINT" in errors and "Traceback" not in errors
     assert json.loads((run / "exit.json").read_text())["code"] == 75
     stopped_at = records(run)[-1]["step"]
-    assert stopped_at < 60
-    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    steps = stopped_at + 20
+    arguments.append(f"train.steps={steps}")
+    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert finished.returncode == 0, finished.stderr
-    assert f"steps {stopped_at} to 60" in finished.stdout
-    assert train.main([str(tiny_config), "train.steps=60", "validation.every=0", f"run.dir={tmp_path / 'whole'}"]) == 0
+    assert f"steps {stopped_at} to {steps}" in finished.stdout
+    assert train.main([*settings, f"train.steps={steps}", f"run.dir={tmp_path / 'whole'}"]) == 0
     assert curve(run) == curve(tmp_path / "whole")
     assert same_weights(run, tmp_path / "whole")
 

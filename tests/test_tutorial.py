@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -32,8 +32,8 @@ def blocks(page: str) -> list[Block]:
     return [Block(*found) for found in re.findall(r"^```(\w[\w -]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
 
 
-def wait_for(words: str, log: Path, process: subprocess.Popen[bytes], seconds: float) -> None:
-    wait_until(lambda: words in log.read_text() or process.poll() is not None, seconds, f"{words} in {log}")
+def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: words in log.read_text() or process.poll() is not None, f"{words} in {log}")
 
 
 class Reader:
@@ -48,7 +48,7 @@ class Reader:
 
     def run(self, commands: str) -> None:
         process, log = self._start(commands)
-        code = process.wait(600)
+        code = process.wait(2 * PATIENCE_S)
         self.told += f"$ {commands}{log.read_text()}"
         assert code == 0, self.told[-5000:]
 
@@ -58,16 +58,16 @@ class Reader:
         process, log = self._start(commands)
         self._going_on.append((name, process, log))
         first = "step " if name == "train" else UNTIL[name][0]
-        wait_for(first, log, process, 90)
+        wait_for(first, log, process)
 
     def interrupt(self) -> None:
         """Ctrl-C to all that goes on, the last first."""
         while self._going_on:
             name, process, log = self._going_on.pop()
             word, expected = UNTIL[name]
-            wait_for(word, log, process, 120)
+            wait_for(word, log, process)
             os.killpg(process.pid, signal.SIGINT)
-            code = process.wait(60)
+            code = process.wait(PATIENCE_S)
             self.told += f"$ {name}\n{log.read_text()}"
             assert code == expected, f"{name}: {code}\n{self.told[-5000:]}"
 

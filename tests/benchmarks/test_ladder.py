@@ -21,6 +21,7 @@ import pytest
 import torch
 from bench_runs import task_on
 from torch.autograd.profiler_util import FunctionEvent
+from waiting import PATIENCE_S
 
 import benchmarks.__main__ as command_line
 from benchmarks import against
@@ -113,7 +114,7 @@ def test_a_variant_that_does_not_compile_is_refused(tiny_store: Path, tmp_path: 
     command = [sys.executable, "-m", "benchmarks", "ladder", "--shape", "tiny", "--quick", "--variants"]
     command += ["trainer-compiled", "--store", str(tiny_store), "--out", str(tmp_path)]
     without = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
-    found = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=PATIENCE_S)
     assert found.returncode == 2, found.stderr
     assert "trainer-compiled: torch.compile does not run here" in found.stderr.splitlines()[-1]
 
@@ -323,6 +324,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would begin")
 def test_gpu_bench_refuses_without_a_gpu() -> None:
-    done = subprocess.run(["bash", "scripts/gpu_bench.sh"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["bash", "scripts/gpu_bench.sh"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2 and "gpu_bench: error: no CUDA device" in done.stderr
     assert done.stdout == ""  # nothing was set up

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from waiting import PATIENCE_S, wait_until
 
 from mmldlm.checkpoint import CheckpointStore, Retention
 
@@ -57,6 +58,7 @@ def test_killed_at_any_moment_a_good_checkpoint_is_left(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(0, FILES, {})
     for _ in range(30):
+        before = set(tmp_path.iterdir())
         child = os.fork()
         if not child:
             # A fresh child goes on from what it finds, as a restarted run does.
@@ -69,7 +71,8 @@ def test_killed_at_any_moment_a_good_checkpoint_is_left(tmp_path):
                     writer.save(step, {f"file-{i}": payload for i in range(4)}, {})
             finally:
                 os._exit(1)
-        time.sleep(0.02 + generator.random() * 0.05)
+        wait_until(lambda before=before: set(tmp_path.iterdir()) != before, "the child's first file")
+        time.sleep(generator.random() * 0.05)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child must not have failed by itself"
         kills_inside += any(name.startswith(".") for name in [path.name for path in tmp_path.iterdir()])
@@ -88,7 +91,7 @@ def test_a_reader_beside_a_writer_always_finds_a_whole_checkpoint(tmp_path, capl
         for step in range(1, 100_000):
             store.save(step, FILES, {})
     try:
-        steps, deadline = [0], time.monotonic() + 20
+        steps, deadline = [0], time.monotonic() + PATIENCE_S
         while (len(steps) < 200 or steps[-1] < 20) and time.monotonic() < deadline:
             steps.append(store.newest(repair=False).step)
     finally:

@@ -5,6 +5,7 @@ import socket
 import time
 
 import pytest
+from waiting import PATIENCE_S
 
 from mmldlm.checkpoint import RunLock
 from mmldlm.errors import ExitCode, RunInUseError
@@ -19,7 +20,7 @@ def holder(run_dir):
     if not child:
         with RunLock(run_dir):
             os.write(started, b"x")
-            time.sleep(60)
+            time.sleep(600)
         os._exit(0)
     os.close(started)
     assert os.read(ready, 1) == b"x"
@@ -61,7 +62,7 @@ def test_forked_workers_do_not_keep_the_lock(tmp_path):
     with RunLock(tmp_path):
         worker = os.fork()
         if not worker:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
     try:
         with RunLock(tmp_path):
@@ -77,7 +78,7 @@ def test_workers_of_a_killed_run_do_not_keep_the_lock(tmp_path):
         with RunLock(tmp_path):
             if not os.fork():
                 os.write(started, os.getpid().to_bytes(8, "big"))
-            time.sleep(60)
+            time.sleep(600)
         os._exit(0)
     worker = int.from_bytes(os.read(ready, 8), "big")
     kill(child)
@@ -118,7 +119,7 @@ def test_of_many_racing_for_a_folder_one_wins(tmp_path):
                 os._exit(0)
             children.append(child)
         os.close(go)  # end of file releases all at once
-        codes, deadline = {}, time.monotonic() + 60
+        codes, deadline = {}, time.monotonic() + PATIENCE_S
         while len(codes) < 3 and time.monotonic() < deadline:
             for child in children:
                 pid, status = os.waitpid(child, os.WNOHANG) if child not in codes else (0, 0)

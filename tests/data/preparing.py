@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from waiting import PATIENCE_S
+
 from mmldlm.errors import run_command
 
 FORKING = multiprocessing.get_context("forkserver")
@@ -54,9 +56,9 @@ class Preparation:
     def kill(self) -> None:
         for rank in self.ranks:
             rank.kill()
-        self.wait(10)
+        self.wait()
 
-    def wait(self, seconds: float = 120) -> list[int | None]:
+    def wait(self, seconds: float = PATIENCE_S) -> list[int | None]:
         """Exit codes by rank; None for one that is still at work."""
         deadline = time.monotonic() + seconds
         for rank in self.ranks:

@@ -18,6 +18,7 @@ from constant_sizes import always
 from engine_runs import ROOT, environment
 from ports import free_port
 from sample_corpus import flip_bit, write_so, write_store
+from waiting import PATIENCE_S
 
 from mmldlm import cli, train
 from mmldlm.config import load_config
@@ -223,7 +224,7 @@ def test_a_fault_that_one_rank_finds_ends_both(shards: Path, tiny_config: Path, 
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [65, 65], errors
     for error in errors:
         (line,) = [line for line in error.splitlines() if "mmldlm: error" in line]

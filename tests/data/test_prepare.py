@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sample_corpus import small_config, write_corpus
+from waiting import PATIENCE_S
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.options import PrepareConfig
@@ -186,7 +187,7 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str)
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mmldlm.data.prepare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE_S)
 
 
 def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +218,7 @@ def killed_at(moment: str, arguments: list[str]) -> None:
     script = (
         "import time\n"
         f"from mmldlm.data import prepare, {module}\n"
-        "def wait(*_): print('reached', flush=True); time.sleep(60)\n"
+        "def wait(*_): print('reached', flush=True); time.sleep(600)\n"
         f"{moment} = wait\n"
         f"prepare.main({arguments!r})"
     )

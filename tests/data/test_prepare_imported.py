@@ -110,7 +110,7 @@ def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
         assert differing(tmp_path / "one", out) == []
     for moment in (2, 9, 20):
         with Preparation([*given, "--out", tmp_path / "killed"], 2, tmp_path / "log") as preparation:
-            wait_until(lambda: pieces(tmp_path / "killed") >= moment or not preparation.at_work, 60, "progress")  # noqa: B023
+            wait_until(lambda: pieces(tmp_path / "killed") >= moment or not preparation.at_work, "progress")  # noqa: B023
     assert main([*map(str, given), "--out", str(tmp_path / "killed")]) == 0
     assert differing(tmp_path / "one", tmp_path / "killed") == []
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ports import free_port
+from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +61,7 @@ def start(node: Node, place: Mapping[str, object]) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> Report:
     """The report of a doctor, whose stdout must be one JSON object and whose stderr no traceback."""
     try:
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert "Traceback" not in errors, errors

@@ -37,10 +37,17 @@ def single(tmp_path_factory: pytest.TempPathFactory, parity_config: Path) -> Cal
     return reference
 
 
-@pytest.fixture(scope="session")
-def forked() -> Iterator[ForkedRuns]:
-    with ForkedRuns() as runs:
-        yield runs
+@pytest.fixture
+def two_ranks(forked: ForkedRuns, tmp_path: Path) -> Iterator[Callable[..., list[int]]]:
+    """Start a run of two processes, its output in `tmp_path/log`; killed at the end."""
+    started: list[int] = []
+
+    def start(engine: str, *arguments: object, script: str = "", **variables: str) -> list[int]:
+        started.extend(forked.start(engine, arguments, 2, tmp_path / "log", script, **variables))
+        return started
+
+    yield start
+    forked.kill(started)
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ports import free_port
+from waiting import PATIENCE_S, wait_until
 
 from mmldlm.telemetry import read_metrics
 
@@ -69,9 +69,7 @@ def with_script(command: list[str], script: str | Path) -> list[str]:
     return [*command[:place], str(ROOT / "tests/engines" / script), *command[place + 2 :]]
 
 
-def run(
-    command: Sequence[str], timeout: float = 240, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run to its end; the launcher and all it started are killed where that takes too long."""
     process = subprocess.Popen(
         command,
@@ -83,15 +81,15 @@ def run(
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def succeed(command: Sequence[str], timeout: float = 240) -> str:
-    done = run(command, timeout)
+def succeed(command: Sequence[str]) -> str:
+    done = run(command)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -111,10 +109,11 @@ def exit_record(folder: Path, name: str = "exit.json") -> dict[str, object]:
     return json.loads((folder / name).read_text())
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and max(records(folder), default=0) >= step:
-            return
-        time.sleep(0.1)
-    raise AssertionError(log.read_text()[-3000:])
+def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object]) -> None:
+    """Until `step` is in the curve; AssertionError with the log where the run has `ended` before."""
+
+    def there() -> bool:
+        return (folder / "metrics.jsonl").exists() and max(records(folder), default=0) >= step
+
+    wait_until(lambda: there() or bool(ended()), f"step {step}")
+    assert there(), log.read_text()[-3000:]

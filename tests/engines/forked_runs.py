@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class ForkedRuns:
     """Starts runs. Whatever is left of them ends with the context."""
 
+    def __init__(self, environment: Mapping[str, str]):
+        self.environment = environment
+
     def __enter__(self) -> ForkedRuns:
         self._server = subprocess.Popen(
             [sys.executable, __file__],
@@ -46,7 +49,7 @@ class ForkedRuns:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=self.environment,
             start_new_session=True,
         )
         return self
@@ -63,7 +66,8 @@ class ForkedRuns:
     ) -> list[int]:
         """`mmldlm train ARGUMENTS` under `engine` ("single" for one process); the processes, in order of rank.
 
-        With a `script` of this folder they run that instead. `variables` are added to their environment.
+        With a `script`, by its path or its name in this folder, they run that instead. `variables` are added to their
+        environment.
         """
         given = [str(argument) for argument in arguments]
         values = {"arguments": given, "processes": processes, "log": str(log), "script": script, "variables": variables}
@@ -75,14 +79,14 @@ class ForkedRuns:
         """Train in `folder`, to the end."""
         log = folder.with_suffix(".log")
         pids = self.start(engine, [*arguments, f"run.dir={folder}"], processes, log, script, **variables)
-        codes = self.wait(pids, 120)
+        codes = self.wait(pids)
         assert [codes.get(pid) for pid in pids] == [0] * processes, f"{codes}\n{log.read_text()[-3000:]}"
 
     def kill(self, pids: Sequence[int]) -> None:
         """SIGKILL to those that have not ended."""
         self._ask("kill", pids=list(pids))
 
-    def wait(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
+    def wait(self, pids: Sequence[int], seconds: float = 300.0) -> dict[int, int]:
         """Exit codes, or negative signals, of those that have ended within `seconds`."""
         return {int(pid): code for pid, code in self._ask("wait", pids=list(pids), seconds=seconds).items()}
 
@@ -148,10 +152,12 @@ def run(arguments: list[str], log: str, script: str) -> None:
         os.dup2(descriptor, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if script:
-            path = Path(__file__).with_name(script)
+            path = Path(__file__).parent / script
             sys.argv = [str(path), *arguments]
-            runpy.run_path(str(path), run_name="__main__")  # which ends the process
-        status = train.main(arguments)
+            runpy.run_path(str(path), run_name="__main__")
+            status = 0
+        else:
+            status = train.main(arguments)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -1,6 +1,6 @@
-"""`mmldlm.train`, in which rank LIMITED may take MIB MiB more memory than it has once the run is open.
+"""`mmldlm.train`, in which rank LIMITED may take SHARE of the memory that its first rehearsal takes.
 
-A step may take SLACK MiB more than its rehearsal: the heap is in pieces, and the more so the longer it runs.
+That is measured, for it depends on the CPU's kernels. A step may take SLACK MiB more than its rehearsal.
 
 FACTS=folder: each rank writes how often it rehearsed, with which numbers of samples.
 """
@@ -10,43 +10,39 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mmldlm import train
 from mmldlm.micro_batch import AutoMicroBatch
-from mmldlm.training import Training
 
 RANK = int(os.environ.get("RANK", "0"))
+LIMITED = int(os.environ.get("LIMITED", "-1")) == RANK
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-BLOCK = 1 << 16
 libc = ctypes.CDLL(None)  # memory that is freed goes back at once, so that the limit is one of what is held
-assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, BLOCK)
-libc.malloc.restype = ctypes.c_void_p
+assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
 SLACK = 12
 rehearsed: list[int] = []
 limit: int | None = None
-_open, _rehearse = Training._open, AutoMicroBatch._rehearse
+_rehearse = AutoMicroBatch._rehearse
 
 
-def held() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def memory(kind: str) -> int:
+    """Bytes: VmSize (addresses), VmRSS (pages) or VmHWM (the most pages so far)."""
+    return int(re.findall(rf"{kind}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
 
 
-def opened(self: Training) -> None:
-    global limit
-    _open(self)
-    if int(os.environ.get("LIMITED", "-1")) != RANK:
-        return
-    threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
-    used = held()
-    while held() == used:  # what is free within the heap would be memory beside the limit
-        assert libc.malloc(BLOCK)
-    limit = used + int(os.environ["MIB"]) * 2**20
-    allow(SLACK)
+def most_pages(action: Callable[[], object]) -> int:
+    """Bytes that `action` adds at its peak."""
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    action()
+    return memory("VmHWM") - before
 
 
 def allow(slack: int) -> None:
@@ -55,6 +51,12 @@ def allow(slack: int) -> None:
 
 
 def rehearse(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
+    global limit
+    if LIMITED and limit is None:
+        threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
+        needed = most_pages(lambda: _rehearse(self, batch, accumulating))
+        # What the engine takes beside is addresses without pages here.
+        limit = memory("VmSize") + self.runtime.exchange_bytes + int(float(os.environ["SHARE"]) * needed)
     rehearsed.append(len(batch.lengths))
     allow(0)
     try:
@@ -63,7 +65,7 @@ def rehearse(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
         allow(SLACK)
 
 
-Training._open, AutoMicroBatch._rehearse = opened, rehearse  # type: ignore[method-assign]
+AutoMicroBatch._rehearse = rehearse  # type: ignore[method-assign]
 status = train.main()
 if "FACTS" in os.environ:
     (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(rehearsed))

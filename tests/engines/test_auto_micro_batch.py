@@ -22,8 +22,9 @@ from mmldlm.runtime.rehearsal import fits_into_memory
 
 quick = pytest.mark.quick
 SCRIPT, AUTO = "limited_run.py", "train.auto_micro_batch=true"
-# A micro-batch of 128 samples takes some 170 MiB, one of 64 half of that; all else that a run comes to hold takes some
-# 40, of which stacks of threads are half.
+# A micro-batch of 128 samples takes 100 to 170 MiB, by CPU, one of 64 at most half of that, and all else that a run
+# comes to hold some 10.
+SHARE = 0.75  # of the memory for 128 samples: as far above what 64 take as below what 128 do
 SETTINGS = (
     *("model.depth=8", "validation.every=0", "schedule.lr=constant", "checkpoint.every_steps=0", "train.steps=4"),
     "memory.keep_freed=false",  # else freed memory counts as held
@@ -67,26 +68,22 @@ def test_a_rank_without_memory_halves_all_ranks_micro_batches(
     given = (parity_config, *SETTINGS, *sizes(processes), f"data.num_workers={workers}")
     forked.succeed(engine, tmp_path / "unlimited", processes, *given)
     run.mkdir()
-    # DeepSpeed takes two buckets of 400 MB within each backward pass.
-    mebibytes = 130 + (800_000_000 >> 20) * (engine == "zero2")
-    limits = {"LIMITED": str(limited), "MIB": str(mebibytes), "FACTS": str(run)}
+    limits = {"LIMITED": str(limited), "SHARE": str(SHARE), "FACTS": str(run)}
     keep = (AUTO, "checkpoint.keep_steps=[2]")
     forked.succeed(engine, run, processes, *given, *keep, script=SCRIPT, **limits)
     assert difference(run, tmp_path / "unlimited") < 1e-5
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "before" in line]
-    assert {(event["kind"], event["rank"]) for event in events} == {("micro_batch", limited)}
-    assert events[-1]["step"] <= 2  # the second comes with the optimizer's state beside it
-    assert events[0]["before"] == 128 and all(event["micro_batch_size"] * 2 == event["before"] for event in events)
-    last = events[-1]["micro_batch_size"]
-    assert 8 <= last <= 64
-    assert {record["data/micro_batch_size"] for step, record in records(run).items() if step >= 2} == {last}
-    assert f"micro_batch_size {last}" in (tmp_path / "run.log").read_text()
-    assert rehearsals(run, limited)[0] == 128 and rehearsals(run, limited)[-1] == last
+    assert [(event["kind"], event["rank"], event["step"]) for event in events] == [("micro_batch", limited, 1)]
+    assert events[0]["before"] == 128 and events[0]["micro_batch_size"] == 64
+    assert [record["data/micro_batch_size"] for record in records(run).values()] == [64] * 4
+    assert "micro_batch_size 64" in (tmp_path / "run.log").read_text()
+    again = rehearsals(run, limited)
+    assert again[0] == 128 and set(again[1:]) == {64} and len(again) >= 3  # once more with the optimizer's state beside
 
     resumed, kept = tmp_path / "resumed", Path("checkpoints", "step-00000002")
     shutil.copytree(run / kept, resumed / kept)
     forked.succeed(engine, resumed, processes, *given, AUTO, script=SCRIPT)
-    assert f"micro-batches of at most {last}" in (tmp_path / "resumed.log").read_text()
+    assert "micro-batches of at most 64" in (tmp_path / "resumed.log").read_text()
     ours, whole = records(resumed), records(run)
     assert list(ours) == [3, 4] and not records(resumed, "micro_batch")
     assert all(ours[step][key] == whole[step][key] for step in ours for key in (*CURVE, "data/micro_batch_size"))
@@ -100,9 +97,9 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(
     run, log = tmp_path / "run", tmp_path / "log"
     wide = ("model.depth=2", "model.width=768")  # whose gradients alone take some 60 MiB
     arguments = (parity_config, *SETTINGS, *wide, AUTO, "train.global_batch_size=8", "train.micro_batch_size=4")
-    limits = {"LIMITED": "1", "MIB": "16"}
+    limits = {"LIMITED": "1", "SHARE": "0.3"}
     pids = forked.start("ddp", [*arguments, f"run.dir={run}"], 2, log, SCRIPT, **limits)
-    assert list(forked.wait(pids, 60).values()) == [64, 64], log.read_text()[-3000:]
+    assert list(forked.wait(pids).values()) == [64, 64], log.read_text()[-3000:]
     cause = str(exit_record(run)["cause"])
     assert cause.startswith("train.micro_batch_size: 1 is the least") and "memory of rank 1" in cause
     assert [event["micro_batch_size"] for event in map(json.loads, micro_batch_lines(run))] == [2, 1]

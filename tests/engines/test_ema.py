@@ -67,7 +67,7 @@ def test_ema_decay_over_200_steps_is_that_of_float64(
     log = tmp_path / "log"
     run = [*settings, f"run.dir={folder}"]
     pids = forked.start(engine, run, processes, log, script="averaged_run.py", **facts)
-    codes = forked.wait(pids, 400)
+    codes = forked.wait(pids)
     assert [codes.get(pid) for pid in pids] == [0] * processes, log.read_text()[-3000:]
     found, weights, expected = state(folder, "ema"), state(folder), load_file(folder / "reference.safetensors")
     assert list(records(folder, "skip")) == [step + 1 for step in SKIPPED]

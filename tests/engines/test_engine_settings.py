@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import CURVE, ROOT, accelerate, difference, environment, records, run, with_script
+from engine_runs import CURVE, difference, records
 from forked_runs import ForkedRuns
 
 from mmldlm.config import load_config
@@ -19,17 +19,25 @@ from mmldlm.runtime.environment import names_not_in, settings_to_export
 SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 
 
-def probe(engine: str, config: Path, folder: Path, *settings: str) -> dict[str, Any]:
-    command = accelerate(engine, 2, config, f"run.dir={folder / 'run'}", *SHORT, *settings)
-    out = folder / "facts.json"
-    variables = {"PYTHONPATH": str(ROOT), "PROBE": str(out), "PROBE_ENGINE": engine}
-    done = run(with_script(command, "probed_run.py"), env=environment(**variables))
-    assert done.returncode == 0, done.stdout[-3000:]
-    return json.loads(out.read_text())
+Probe = Callable[..., dict[str, Any]]
 
 
-def test_ddp_defaults(parity_config: Path, tmp_path: Path) -> None:
-    facts = probe("ddp", parity_config, tmp_path)
+@pytest.fixture
+def probe(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> Probe:
+    """Run two processes of an engine with these settings: the facts of rank 0."""
+
+    def facts(engine: str, *settings: str) -> dict[str, Any]:
+        out = tmp_path / "facts.json"
+        variables = {"PROBE": str(out), "PROBE_ENGINE": engine}
+        given = (parity_config, *SHORT, *settings)
+        forked.succeed(engine, tmp_path / "run", 2, *given, script="probed_run.py", **variables)
+        return json.loads(out.read_text())
+
+    return facts
+
+
+def test_ddp_defaults(probe: Probe) -> None:
+    facts = probe("ddp")
     assert facts["timeout_s"] == 120 and facts["parameters"] == ["torch.float32"]
     assert (facts["find_unused_parameters"], facts["static_graph"], facts["broadcast_buffers"]) == (False, True, False)
     assert facts["gradient_as_bucket_view"] is True and facts["bucket_bytes_cap"] == 25 * 2**20
@@ -43,11 +51,9 @@ def test_ddp_defaults(parity_config: Path, tmp_path: Path) -> None:
         assert first == 0 and last > 0
 
 
-def test_ddp_settings_changed(parity_config: Path, tmp_path: Path) -> None:
+def test_ddp_settings_changed(probe: Probe) -> None:
     facts = probe(
         "ddp",
-        parity_config,
-        tmp_path,
         "distributed.ddp={find_unused_parameters: true, static_graph: false, gradient_as_bucket_view: false, "
         "broadcast_buffers: true, bucket_cap_mb: 1}",
         "distributed.timeout_s=77",
@@ -73,12 +79,12 @@ def test_ddp_settings_changed(parity_config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "in_first"), [("fsdp2", 0), ("zero1", 0), ("zero2", 1), ("zero3", 1)])
-def test_sharded_engines(engine: str, in_first: int, parity_config: Path, tmp_path: Path) -> None:
+def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
     """The group's timeout is ours under each; ZeRO-2 and 3 exchange gradients with each micro-batch by design.
 
     What is held for a parameter is what docs/engines.md says.
     """
-    facts = probe(engine, parity_config, tmp_path)
+    facts = probe(engine)
     assert facts["timeout_s"] == 120
     if engine != "zero3":  # its buckets are larger than this model
         assert facts["held"] == pytest.approx(16 / 2 if engine == "fsdp2" else 4 + 16 / 2, rel=0.05)
@@ -89,12 +95,13 @@ def test_sharded_engines(engine: str, in_first: int, parity_config: Path, tmp_pa
 
 
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
-def test_communication_hooks(hook: str, parity_config: Path, single: Callable[..., Path], tmp_path: Path) -> None:
+def test_communication_hooks(
+    hook: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
+) -> None:
     """Compressed gradients: another curve, and nearly the same."""
     options = f"distributed.ddp={{comm_hook: {hook}, powersgd_rank: 8, powersgd_start_step: 2}}"
-    done = run(accelerate("ddp", 2, parity_config, f"run.dir={tmp_path}", options))
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert 1e-7 < difference(tmp_path, single(), CURVE[:1]) < (0.05 if hook == "powersgd" else 0.01)
+    forked.succeed("ddp", tmp_path / "run", 2, parity_config, options)
+    assert 1e-7 < difference(tmp_path / "run", single(), CURVE[:1]) < (0.05 if hook == "powersgd" else 0.01)
 
 
 def test_powersgd_rank_and_start_step_change_the_curve(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
@@ -107,9 +114,12 @@ def test_powersgd_rank_and_start_step_change_the_curve(parity_config: Path, fork
     assert len(base) == 6 and base != other_rank != later != base
 
 
-def test_a_hook_that_gloo_has_not_is_refused(parity_config: Path, tmp_path: Path) -> None:
-    done = run(accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}", "distributed.ddp.comm_hook=bf16"))
-    assert done.returncode != 0 and "distributed.ddp.comm_hook: expected none, fp16 or powersgd" in done.stdout
+def test_a_hook_that_gloo_has_not_is_refused(
+    parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
+) -> None:
+    ranks = two_ranks("ddp", parity_config, f"run.dir={tmp_path / 'run'}", "distributed.ddp.comm_hook=bf16")
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 64)
+    assert "distributed.ddp.comm_hook: expected none, fp16 or powersgd" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.quick

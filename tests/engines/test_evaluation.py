@@ -49,7 +49,7 @@ def test_results_do_not_depend_on_the_number_of_processes(
 def test_a_fault_of_one_rank_is_told_by_all(single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path) -> None:
     log, missing = tmp_path / "log", tmp_path / "none.tsv"
     pids = forked.start("ddp", [single(), *ASKED, "--sts", missing], 2, log, script="evaluated_run.py")
-    assert set(forked.wait(pids, 60).values()) == {65}
+    assert set(forked.wait(pids).values()) == {65}
     assert f"mmldlm: error: --sts {missing}: cannot be read" in log.read_text()
 
 

@@ -6,11 +6,12 @@ import json
 import math
 import shutil
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from engine_runs import CURVE, ROOT, accelerate, environment, exit_record, records, run, with_script
+from engine_runs import CURVE, exit_record, records
 from forked_runs import ForkedRuns
 
 from mmldlm import train
@@ -97,15 +98,18 @@ def check_record(lines: dict[int, dict[str, Any]], facts: list[Any], found: dict
     assert lines[31]["norm"] > lines[31]["limit"] == 50 * statistics.median(norms)
 
 
-def test_too_many_in_a_row_end_the_run_on_all_ranks(parity_config: Path, tmp_path: Path) -> None:
+def test_too_many_in_a_row_end_the_run_on_all_ranks(
+    parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
+) -> None:
     kinds = ["nan", "bad_gradient", "inf"]
     faults = [{"step": step, "kind": kind, "rank": 1, "micro_batch": 0} for step, kind in enumerate(kinds, 2)]
     folder = tmp_path / "run"
     folder.mkdir()
-    command = accelerate("fsdp2", 2, parity_config, f"run.dir={folder}", *SETTINGS, "train.steps=9")
-    variables = {"PYTHONPATH": str(ROOT), "FAULTS": json.dumps(faults), "FACTS": str(folder)}
-    done = run(with_script([*command, "guard.max_consecutive=3"], "guarded_run.py"), env=environment(**variables))
-    assert done.returncode and exit_record(folder)["code"] == 70, done.stdout[-4000:]
+    given = (parity_config, f"run.dir={folder}", *SETTINGS, "train.steps=9", "guard.max_consecutive=3")
+    variables = {"FAULTS": json.dumps(faults), "FACTS": str(folder)}
+    ranks = two_ranks("fsdp2", *given, script="guarded_run.py", **variables)
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 70), (tmp_path / "log").read_text()[-4000:]
+    assert exit_record(folder)["code"] == 70
     others = [exit_record(folder, path.name) for path in folder.glob("exit.rank*.json")]
     assert [other["code"] for other in others] == [70]
     for record in (exit_record(folder), *others):

@@ -14,8 +14,11 @@ PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2}
 SETTINGS = ("train.global_batch_size=12", "train.steps=24", "validation.every=0")
 
 
+WHOLE = ("single", "ddp", "zero2")  # whose checkpoints other tests go on from
+
+
 @pytest.mark.parametrize(
-    "source", [pytest.param(name, marks=pytest.mark.slow) if name in ("ddp", "zero2") else name for name in PROCESSES]
+    "source", [pytest.param(name, marks=pytest.mark.slow) if name in WHOLE else name for name in PROCESSES]
 )
 def test_every_engine_goes_on_from(
     source: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path

@@ -15,7 +15,7 @@ import pytest
 from forked_runs import ROOT, ForkedRuns
 from monitored import alerts_at, seen_at
 from sample_corpus import small_config, write_corpus
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from mmldlm.data.prepare import prepare
 from mmldlm.review import History
@@ -88,7 +88,7 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     variables = {"FAULTS": json.dumps(faults), "FACTS": str(tmp_path)}
     arguments = [tiny_config, *BARE, "train.steps=40", "log.every=2", f"run.dir={run}"]
     pids = forked.start("single", arguments, 1, tmp_path / "log", "guarded_run.py", **variables)
-    assert forked.wait(pids, 60) == {pids[0]: 70}
+    assert forked.wait(pids) == {pids[0]: 70}
     assert "optim/grad_norm" in History.read(run).of("train")[2]["nonfinite"], "of the step that was left out"
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"skipped steps"}
     assert alerts_at(run, 8, **BUSY_MACHINE, skip_steps=2) == set(), "it is long ago"
@@ -128,7 +128,7 @@ def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path
     run, often = tmp_path / "run", "validation={every: 3, samples: 8, text_samples: 0}"
     arguments = [tiny_config, *BARE, "train.steps=40", often, f"run.dir={run}"]
     pids = forked.start("single", arguments, 1, tmp_path / "log", "ruined_weight.py", RUINED_AFTER="6")
-    assert forked.wait(pids, 60) == {pids[0]: 70}
+    assert forked.wait(pids) == {pids[0]: 70}
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"not finite"}
     assert "validation/total, " in advice(alerts(seen_at(run, 6)), "not finite")
     ended = alerts(Look(History.read(run), 10.0))
@@ -157,7 +157,7 @@ def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, t
     run = tmp_path / "run"
     endless = [tiny_config, *BARE, "train.steps=100000", "log.every=40", f"run.dir={run}"]
     (pid,) = forked.start("single", endless, 1, tmp_path / "log")
-    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 1, 60, "steps")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 1, "steps")
     command = [sys.executable, "-m", "mmldlm.cli", "monitor", str(run), "--interval", "2", "--json"]
     monitor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -174,7 +174,7 @@ def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, t
         os.kill(pid, signal.SIGKILL)
         look, _ = read_until(monitor, "killed")
         assert "killed" in {alert["name"] for alert in look["alerts"]}  # type: ignore[attr-defined]
-        assert monitor.wait(10) == 69, "it ends with the run"
+        assert monitor.wait(PATIENCE_S) == 69, "it ends with the run"
     finally:
         monitor.kill()
         forked.kill([pid])
@@ -190,16 +190,16 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
         return {alert.name: alert.found for alert in alerts(look)}
 
     try:
-        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 5, 90, "steps")
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 5, "steps")
         os.kill(pids[1], signal.SIGSTOP)
-        wait_until(lambda: "no news" in found(), 30, "news of the hang")
+        wait_until(lambda: "no news" in found(), "news of the hang")
         assert f"stopped by a signal: process {pids[1]}" in found()["no news"]
         os.kill(pids[0], signal.SIGSTOP)  # so that it cannot tell of the loss
         os.kill(pids[1], signal.SIGKILL)
-        wait_until(lambda: "rank lost" in found(), 30, "news of the loss")
+        wait_until(lambda: "rank lost" in found(), "news of the loss")
         assert f"rank 1 (process {pids[1]})" in found()["rank lost"]
         os.kill(pids[0], signal.SIGCONT)
-        assert forked.wait(pids[:1], 60) == {pids[0]: 76}, log.read_text()[-3000:]
+        assert forked.wait(pids[:1]) == {pids[0]: 76}, log.read_text()[-3000:]
         assert "exit code 76" in found()["failed"] and "rank 1" in found()["rank lost"]
     finally:
         forked.kill(pids)

@@ -121,7 +121,7 @@ def test_a_run_is_refused_before_anything_is_created(
     log = tmp_path / "log"
     given = [parity_config, f"run.dir={tmp_path / 'run'}", f"optim.name={name}"]
     pids = forked.start(engine, given, 2, log)
-    assert forked.wait(pids, 60) == dict.fromkeys(pids, 64), log.read_text()[-3000:]
+    assert forked.wait(pids) == dict.fromkeys(pids, 64), log.read_text()[-3000:]
     refusals = [line for line in log.read_text().splitlines() if line.startswith("mmldlm: error: optim.name")]
     assert len(refusals) == 2 and complaint in refusals[0]
     assert not (tmp_path / "run").exists()

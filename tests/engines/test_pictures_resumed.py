@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_runs import records
+from engine_runs import records, wait_for_step
 from forked_runs import ForkedRuns
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginAccumulator
@@ -60,12 +59,9 @@ def test_killed_twice_and_resumed_each_value_is_there_once(
     command = [*arguments(parity_config), f"run.dir={folder}"]
     for step in (4, 9):
         (pid,) = forked.start("single", command, 1, log)
-        deadline = time.monotonic() + 120
-        while max(records(folder), default=0) < step if (folder / "metrics.jsonl").exists() else True:
-            assert time.monotonic() < deadline and not forked.wait([pid], 0), log.read_text()
-            time.sleep(0.01)
+        wait_for_step(folder, step, log, lambda pid=pid: forked.wait([pid], 0))  # type: ignore[misc]
         forked.kill([pid])
-        assert forked.wait([pid], 60) == {pid: -9}
+        assert forked.wait([pid]) == {pid: -9}
     for _ in range(2):
         forked.succeed("single", folder, 1, *arguments(parity_config))
     assert len(list((folder / "tensorboard").glob("events.*"))) == 4

@@ -14,6 +14,7 @@ import pytest
 from engine_runs import CURVE
 from forked_runs import ForkedRuns
 from tiny_run import TINY
+from waiting import PATIENCE_S
 
 from mmldlm.checkpoint import CheckpointStore, Retention
 from mmldlm.telemetry import read_metrics
@@ -69,7 +70,7 @@ class KilledRun:
         return self.runs.start(self.engine, self.command, self.processes, self.log)
 
     def to_the_end(self) -> None:
-        codes = self.runs.wait(self.start(), 120)
+        codes = self.runs.wait(self.start())
         assert set(codes.values()) == {0}, self._story(codes)
 
     def kill_once(self, draw: random.Random, span: float, toll: Toll) -> bool:
@@ -83,7 +84,7 @@ class KilledRun:
         victims = pids if early or draw.random() < 0.6 else [draw.choice(pids)]
         self.runs.kill(victims)
         struck, inside = time.monotonic(), any(self.store.folder.glob(".tmp-*"))
-        codes = self.runs.wait(pids, 30)
+        codes = self.runs.wait(pids)
         assert codes.keys() == set(pids), f"still running: {self._story(codes)}"
         if -signal.SIGKILL in codes.values():
             toll.kills += 1
@@ -110,7 +111,7 @@ class KilledRun:
 
     def _await_step(self, started: float, pids: list[int]) -> None:
         """Until this attempt has done a step, or has come to its end without one."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not any(record["time"] > started for record in self.records()[-1:]):
             if len(self.runs.wait(pids, 0.01)) == len(pids):
                 return
@@ -131,30 +132,31 @@ class KilledRun:
         return f"{self.folder.name}: {facts}\n{self.log.read_text()[-4000:]}"
 
 
-def kill_runs(engine: str, kills: int, folder: Path, store: Path, span: float) -> Toll:
+def kill_runs(runs: ForkedRuns, engine: str, kills: int, folder: Path, store: Path, span: float) -> Toll:
     """Drive runs through so many kills in all; each must end as one that nobody disturbed."""
     config = folder / "config.yaml"
     config.write_text(TINY.format(run=folder, store=store))
     draw, toll = random.Random(engine), Toll(engine, began=time.monotonic())
-    with ForkedRuns() as runs:
-        reference = KilledRun(runs, engine, config, folder / "reference", False, 1)
-        reference.to_the_end()
-        curve, files = reference.outcome()
-        assert [row[0] for row in curve] == list(range(1, STEPS + 1))
-        while toll.kills < kills:
-            variant = VARIANTS[toll.runs % len(VARIANTS)]
-            run = KilledRun(runs, engine, config, folder / f"run{toll.runs}", *variant)
-            while toll.kills < kills and not run.kill_once(draw, span, toll):
-                pass
-            run.to_the_end()  # which a complete one reaches without a step
-            assert run.outcome() == (curve, files), run.folder
-            shutil.rmtree(run.folder)
-            toll.runs += 1
+    reference = KilledRun(runs, engine, config, folder / "reference", False, 1)
+    reference.to_the_end()
+    curve, files = reference.outcome()
+    assert [row[0] for row in curve] == list(range(1, STEPS + 1))
+    while toll.kills < kills:
+        variant = VARIANTS[toll.runs % len(VARIANTS)]
+        run = KilledRun(runs, engine, config, folder / f"run{toll.runs}", *variant)
+        while toll.kills < kills and not run.kill_once(draw, span, toll):
+            pass
+        run.to_the_end()  # which a complete one reaches without a step
+        assert run.outcome() == (curve, files), run.folder
+        shutil.rmtree(run.folder)
+        toll.runs += 1
     return toll
 
 
-def test_kills_of_two_ranks(tmp_path: Path, tiny_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toll = kill_runs("ddp", 60, tmp_path, tiny_store, span=0.5)
+def test_kills_of_two_ranks(
+    forked: ForkedRuns, tmp_path: Path, tiny_store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toll = kill_runs(forked, "ddp", 60, tmp_path, tiny_store, span=0.5)
     with capsys.disabled():
         print(f"\n{toll}")
     assert toll.inside > toll.kills / 10 and toll.alone > toll.kills / 10
@@ -166,9 +168,15 @@ def test_kills_of_two_ranks(tmp_path: Path, tiny_store: Path, capsys: pytest.Cap
     [("ddp", 2000, 0.5), ("single", 50, 0.5), ("fsdp2", 50, 3), ("zero2", 50, 5), ("zero3", 50, 5)],
 )
 def test_many_kills(
-    engine: str, kills: int, span: float, tmp_path: Path, tiny_store: Path, capsys: pytest.CaptureFixture[str]
+    engine: str,
+    kills: int,
+    span: float,
+    forked: ForkedRuns,
+    tmp_path: Path,
+    tiny_store: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    toll = kill_runs(engine, kills, tmp_path, tiny_store, span)
+    toll = kill_runs(forked, engine, kills, tmp_path, tiny_store, span)
     with capsys.disabled():
         print(f"\n{toll}")
     # The starts of the others are long beside their saves.

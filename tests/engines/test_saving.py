@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import ROOT, accelerate, difference, environment, exit_record, records, run, wait_for_step, with_script
+from engine_runs import difference, exit_record, records, run, wait_for_step
+from forked_runs import ForkedRuns
 from safetensors.torch import load_file
 from waiting import wait_until
 
@@ -64,29 +65,26 @@ def test_beside_the_training_or_not_the_same_bytes(
 SHORT = ["train.steps=9", "checkpoint.every_steps=3", "validation.every=0"]
 
 
-def test_a_slow_writer(parity_config: Path, single: Single, tmp_path: Path) -> None:
+def test_a_slow_writer(parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path) -> None:
     """At most one checkpoint in the making; the next and the end of the run wait for it; nothing is lost."""
-    command = with_script(
-        accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}", *SHORT), "faulty_writer.py"
-    )
-    done = run(command, env=environment(PYTHONPATH=str(ROOT), WRITER="slow"))
-    assert done.returncode == 0, done.stdout[-3000:]
+    forked.succeed("ddp", tmp_path / "run", 2, parity_config, *SHORT, script="faulty_writer.py", WRITER="slow")
     assert steps_of(tmp_path / "run") == [3, 6, 9]
-    assert "step 6: waiting for the checkpoint of step 3, still being written" in done.stdout
+    assert "step 6: waiting for the checkpoint of step 3, still being written" in (tmp_path / "run.log").read_text()
     saves = records(tmp_path / "run", "checkpoint")
     assert all(saves[step]["seconds"] >= 2 for step in (3, 6, 9))
     assert difference(tmp_path / "run", single(*SHORT)) < 1e-5
 
 
-def test_a_writer_that_fails_ends_the_run_on_all_ranks(parity_config: Path, tmp_path: Path) -> None:
+def test_a_writer_that_fails_ends_the_run_on_all_ranks(
+    parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
+) -> None:
     folder, settings = tmp_path / "run", ["train.steps=100000", "checkpoint.every_steps=50", "validation.every=0"]
-    command = with_script(accelerate("ddp", 2, parity_config, f"run.dir={folder}", *settings), "faulty_writer.py")
-    done = run(command, env=environment(PYTHONPATH=str(ROOT), WRITER="fail"))
-    assert done.returncode != 0
+    ranks = two_ranks("ddp", parity_config, f"run.dir={folder}", *settings, script="faulty_writer.py", WRITER="fail")
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 74), (tmp_path / "log").read_text()[-3000:]
     record = exit_record(folder)
     assert record["code"] == 74 and "No space left on device" in str(record["cause"]), record
     assert [exit_record(folder, path.name)["code"] for path in folder.glob("exit.rank*.json")] == [74]
-    assert 100 <= int(str(record["step"])) < 145, "noticed at the next step, not only at the next save"
+    assert 100 <= int(str(record["step"])) < 150, "noticed at a step, not only at the next save"
     assert steps_of(folder) == [50] and not list((folder / "checkpoints").glob(".tmp-*"))
 
 
@@ -110,28 +108,24 @@ def test_a_disk_that_fills_up(parity_config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
 def test_signals_to_one_rank_and_the_request_file(
-    engine: str, parity_config: Path, tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]
+    engine: str, parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
 ) -> None:
     folder, settings = tmp_path / "run", ["train.steps=100000", "checkpoint.every_steps=0", "validation.every=0"]
-    process = started(accelerate(engine, 2, parity_config, f"run.dir={folder}", *settings))
-    wait_for_step(folder, 3, process, tmp_path / "log")
-    ranks = [rank["pid"] for rank in json.loads((folder / "startup.json").read_text())["ranks"]]
+    ranks = two_ranks(engine, parity_config, f"run.dir={folder}", *settings)
+    wait_for_step(folder, 3, tmp_path / "log", lambda: forked.wait(ranks, 0))
     os.kill(ranks[1], signal.SIGUSR1)
-    wait_until(lambda: len(steps_of(folder)) == 1, 60, "a checkpoint after the signal")
+    wait_until(lambda: len(steps_of(folder)) == 1, "a checkpoint after the signal")
     (folder / "CHECKPOINT").touch()
-    wait_until(lambda: len(steps_of(folder)) == 2, 60, "a checkpoint after the request file")
+    wait_until(lambda: len(steps_of(folder)) == 2, "a checkpoint after the request file")
     assert not (folder / "CHECKPOINT").exists()
     first, second = steps_of(folder)
-    wait_for_step(folder, second + 2, process, tmp_path / "log")
+    wait_for_step(folder, second + 2, tmp_path / "log", lambda: forked.wait(ranks, 0))
     os.kill(ranks[1], signal.SIGTERM)
     for _ in range(20):  # impatience changes nothing
         time.sleep(0.01)
         for rank in ranks:
-            try:
-                os.kill(rank, signal.SIGTERM)
-            except ProcessLookupError:
-                break
-    process.wait(timeout=30)  # torchrun kills after 30 s
+            os.kill(rank, signal.SIGTERM)
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 75), (tmp_path / "log").read_text()[-3000:]
     record, last = exit_record(folder), max(records(folder))
     assert record["code"] == 75 and record["step"] == last, record
     assert steps_of(folder) == [first, second, last]

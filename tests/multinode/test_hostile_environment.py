@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_slurm import SCONTROL
 from two_nodes import LAUNCH, ROOT, environment
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.quick
 
@@ -47,7 +48,7 @@ def run(place: Path, command: list[str], **variables: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert not list(place.rglob("canary*")), (command[-3:], variables)
     return done.returncode, done.stdout

@@ -7,17 +7,16 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from ports import free_port
 from two_nodes import LAUNCH, ROOT, environment
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from mmldlm.telemetry import read_metrics
-
-START_S = 120
 
 
 def launch(logs: Path, arguments: Sequence[object], cwd: Path = ROOT, **variables: object) -> subprocess.Popen[str]:
@@ -41,7 +40,21 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [found for found in processes if found.is_running() and found.status() != psutil.STATUS_ZOMBIE]
+    """Without those that are zombies, or gone since they were found."""
+    return [found for found in processes if state(found) not in ("", psutil.STATUS_ZOMBIE)]
+
+
+def state(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return process.status()
+    return ""
+
+
+def is_doctor(process: psutil.Process) -> bool:
+    """False also for one that ended since it was found."""
+    with suppress(psutil.NoSuchProcess):
+        return "doctor" in process.cmdline()
+    return False
 
 
 @pytest.mark.parametrize(
@@ -64,14 +77,14 @@ def test_what_is_missing_is_one_line(
 ) -> None:
     given = [tiny_config if argument == "CONFIG" else argument for argument in arguments]
     process = launch(tmp_path / "logs", given, **{"NPROC_PER_NODE": 2, **variables})
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2 and out.startswith(f"launch_node: error: {message}") and out.count("\n") == 1, out
     assert not (tmp_path / "logs").exists()
 
 
 def test_a_failed_doctor_ends_it_before_any_step(tiny_config: Path, tmp_path: Path) -> None:
     process = launch(tmp_path / "logs", ["ddp", tiny_config, "data.path=/nowhere"], NPROC_PER_NODE=2)
-    out, _ = process.communicate(timeout=START_S)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 65 and "FAIL  data store" in out
     assert not (tmp_path / "run").exists()
 
@@ -80,13 +93,13 @@ def test_a_run_is_logged_stopped_by_a_signal_and_goes_on(tiny_config: Path, tmp_
     """Started from another folder, with a relative path, as users do."""
     run, arguments = tmp_path / "run", ["ddp", tiny_config.name, "train.steps=300", "validation.every=0"]
     process = launch(tmp_path / "logs", arguments, tmp_path, NPROC_PER_NODE=2)
-    wait_until(lambda: bool(kinds(run, "train")), START_S, "a step")
+    wait_until(lambda: bool(kinds(run, "train")), "a step")
     processes = descendants(process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=START_S)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1  # the launcher's; the run's own is in exit.json
     assert json.loads((run / "exit.json").read_text())["code"] == 75
-    wait_until(lambda: not alive(processes), 10, "the end of all processes")
+    wait_until(lambda: not alive(processes), "the end of all processes")
     log = (tmp_path / "logs" / "node0.log").read_text()
     assert log == out and "stopped by SIGTERM" in log and "\nready" in log
     header = log.splitlines()[0]
@@ -94,21 +107,22 @@ def test_a_run_is_logged_stopped_by_a_signal_and_goes_on(tiny_config: Path, tmp_
 
     stopped_at = kinds(run, "train")[-1]
     process = launch(tmp_path / "logs", [*arguments, f"train.steps={stopped_at + 2}"], tmp_path, NPROC_PER_NODE=2)
-    out, _ = process.communicate(timeout=START_S)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out
     assert kinds(run, "train") == list(range(1, stopped_at + 3)) and kinds(run, "resume") == [stopped_at]
     assert (tmp_path / "logs" / "node0.log").read_text() == log + out
 
 
 def test_a_signal_does_not_wait_for_the_doctor(tiny_config: Path, tmp_path: Path) -> None:
+    """Which here waits for another node, for longer than this test would."""
     place = {"NNODES": 2, "NODE_RANK": 0, "NPROC_PER_NODE": 1, "MASTER_ADDR": "127.0.0.1"}
-    process = launch(tmp_path / "logs", ["ddp", tiny_config], **place)
-    wait_until(lambda: any("doctor" in found.cmdline() for found in descendants(process)), START_S, "a doctor")
+    process = launch(tmp_path / "logs", ["ddp", tiny_config], **place, DOCTOR=f"--timeout {2 * PATIENCE_S:g}")
+    wait_until(lambda: any(map(is_doctor, descendants(process))), "a doctor")
     processes = descendants(process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143, out
-    wait_until(lambda: not alive(processes), 10, "the end of the doctor")
+    wait_until(lambda: not alive(processes), "the end of the doctor")
 
 
 @pytest.mark.slow
@@ -116,11 +130,11 @@ def test_a_restart_goes_on_from_the_last_checkpoint(tiny_config: Path, tmp_path:
     run, arguments = tmp_path / "run", ["ddp", tiny_config, "train.steps=60", "train.global_batch_size=128"]
     arguments += ["checkpoint.every_steps=2", "validation.every=0", "distributed.timeout_s=5"]
     process = launch(tmp_path / "logs", arguments, NPROC_PER_NODE=2, DOCTOR="skip", MAX_RESTARTS=1)
-    wait_until(lambda: bool(kinds(run, "checkpoint")), START_S, "a checkpoint")
+    wait_until(lambda: bool(kinds(run, "checkpoint")), "a checkpoint")
     workers = [found for found in descendants(process) if "mmldlm.train" in found.cmdline()[:4]]
     ranks = {found.environ()["RANK"]: found for found in workers if "RANK" in found.environ()}
     os.kill(ranks["1"].pid, signal.SIGKILL)
-    out, _ = process.communicate(timeout=START_S)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out
     assert kinds(run, "train") == list(range(1, 61))
     (resumed_at,) = kinds(run, "resume")

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from ports import free_port
 from two_nodes import ROOT, environment
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from mmldlm.telemetry import read_metrics
-
-START_S = 120
 
 SRUN = """\
 #!/usr/bin/env bash
@@ -78,16 +76,16 @@ def test_a_job_out_of_time_saves_is_queued_again_and_goes_on(
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     arguments = ["ddp", tiny_config, "train.global_batch_size=128", "validation.every=0"]
     job = submit(site, *arguments, "train.steps=400")
-    wait_until(lambda: bool(steps(run)), START_S, "a step")
+    wait_until(lambda: bool(steps(run)), "a step")
     job.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` has Slurm do, to the batch script alone
-    out, _ = job.communicate(timeout=START_S)
+    out, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 75 and "the run ended with code 75" in out, out
     assert requeued.read_text() == "4321\n"
     assert json.loads((run / "exit.rank1.json").read_text())["code"] == 75
 
     stopped_at = steps(run)[-1]
     job = submit(site, *arguments, f"train.steps={stopped_at + 2}")
-    out, _ = job.communicate(timeout=START_S)
+    out, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, out
     assert steps(run) == list(range(1, stopped_at + 3))
     assert requeued.read_text() == "4321\n"
@@ -101,7 +99,7 @@ def test_what_an_earlier_job_left_is_not_this_one_s_outcome(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "exit.json").write_text('{"code": 75, "time": 1.0}\n')
     job = submit(site, "ddp", tiny_config, "data.path=/nowhere")
-    out, _ = job.communicate(timeout=START_S)
+    out, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 65 and "the run ended with code 65" in out, out
     assert not (tmp_path / "requeued").exists()
 
@@ -110,14 +108,14 @@ def test_what_an_earlier_job_left_is_not_this_one_s_outcome(
 def test_one_node(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> None:
     one = {**site, "SLURM_JOB_NUM_NODES": "1", "DOCTOR": "skip", "NPROC_PER_NODE": "2"}
     job = submit(one, "ddp", tiny_config, script="train_one_node.sbatch")
-    out, _ = job.communicate(timeout=START_S)
+    out, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0 and "the run ended with code 0" in out, out
     assert steps(tmp_path / "run") == list(range(1, 9))
 
 
 def test_outside_of_a_job_it_says_so(tmp_path: Path) -> None:
     job = submit(environment(tmp_path / "logs"), "ddp", "CONFIG.yaml")
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode != 0 and "there is no Slurm job around it" in out
 
 

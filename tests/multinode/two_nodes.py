@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 from ports import free_port
+from waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ["bash", str(ROOT / "scripts" / "launch_node.sh")]
@@ -99,7 +100,7 @@ class TwoNodes:
         for machine in self.machines:
             machine.kill()  # the kernel takes with it all that was started there
         for process in self.started:
-            process.wait(timeout=10)
+            process.wait(PATIENCE_S)
         for name in self.names:
             if Path("/run/netns", name).exists():
                 _ip("netns", "delete", name)
@@ -141,7 +142,7 @@ def one_node(logs: Path, *arguments: object, processes: int = 2, **variables: ob
     place = {"NPROC_PER_NODE": processes, "DOCTOR": "skip", "MASTER_PORT": free_port(), **variables}
     command = [*LAUNCH, *map(str, arguments)]
     return subprocess.run(
-        command, env=environment(logs, **place), cwd=ROOT, capture_output=True, timeout=300
+        command, env=environment(logs, **place), cwd=ROOT, capture_output=True, timeout=PATIENCE_S
     ).returncode
 
 

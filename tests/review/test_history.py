@@ -111,10 +111,10 @@ def test_running_stopped_and_killed_processes_are_told_apart(tmp_path: Path) -> 
         assert history.state().name == "running" and [p.pid for p in history.processes] == [process.pid]
         assert history.state(patience_s=0.0).name == "silent"
         os.kill(process.pid, signal.SIGSTOP)
-        wait_until(lambda: history.processes[0].state() == "stopped", 5, "SIGSTOP")
+        wait_until(lambda: history.processes[0].state() == "stopped", "SIGSTOP")
     finally:
         process.kill()
-    wait_until(lambda: (history.refresh(), history.state().name)[1] == "killed", 5, "news of the kill")
+    wait_until(lambda: (history.refresh(), history.state().name)[1] == "killed", "news of the kill")
     process.wait()
     history.refresh()
     assert history.state().name == "killed" and f"process {process.pid} is gone" in history.state().cause

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from mmldlm.checkpoint import RunLock
 from mmldlm.review import History
@@ -50,7 +51,7 @@ def ended(folder: Path, code: int, cause: str) -> Path:
 
 def monitor(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [*MONITOR, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
 
 
 def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_into_a_file_it_ends_with_the_run(going_on: Path) -> None:
     assert process.stdout is not None and process.stdout.readline().startswith("--- 20")
     assert process.stdout.readline().startswith("going-on  running  step 20/40 (50%)")
     (going_on / "exit.json").write_text(json.dumps({"code": 75, "rank": 0, "step": 20, "cause": "x", "time": 1.0}))
-    rest, _ = process.communicate(timeout=30)
+    rest, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and "going-on  stopped" in rest and "\x1b" not in rest
 
 
@@ -107,15 +108,15 @@ def test_on_a_terminal_it_draws_over_itself_and_leaves_quietly(going_on: Path) -
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment)
     os.close(theirs)
     seen = b""
-    while seen.count(b"\x1b[H") < 3:
-        assert select.select([ours], [], [], 30)[0], seen
-        seen += os.read(ours, 65536)
-    process.send_signal(signal.SIGINT)  # Ctrl-C
-    assert process.wait(10) == 0
-    with suppress(OSError):  # once the other end is closed
-        while select.select([ours], [], [], 0)[0]:
+    interrupted = False
+    with suppress(OSError):  # once the other end is closed; until then it is read, or the monitor could wait for us
+        while select.select([ours], [], [], PATIENCE_S)[0]:
             seen += os.read(ours, 65536)
+            if not interrupted and seen.count(b"\x1b[H") >= 3:
+                process.send_signal(signal.SIGINT)  # Ctrl-C
+                interrupted = True
     os.close(ours)
+    assert process.wait(PATIENCE_S) == 0, seen
     text = seen.decode()
     assert "Traceback" not in text and "KeyboardInterrupt" not in text and "error" not in text
     assert "going-on  running" in text and any(bar in text for bar in BARS[1:])

@@ -202,7 +202,7 @@ def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
 
 def test_a_run_that_goes_on_and_then_is_killed(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, 120, "the first steps")
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, "the first steps")
     found = made(run, lean(runs / "base-1", tmp_path / "base-1"), out=tmp_path / "out")
     alive = found["runs"]["run"]
     assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import PATIENCE_S
 
 from mmldlm.runtime import last_words
 from mmldlm.runtime.last_words import Process, clear_exit_files, dump_stacks, put_down, write_exit
@@ -99,7 +100,7 @@ def test_a_new_run_clears_what_the_last_left(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
@@ -122,4 +123,4 @@ def test_only_the_process_that_is_meant_is_put_down(
         pass
     assert it.state() == "stopped"
     put_down([it])
-    assert sleeper.wait(5) == -signal.SIGKILL and it.state() == "gone"
+    assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL and it.state() == "gone"

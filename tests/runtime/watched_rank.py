@@ -2,8 +2,9 @@
 
     watched_rank.py FOLDER TIMEOUT_S FAULT [RANK, otherwise all]
 
-At step 7 it writes its pid to FOLDER/ready.rankN. With FAR=1 in the environment no rank can see another's process,
-as on machines of their own.
+It prints to FOLDER/outputN. At step 7 it writes its pid to FOLDER/ready.rankN, and FOLDER/heard.rankN once its own
+heartbeat and that of rank 0 are known to have left step 0. With FAR=1 in the environment no rank can see another's
+process, as on machines of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -31,6 +33,9 @@ FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 AT_FAULT = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
 
+PATIENCE = timedelta(seconds=300)  # to come together on a machine that has other things to do
+
+
 class Finished(Exception):
     pass
 
@@ -39,8 +44,8 @@ def end(watchdog: Watchdog) -> None:
     raise Finished
 
 
-def work_alone(watchdog: Watchdog) -> None:
-    time.sleep(TIMEOUT_S + 4)
+def work_alone(watchdog: Watchdog, seconds: float = 600) -> None:
+    time.sleep(seconds)
     raise Finished
 
 
@@ -99,17 +104,28 @@ def loop(watchdog: Watchdog, rank: int) -> None:
             pid.write_text(str(os.getpid()))
             pid.rename(FOLDER / f"ready.rank{rank}")
             if FAULT == "early-end":
-                (end if rank == AT_FAULT else work_alone)(watchdog)
+                end(watchdog) if rank == AT_FAULT else work_alone(watchdog, TIMEOUT_S + 4)
             elif FAULT in FAULTS and AT_FAULT in (rank, None):
                 FAULTS[FAULT](watchdog)
         sum_of_ones(watchdog)
         time.sleep(0.01)
 
 
+def tell_when_heard(watchdog: Watchdog, rank: int) -> None:
+    counts: set[int] = set()  # of heartbeats with a step; before the second the first was written
+    while len(counts) < 2 or (rank and not (0 in watchdog._peers and watchdog._peers[0].beat.step)):
+        if watchdog._beat.step:
+            counts.add(watchdog._beat.count)
+        time.sleep(0.01)
+    (FOLDER / f"heard.rank{rank}").touch()
+
+
 def main() -> None:
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=60))))
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
     # In a collective that hangs in a device, no timeout of the backend frees the main thread.
     patience = timedelta(seconds=600 if FAULT == "hang" else TIMEOUT_S)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{each}" for each in range(world_size)], PATIENCE)  # the group waits for TIMEOUT_S only
     group = dist.PrefixStore("group", store)
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=patience)
     if "FAR" in os.environ:
@@ -117,6 +133,7 @@ def main() -> None:
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
     watchdog.start()
     watchdog.watch(FOLDER)
+    threading.Thread(target=tell_when_heard, args=(watchdog, rank), daemon=True).start()
     error: BaseException | None = None
     try:
         loop(watchdog, rank)
@@ -134,6 +151,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    output = os.open(FOLDER / f"output{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the trainer, which ends after the step at hand
     try:
         status = run_command(main)

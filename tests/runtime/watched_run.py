@@ -6,20 +6,19 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
+from engine_runs import BIN, ROOT, environment
+from forked_runs import ForkedRuns
+from ports import free_port
+from waiting import PATIENCE_S, wait_until
 
 SCRIPT = Path(__file__).with_name("watched_rank.py")
-ROOT = SCRIPT.parent.parent.parent
-START_S = 90  # on a machine that has other things to do
 
 
 class WatchedRun:
@@ -27,62 +26,50 @@ class WatchedRun:
 
     def __init__(
         self,
+        forked: ForkedRuns,
         folder: Path,
         world_size: int,
         timeout_s: float,
         fault: str,
         rank: int | None = None,
-        torchrun: bool = False,
+        **variables: str,
     ):
-        self.folder, self.world_size, self.timeout_s = folder, world_size, timeout_s
-        arguments = [str(SCRIPT), str(folder), str(timeout_s), fault, *([] if rank is None else [str(rank)])]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-        if torchrun:
-            launcher = ["torch.distributed.run", f"--nproc_per_node={world_size}", f"--master_port={_free_port()}"]
-            self.commands = [([sys.executable, "-m", *launcher, *arguments], environment)]
-        else:
-            environment |= {"MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world_size)}
-            ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-            self.commands = [([sys.executable, *arguments], {**environment, **own}) for own in ranks]
+        self.forked, self.folder, self.world_size, self.variables = forked, folder, world_size, variables
+        self.arguments = [str(folder), str(timeout_s), fault, *([] if rank is None else [str(rank)])]
 
     def __enter__(self) -> WatchedRun:
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for index, (command, environment) in enumerate(self.commands):
-            with (self.folder / f"output{index}").open("wb") as file:
-                self.processes.append(subprocess.Popen(command, env=environment, stderr=file, stdout=file, cwd=ROOT))
-        ends = time.monotonic() + START_S
-        ready = [self.folder / f"ready.rank{rank}" for rank in range(self.world_size)]
-        while not all(path.exists() for path in ready):
-            assert time.monotonic() < ends and None in [p.poll() for p in self.processes], self.output()
-            time.sleep(0.02)
+        self.start()
+        self.pids = [int(self._await(f"ready.rank{rank}")) for rank in range(self.world_size)]
         self.began = time.monotonic()
-        self.pids = [int(path.read_text()) for path in ready]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for pid in getattr(self, "pids", []):  # of torchrun they are not our children
-            with suppress(psutil.NoSuchProcess):
-                rank = psutil.Process(pid)
-                if str(SCRIPT) in rank.cmdline():
-                    rank.kill()
+        self.forked.kill(self.ranks)
+
+    def start(self) -> None:
+        given = (self.arguments, self.world_size, self.folder / "output", str(SCRIPT))
+        self.ranks = self.forked.start("ddp", *given, **self.variables)
+
+    def ended(self) -> bool:
+        return len(self.forked.wait(self.ranks, 0)) == self.world_size
 
     def harm(self, rank: int, number: signal.Signals) -> None:
-        time.sleep(1.1)  # until heartbeats of the steps at hand were written and read
+        """Send a signal, once heartbeats of the steps at hand were written and read."""
+        for each in range(self.world_size):
+            self._await(f"heard.rank{each}")
         self.began = time.monotonic()
         os.kill(self.pids[rank], number)
 
-    def codes(self) -> list[int]:
-        """Exit codes of all processes, which end within the timeout and 5 s more, and leave none behind."""
-        ends = self.began + self.timeout_s + 5
-        codes = [process.wait(max(0.0, ends - time.monotonic())) for process in self.processes]
+    def code(self, rank: int, seconds: float = PATIENCE_S) -> int | None:
+        """Exit code of a rank that ends within `seconds`."""
+        return self.forked.wait([self.pids[rank]], seconds).get(self.pids[rank])
+
+    def codes(self) -> list[int | None]:
+        """Exit codes of all processes, which end by themselves."""
+        codes = [self.code(rank) for rank in range(self.world_size)]
         self.seconds = time.monotonic() - self.began
-        left = [pid for pid in self.pids if psutil.pid_exists(pid)]
-        assert not left, f"left running: {left}"
         return codes
 
     def record(self, name: str = "exit.json") -> dict[str, Any]:
@@ -92,16 +79,45 @@ class WatchedRun:
         return (self.folder / f"stacks.rank{rank}.txt").read_text()
 
     def files(self) -> set[str]:
-        return {path.name for path in self.folder.iterdir() if not path.name.startswith(("output", "ready."))}
+        ours = ("output", "ready.", "heard.")
+        return {path.name for path in self.folder.iterdir() if not path.name.startswith(ours)}
 
-    def output(self, index: int = 0) -> str:
-        return (self.folder / f"output{index}").read_text()
+    def output(self, rank: int | str = "") -> str:
+        return (self.folder / f"output{rank}").read_text()
 
-    def complaints(self, index: int) -> list[str]:
-        return re.findall("^mmldlm: error: (.*)$", self.output(index), re.MULTILINE)
+    def complaints(self, rank: int) -> list[str]:
+        return re.findall("^mmldlm: error: (.*)$", self.output(rank), re.MULTILINE)
+
+    def _await(self, name: str) -> str:
+        path = self.folder / name
+        wait_until(lambda: path.exists() or self.ended(), name)
+        assert path.exists(), self.output()
+        return path.read_text()
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+class LaunchedRun(WatchedRun):
+    """The same under torchrun, whose exit code is the only one."""
+
+    def start(self) -> None:
+        launcher = [str(BIN / "torchrun"), f"--nproc_per_node={self.world_size}", f"--master_port={free_port()}"]
+        command, env = [*launcher, str(SCRIPT), *self.arguments], environment(PYTHONPATH=str(ROOT))
+        with (self.folder / "output").open("wb") as out:
+            self.process = subprocess.Popen(
+                command, env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def codes(self) -> list[int | None]:
+        found = self.process.wait(PATIENCE_S)
+        left = [pid for pid in self.pids if psutil.pid_exists(pid)]
+        assert not left, f"left running: {left}"
+        return [found]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_S
 
 from mmldlm.build import LoadedRun
 from mmldlm.demo.server import MOST_BYTES, DemoServer
@@ -30,7 +31,7 @@ JSON = {"Content-Type": "application/json"}
 def asked(
     server: DemoServer, method: str, path: str, body: bytes | str | None = None, **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     found = answer.status, answer.headers, answer.read()
@@ -220,7 +221,7 @@ def test_requests_are_limited(server: DemoServer) -> None:
         ({"Transfer-Encoding": "chunked"}, 411),
         ({}, 411),
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             lines = [f"{name}: {value}" for name, value in {**JSON, **headers}.items()]
             head = f"POST /api/write HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n" + "\r\n".join(lines)
             connection.sendall(f"{head}\r\n\r\n".encode())  # no body: nobody waits for it

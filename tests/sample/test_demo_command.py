@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from mmldlm.demo import command
 from mmldlm.demo.server import DemoServer
@@ -32,16 +33,16 @@ def test_the_command_serves_until_ctrl_c(short_run_dir: Path) -> None:
         assert demo.stdout is not None and demo.stderr is not None
         told = demo.stdout.readline()
         port = int(re.search(r"open http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends\)", told)[1])  # type: ignore[index]
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         connection.request("GET", "/api/run")
         assert connection.getresponse().status == 200
         # Also in the midst of a request.
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         request = {"text": "The rose of soil and water.", "count": 16, "length": 32, "sampling": {"steps": 512}}
         connection.request("POST", "/api/write", json.dumps(request), {"Content-Type": "application/json"})
         time.sleep(0.5)
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(timeout=60) == 130
+        assert demo.wait(timeout=PATIENCE_S) == 130
         assert demo.stderr.read() == "" and demo.stdout.read() == ""
     finally:
         demo.kill()

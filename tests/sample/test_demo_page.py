@@ -14,6 +14,7 @@ from pathlib import Path
 import browser
 import pytest
 from browser import Page
+from waiting import PATIENCE_S
 
 from mmldlm.build import LoadedRun
 from mmldlm.demo.api import Api
@@ -60,7 +61,7 @@ def test_a_sentence_is_typed_and_a_generation_read(page: Page, short_run_dir: Pa
             request = urllib.request.Request(
                 f"{url}api/write", json.dumps({"text": TEXT}).encode(), {"Content-Type": "application/json"}
             )
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 expected = [each["text"] for each in json.load(answer)["texts"]]
         finally:
             demo.kill()

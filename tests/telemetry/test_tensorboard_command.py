@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from waiting import PATIENCE_S
 
 from mmldlm.telemetry import Tracker
 
@@ -32,7 +33,7 @@ def compared_runs(port: int) -> list[dict[str, float]]:
         url = f"http://127.0.0.1:{port}/data/plugin/hparams/{what}"
         body = json.dumps({"experimentName": "", **question}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return json.load(answer)
 
     metrics = [{"metric": each["name"]} for each in ask("experiment")["metricInfos"]]
@@ -62,7 +63,7 @@ def test_the_command_shows_every_step(tmp_path: Path) -> None:
     )
     url = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run=run/tensorboard&tag=loss/total"
     try:
-        deadline, found = time.monotonic() + 90, []
+        deadline, found = time.monotonic() + PATIENCE_S, []
         while len(found) < steps and time.monotonic() < deadline:
             assert server.poll() is None, "TensorBoard ended"
             time.sleep(0.5)
@@ -75,4 +76,4 @@ def test_the_command_shows_every_step(tmp_path: Path) -> None:
         assert compared_runs(port) == [{"loss/total": pytest.approx(1 / steps), "validation/total": 2.5}]
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=PATIENCE_S)
