@@ -23,6 +23,7 @@ BENCHMARKS = {
     "gpu_memory": "the largest micro-batches that fit a GPU, by that estimate; needs no GPU",
     "learning": "what the quickstart learns, over seeds, against bars that it must pass",
     "decoding": "quality of generated texts by decoding, steps and temperature",
+    "pages": "write the results into the tables of README.md and docs/; measures nothing",
     "characters": "a small character-level model against bigrams",
 }
 DEFAULT = "ladder"

@@ -78,6 +78,13 @@ def tables_of(run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]) ->
     return found
 
 
+def blocks(result: dict[str, Any]) -> dict[str, str]:
+    """Markdown tables by name, for `benchmarks.pages`."""
+    return {
+        "decoding": "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in result["tables"].items()),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mmldlm bench decoding", description="Quality of texts by decoding.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")

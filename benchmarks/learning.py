@@ -1,11 +1,10 @@
 """The learning gate: trains the quickstart under several seeds and holds what it learns against bars.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
-    python -m benchmarks learning --docs          only writes the tables of README.md and docs/ from the last result
 
 Each corpus is prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many
-side by side as there are jobs. Exit code 1 where a seed misses a bar. The tables between `<!-- learning:NAME -->` and
-`<!-- /learning -->` in README.md and docs/ are generated from `results/learning.json`; a test compares them.
+side by side as there are jobs. Exit code 1 where a seed misses a bar. `python -m benchmarks pages` writes the result
+into README.md and docs/.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation.texts import likeness
 
-RESULT = ROOT / "benchmarks" / "results" / "learning.json"
 SHOWN = 6  # samples of the first seed in the tables
 NEAR, CLOSE = 0.9, 0.8  # word similarity from which on a held-out text is called a near copy, and close
 
@@ -208,9 +206,8 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     }
 
 
-# --- tables of README.md and docs/ ----------------------------------------------------------------
+# --- tables of the pages ----------------------------------------------------------------
 
-_BLOCK = re.compile(r"<!-- learning:([\w-]+) -->\n.*?<!-- /learning -->", re.DOTALL)
 # Row's title, metric, its control and what the control is.
 ROWS = {
     "simple-docs": (
@@ -274,24 +271,6 @@ def _number(number: float) -> str:
     return f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}" if abs(number) >= 0.095 else f"{number:.3f}"
 
 
-def pages() -> Iterator[Path]:
-    """The pages that may have generated tables."""
-    yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").glob("*.md"))
-
-
-def with_blocks(text: str, result: Mapping[str, Any]) -> str:
-    """Return a page with its generated tables as `result` has them."""
-    made = blocks(result)
-    return _BLOCK.sub(lambda match: f"<!-- learning:{match[1]} -->\n{made[match[1]]}\n<!-- /learning -->", text)
-
-
-def write_docs(result: Mapping[str, Any]) -> None:
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        page.write_text(with_blocks(text, result), encoding="utf-8")
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -314,18 +293,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="stores and runs stay there, and are taken up again"
     )
-    parser.add_argument("--out", type=Path, default=RESULT.parent, help="folder of learning.json (%(default)s)")
-    parser.add_argument("--docs", action="store_true", help="write the tables of README.md and docs/, measure nothing")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of learning.json (%(default)s)"
+    )
     options = parser.parse_intermixed_args(argv)
-    if options.docs:
-        write_docs(json.loads(RESULT.read_text(encoding="utf-8")))
-        return 0
     corpora = {}
     with _folder(options.keep) as folder:
         for name in chosen("--corpora", options.corpora, list(CASES)):
             corpora[name] = measure(name, options, folder)
     result = {"benchmark": "learning", **circumstances(torch.device("cpu")), "corpora": corpora}
-    write_json(result, options.out, RESULT.stem)
+    write_json(result, options.out, "learning")
     rows = [(name, row) for name, corpus in corpora.items() for row in corpus["bars"]]
     for name, row in rows:
         values = " ".join(_number(each) for each in row["values"])

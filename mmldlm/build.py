@@ -48,7 +48,7 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
     return Objective(
         config.loss,
-        MaskedDiffusion(manifest.mask_id, config.loss.text),
+        MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),
         GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
         config.log.noise_levels,
     )

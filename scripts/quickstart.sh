@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained, sampling model on the embedded data: about 12 minutes on 2 cores.
+# From nothing to a model that writes sentences, on the embedded data: about 12 minutes on 2 cores.
 # Safe to run again: finished parts are kept, and an interrupted training goes on where it stopped.
 #
 #   bash scripts/quickstart.sh [key.sub=value ...]    settings for the training, e.g. train.steps=100
@@ -11,9 +11,10 @@ step() { printf '\n==> %s\n    %s\n' "$1" "$2"; }
 bash scripts/setup.sh
 mmldlm=.venv/bin/mmldlm
 
-step "1/4 Preparing data: English sentences from the docs of Python and of installed packages" \
-  "mmldlm prepare --corpus python-docs --out data/python-docs"
-"$mmldlm" prepare --corpus python-docs --out data/python-docs
+prepare=(prepare --corpus simple-docs --tokenizer words --latent-tokens 4 --on-problem skip --out data/simple-docs)
+step "1/4 Preparing data: short English sentences from the docs of Python and of installed packages" \
+  "mmldlm ${prepare[*]}"
+"$mmldlm" "${prepare[@]}"
 
 step "2/4 Training" "mmldlm train configs/quickstart.yaml${*:+ $*}"
 "$mmldlm" train configs/quickstart.yaml "$@"
@@ -21,7 +22,7 @@ step "2/4 Training" "mmldlm train configs/quickstart.yaml${*:+ $*}"
 step "3/4 Evaluating on held-out documents" "mmldlm evaluate runs/quickstart"
 "$mmldlm" evaluate runs/quickstart
 
-text="The function returns a new list with the items in sorted order."
+text="Return a list of the names of all files in the given directory."
 step "4/4 Sampling: a latent from a sentence, texts from the latent" \
   "mmldlm sample runs/quickstart --mode l2t --text \"$text\" -n 3"
 "$mmldlm" sample runs/quickstart --mode l2t --text "$text" -n 3
@@ -31,6 +32,7 @@ cat <<'END'
 ==> Done. Look at
     runs/quickstart/samples.md         held-out texts beside what was written from their latents
     runs/quickstart/evaluation.json    every metric beside its control
+    .venv/bin/mmldlm demo runs/quickstart    a page to write from sentences of your own
     and at the curves:
     .venv/bin/tensorboard --logdir runs --samples_per_plugin text=200,images=200,scalars=100000 --host 127.0.0.1
 END

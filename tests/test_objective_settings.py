@@ -16,6 +16,7 @@ SETTINGS = [
     (MODE,),
     (MODE, "text.mode_scale=0.5"),
     ("text.stratified=false",),
+    ("text.masks=exact",),
     (LOGIT,),
     (LOGIT, "latent.location=1"),
     (LOGIT, "latent.scale=0.3"),

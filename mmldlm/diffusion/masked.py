@@ -19,6 +19,7 @@ from mmldlm.schema import setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 TextDecoding = Literal["ancestral", "confidence"]
+Masks = Literal["independent", "exact"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class TextConfig:
         True, "t_text from a low-discrepancy grid over the global batch; false: each sample's by itself"
     )
 
+    masks: Masks = setting(
+        "independent",
+        "independent: each token is masked with probability t_text; exact: t_text of a text's tokens, rounded up, with "
+        "which the bound is the same and varies far less",
+    )
+
     def __post_init__(self) -> None:
         check_sampler(self.sampler)
 
@@ -44,28 +51,46 @@ class TextConfig:
 
 
 class MaskedDiffusion:
-    def __init__(self, mask_id: int, loss: TextLoss):
+    def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "independent"):
         self.mask_id = mask_id
         self.loss_kind = loss
+        self.masks = masks
         self.schedule = LogLinear()
 
     def masked(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
-        """bool [N]: which tokens are masked at time t, given one uniform number each (float32 [N])."""
+        """bool [N]: which tokens are masked at time t, given one uniform number each (float32 [N]).
+
+        Tokens of a sample lie one behind the other. With exact masks those with the smallest numbers are masked.
+        """
+        if self.masks == "exact":
+            lengths = torch.bincount(sample_of_token, minlength=len(t))
+            by_number = uniforms.argsort()
+            order = by_number[sample_of_token[by_number].argsort(stable=True)]
+            rank = torch.empty_like(order)
+            rank[order] = torch.arange(len(order)) - (lengths.cumsum(0) - lengths)[sample_of_token[order]]
+            return rank < _exact_counts(t, lengths)[sample_of_token]
         return uniforms < (1 - self.schedule.alpha(t))[sample_of_token].to(uniforms.dtype)
 
     def corrupt(self, tokens: Tensor, masked: Tensor) -> Tensor:
         return tokens.masked_fill(masked, self.mask_id)
 
-    def weights(self, t: Tensor, importance: Tensor, limit: float = math.inf) -> Tensor:
+    def weights(self, t: Tensor, lengths: Tensor, importance: Tensor, limit: float = math.inf) -> Tensor:
         """[B]: weight of each masked token's negative log likelihood.
 
         `elbo`: -alpha' / (1 - alpha), whose sum over masked tokens is an unbiased estimate of the negative
         ELBO of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5), times `importance`, one over
         the density of the times; with a `limit` it is biased. `masked_mean`: 1.
+
+        With exact masks it is L / n for n of L tokens. Uniform times make n uniform in 1..L, and the sum an estimate of
+        the same bound: that of an order of the tokens drawn at random (arXiv 2110.02037, eq. 6).
         """
         if self.loss_kind != "elbo":
             return torch.ones_like(t)
-        return self.schedule.elbo_weight(t).clamp_max(limit) * importance
+        if self.masks == "exact":
+            per_token = lengths / _exact_counts(t, lengths).clamp_min(1)
+        else:
+            per_token = self.schedule.elbo_weight(t)
+        return per_token.clamp_max(limit) * importance
 
     # --- reverse ----------------------------------------------------------------------------------------
 
@@ -136,6 +161,11 @@ class MaskedDiffusion:
             choice[part][surest] = True
             start += length
         return choice
+
+
+def _exact_counts(t: Tensor, lengths: Tensor) -> Tensor:
+    """int64 [B]: t of each sample's tokens, rounded up."""
+    return (t.double() * lengths).ceil().long()
 
 
 def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -165,10 +165,10 @@ class Objective:
         trains_latent = noise.mode != MODES.index("l2t")
         lengths = torch.tensor(batch.lengths)
         text_cell, latent_cell = (self._cell(noise.mode, t) for t in (noise.t_text, noise.t_latent))
-        token_weight = self.text.weights(noise.t_text, noise.importance) * trains_text
+        token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
         trained_token_weight = trained_latent_weight = None
         if self.config.text_weight_limit is not None:
-            limited = self.text.weights(noise.t_text, noise.importance, self.config.text_weight_limit)
+            limited = self.text.weights(noise.t_text, lengths, noise.importance, self.config.text_weight_limit)
             trained_token_weight = (limited * trains_text)[sample]
         if self.config.latent_time_weighting == "min_snr":
             by_time = self.latent.min_snr_weight(noise.t_latent, self.config.min_snr_gamma)

@@ -29,6 +29,7 @@ from mmldlm.checkpoint import (
 from mmldlm.checkpoint.manifest import MAX_SMALL_BYTES
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.shards import Store
+from mmldlm.errors import DataError
 from mmldlm.optimizers import build_optimizer
 from mmldlm.resume import identity, restore, small_files
 
@@ -115,6 +116,27 @@ def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> N
         refused = wrong is tensors
         assert (opened(lambda: restore(path, model, config, store)) is None) == refused
         assert (opened(lambda: load_run(config.run.dir)) is None) == refused
+
+
+@quick
+@pytest.mark.parametrize("skip", [0.0, 0.1])
+def test_a_checkpoint_with_a_skip_of_x0_goes_on_where_the_skip_is_zero(run: Run, skip: float) -> None:
+    """Networks that predict x0 had a learned skip once; in runs that trained no latents it has stayed zero."""
+    config, store, model, path = run
+    assert config.latent.prediction == "x0"
+    old = {"latent_skip.weight": torch.full((6, 4), skip), "latent_skip.bias": torch.zeros(6)}
+    for group in ("model", "ema"):
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        replace_file(path, f"{group}.safetensors", save(tensors | old))
+    moments = TensorFiles.open(verify(path), "optimizer")
+    entries = {f"{name}/{key}": value.clone() for name, value in old.items() for key in ("exp_avg", "exp_avg_sq")}
+    replace_file(path, "optimizer.safetensors", save({name: moments[name] for name in moments} | entries))
+    if not skip:
+        assert restore(path, model, config, store).state.step == load_run(config.run.dir).step == 1
+        return
+    for load in (lambda: restore(path, model, config, store), lambda: load_run(config.run.dir)):
+        with pytest.raises(DataError, match=r"step-00000001.*latent\.prediction x0.*latent_skip"):
+            load()
 
 
 def tensor(dtype: str, shape: list[Any], begin: int, end: int) -> dict[str, Any]:

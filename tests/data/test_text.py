@@ -79,6 +79,26 @@ def test_a_foreign_tokenizer_gets_mask_and_pad(tmp_path: Path) -> None:
             Tokenizer.load(path)
 
 
+def test_words_are_tokens_and_all_else_is_spelled_by_bytes(tmp_path: Path) -> None:
+    texts = ["Return the list, or the tuple.", "the list is empty", "Return a tuple"]
+    words = Tokenizer.words(texts, 512)
+    known, unknown = "return the tuple, or the list.", "the zoo's list \u00e9"
+    assert len(words.encode_batch([known])[0]) == 8
+    assert len(words.encode_batch([unknown])[0]) > 8
+    again = Tokenizer.load((words.save(tmp_path), tmp_path)[1])
+    for tokenizer in (words, again):
+        assert tokenizer.decode_batch(tokenizer.encode_batch([known, unknown])) == [known, unknown]
+    assert words.decode_batch(words.encode_batch([texts[0]])) == [texts[0].lower()]
+    assert words.identity == again.identity == Tokenizer.words(texts[::-1], 512).identity
+
+
+def test_the_commonest_words_get_the_tokens() -> None:
+    tokenizer = Tokenizer.words(["aa aa aa bb bb cc"], 258 + 2)
+    assert [len(ids) for ids in tokenizer.encode_batch(["aa", "bb", "cc"])] == [1, 1, 3]
+    with pytest.raises(DataError, match="--vocab-size 200: expected at least 258"):
+        Tokenizer.words(["aa"], 200)
+
+
 def test_characters() -> None:
     tokenizer = Tokenizer.characters()
     assert (tokenizer.vocab_size, tokenizer.mask_id, tokenizer.pad_id) == (29, 27, 28)

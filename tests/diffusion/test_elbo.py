@@ -7,9 +7,21 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_pairs import LOSSES, PREDICTIONS, PROCESSES, VOCAB, WORDS, PerfectDenoiser, gaussian, objective, random_pairs
+from toy_pairs import (
+    LOSSES,
+    MASK,
+    PREDICTIONS,
+    PROCESSES,
+    VOCAB,
+    WORDS,
+    PerfectDenoiser,
+    gaussian,
+    objective,
+    random_pairs,
+)
 
 from mmldlm.diffusion.gaussian import LatentLoss, Parametrisation
+from mmldlm.diffusion.masked import MaskedDiffusion, Masks
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import total_counts
 from mmldlm.diffusion.schedule import LogLinear, Process
@@ -63,6 +75,46 @@ def test_the_bound_of_a_uniform_predictor_is_log_v(mode: Mode) -> None:
     deviation = math.sqrt((math.log(1 / LogLinear.t_min) - 1 + LogLinear.t_min) / tokens)
     assert deviation < 0.008
     assert nats / math.log(WORDS) == pytest.approx(1, abs=4.5 * deviation)
+
+
+def test_exact_masks_have_their_counts_and_every_place_alike() -> None:
+    text, steps, times = MaskedDiffusion(MASK, "elbo", "exact"), 400, torch.tensor([0.001, 0.29, 0.5, 1.0, 0.0])
+    lengths = torch.tensor([4, 10, 6, 3, 5])
+    sample = torch.arange(5).repeat_interleave(lengths)
+    draw = torch.Generator().manual_seed(0)
+    masked = torch.stack([text.masked(torch.rand(len(sample), generator=draw), times, sample) for _ in range(steps)])
+    counts = torch.zeros(steps, 5, dtype=torch.int64).index_add(1, sample, masked.long())
+    assert (counts == torch.tensor([1, 3, 3, 3, 0])).all()
+    frequency = masked.double().mean(0)[sample == 1]  # deviation sqrt(0.3 x 0.7 / 400) = 0.023
+    assert (frequency - 0.3).abs().max() < 0.1
+
+
+def test_the_bound_of_a_uniform_predictor_by_exact_masks_is_log_v_without_variance() -> None:
+    bound = objective(masks="exact")
+    noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint")))
+    _, sums = bound(uniform_words, noised, noised.counts.tolist())
+    assert bound.summary(sums, noised.counts)["loss/text"] == pytest.approx(math.log(WORDS), rel=1e-5)
+
+
+@pytest.mark.parametrize("masks", ["independent", "exact"])
+def test_both_kinds_of_masks_estimate_one_bound(masks: Masks) -> None:
+    """A masked token costs the fraction of its text that is masked, n / L, so the bound is its mean over n = 1..L."""
+
+    def network(tokens, latents, t_text, t_latent, layout, positions, targets):  # type: ignore[no-untyped-def]
+        sample = layout.sample_of_token
+        count = torch.bincount(sample[positions], minlength=SIZE).float()
+        nll = (count / torch.tensor(layout.lengths))[sample[positions]]
+        return nll, torch.zeros_like(latents), torch.zeros(SIZE, 9)
+
+    bound, steps = objective(masks=masks), 60
+    sums, counts = [], []
+    for step in range(steps):
+        noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, step, SIZE, mode_weights("l2t")))
+        sums.append(bound(network, noised, noised.counts.tolist())[1])
+        counts.append(noised)
+    nats = bound.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
+    expected = (100 * 4 * (5 / 8) + 100 * 9 * (10 / 18)) / 1300
+    assert nats == pytest.approx(expected, rel=0.02 if masks == "independent" else 0.004)
 
 
 def test_masked_mean_of_a_uniform_predictor_is_log_v_exactly() -> None:

@@ -85,7 +85,7 @@ def test_the_network_is_asked_only_in_steps_that_write(remask: float) -> None:
         asked.append(len(arguments[5]))
         return PerfectDenoiser(PAIRS, latent)(*arguments)
 
-    config = SamplingConfig(steps=200, remask=remask)
+    config = SamplingConfig(steps=200, decoding="ancestral", remask=remask)
     made = generate(denoiser, TEXT, latent, "l2t", config, seeded(), PAIRS.latents, PAIRS.lengths)
     assert torch.equal(made.tokens, PAIRS.tokens)
     assert all(asked)
@@ -102,6 +102,24 @@ def test_both_are_recovered_together(decoding: TextDecoding) -> None:
 def test_guided_latents_are_recovered_where_the_condition_changes_nothing() -> None:
     made = recovered(gaussian("vp_cosine", "x0", "mse", CHANNELS), "t2l", SamplingConfig(steps=8, guidance=3.0))
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-4)
+
+
+def test_guidance_on_latents_has_its_scale_whatever_lengths_the_cosine_loss_leaves() -> None:
+    x0, other = (F.normalize(each, dim=-1) * 4 for each in torch.randn(2, 5, 1, 16, generator=seeded()))
+    latent, t = gaussian("vp_cosine", "x0", "cosine", 16), torch.linspace(0.1, 1, 5)
+    expected = other + 2 * (x0 - other)
+    for factor in (0.1, 1.0, 7.0):
+        torch.testing.assert_close(latent.guide(factor * x0, other / factor, t, 2.0), expected)
+    raw = gaussian("vp_cosine", "x0", "mse", 16).guide(3 * x0, other, t, 2.0)
+    torch.testing.assert_close(raw, other + 2 * (3 * x0 - other))  # where the loss knows lengths, they stay
+
+
+def test_each_mode_has_its_decoding() -> None:
+    auto = SamplingConfig()
+    assert [auto.decoding_of(mode) for mode in ("l2t", "joint")] == ["confidence", "ancestral"]
+    assert SamplingConfig(remask=0.5).decoding_of("l2t") == "ancestral"
+    for decoding in ("ancestral", "confidence"):
+        assert {SamplingConfig(decoding=decoding).decoding_of(mode) for mode in ("l2t", "joint")} == {decoding}
 
 
 def test_generation_is_a_function_of_the_seed() -> None:
@@ -128,9 +146,10 @@ def test_lengths_are_drawn_from_the_length_head() -> None:
         logits[:, [2, 6]] = torch.tensor([0.8, 0.2]).log()
         return None, None, logits
 
-    drawn = draw_lengths(model, MASK, torch.zeros(5000, 1, 4), 0.0, seeded())
+    drawn = draw_lengths(model, MASK, torch.zeros(5000, 1, 4), 1.0, seeded())
     assert set(drawn) == {3, 7}
     assert abs(drawn.count(3) / 5000 - 0.8) < 4.5 * (0.8 * 0.2 / 5000) ** 0.5
+    assert draw_lengths(model, MASK, torch.zeros(3, 1, 4), 0.0, seeded()) == (3, 3, 3), "the median, given a latent"
 
 
 def test_drawn_tokens_follow_their_probabilities() -> None:

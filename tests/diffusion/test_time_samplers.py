@@ -74,7 +74,9 @@ def test_the_bound_does_not_depend_on_text_time_sampling(limit: float | None) ->
 
 
 def test_masked_mean_claims_no_bound_and_has_no_importance() -> None:
-    weights = MaskedDiffusion(MASK, "masked_mean").weights(torch.tensor([0.1, 0.9]), torch.tensor([2.0, 0.3]))
+    weights = MaskedDiffusion(MASK, "masked_mean").weights(
+        torch.tensor([0.1, 0.9]), torch.tensor([5, 9]), torch.tensor([2.0, 0.3])
+    )
     assert weights.tolist() == [1, 1]
 
 

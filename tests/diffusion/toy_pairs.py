@@ -19,7 +19,7 @@ from mmldlm.diffusion.gaussian import (
     Parametrisation,
     per_sample,
 )
-from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.masked import MaskedDiffusion, Masks
 from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.diffusion.schedule import Process
 
@@ -58,10 +58,10 @@ def gaussian(process: Process, prediction: Parametrisation, loss: LatentLoss, ch
     return GaussianDiffusion(LatentConfig(process, prediction), loss, max_norm=math.sqrt(channels) * (1 + 1e-6))
 
 
-def objective(latent: GaussianDiffusion | None = None, **losses: object) -> Objective:
+def objective(latent: GaussianDiffusion | None = None, masks: Masks = "independent", **losses: object) -> Objective:
     latent = latent or gaussian("vp_cosine", "v", "mse")
     config = LossConfig(latent=latent.loss_kind, **losses)  # type: ignore[arg-type]
-    return Objective(config, MaskedDiffusion(MASK, config.text), latent)
+    return Objective(config, MaskedDiffusion(MASK, config.text, masks), latent)
 
 
 class PerfectDenoiser:
