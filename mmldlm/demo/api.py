@@ -98,7 +98,14 @@ class Api:
             "splits": {name: split.samples for name, split in manifest.splits.items()},
             "encoder": manifest.encoder["name"],
             "sampling": dump(run.config.sampling),
+            "examples": self._examples(),
         }
+
+    def _examples(self) -> list[str]:
+        """Two held-out texts, from which the page shows at once what the run writes."""
+        split = self.run.store.split("test")
+        tokens, lengths, _ = split.gather(np.array([len(split) // 3, 2 * len(split) // 3]))
+        return self.run.tokenizer.decode_batch([part.tolist() for part in np.split(tokens, lengths.cumsum()[:-1])])
 
     # --- requests ---------------------------------------------------------------------------------------
 
