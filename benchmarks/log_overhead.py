@@ -3,18 +3,18 @@ data.
 
     python -m benchmarks log_overhead [--batch 64] [--width 256] [--samples sentences] [--quick] [key.sub=value ...]
 
-The real trainer at the shape, the cadence and the sampling of the quickstart. A step's bookkeeping is measured in two
-ways:
+The real trainer at the shape, the cadence and the sampling of `configs/python-docs.yaml`. A step's bookkeeping is
+measured in two ways:
 
 - as it is against the same trainer without records and TensorBoard, over the same samples with the same noise, in
   turns. No difference below the interval can be told so.
 - each call of the bookkeeping by itself, while the trainer reads from its own loader. "other threads" is what the
   process used besides the thread that trains: TensorBoard writes its files from one of its own.
 
-It costs the same whatever the network's size: the quickstart's half a second is among the shortest steps.
+It costs the same whatever the network's size: that run's half a second is among the shortest steps.
 
 What a validation leaves in TensorBoard is measured as well: what is written, and the passes of the network behind the
-figures and the texts. The total is of all that over the quickstart's run, each part as often as it comes there, as a
+figures and the texts. The total is of all that over that run, each part as often as it comes there, as a
 share of its steps. The losses of a validation are not of it: they are what a validation is for.
 """
 
@@ -49,7 +49,7 @@ from mmldlm.schema import dump
 from mmldlm.train import train_step
 from mmldlm.validation import validation_losses
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+MEASURED = ROOT / "configs" / "python-docs.yaml"
 AS_THERE = ("mode", "sampling")  # its settings beside shape and cadence
 CADENCE = 10  # steps from record to record: the default of log.every
 GOAL = 0.01  # of a step, for all that shows the run, and for the data
@@ -67,7 +67,7 @@ TEXTS, NUMBERS = "texts", "figures: numbers"
 LOSSES_WRITTEN, TEXTS_WRITTEN = "losses: written", "texts: written"
 DRAWN_FIRST, DRAWN = "figures: drawn first, with the import of matplotlib", "figures: drawn"
 TOTAL = "total"
-OF_A_RUN = "The quickstart's run, its validations' losses not counted"
+OF_A_RUN = "The run of configs/python-docs.yaml, its validations' losses not counted"
 
 
 def against_silence(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
@@ -165,11 +165,11 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
     return {what: median(seconds) for what, seconds in spent.items()}
 
 
-def of_a_run(quickstart: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
-    """What each part takes of the quickstart's steps, given the seconds of its parts in a step and in a validation."""
-    steps, every = quickstart.train.steps, quickstart.validation.every
-    validations = [number for number in range(1, steps + 1) if quickstart.train.due(number, every)]
-    figures = sum(pictures_due(number, quickstart) for number in validations)
+def of_a_run(measured: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
+    """What each part takes of a run's steps, given the seconds of its parts in a step and in a validation."""
+    steps, every = measured.train.steps, measured.validation.every
+    validations = [number for number in range(1, steps + 1) if measured.train.due(number, every)]
+    figures = sum(pictures_due(number, measured) for number in validations)
     times = {
         NUMBERS: figures,
         DRAWN_FIRST: min(figures, 1),
@@ -236,19 +236,19 @@ def _mean_s(call: Callable[[], object], calls: int = 200) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    quickstart = load_config(QUICKSTART)
-    shape = quickstart.model
+    measured = load_config(MEASURED)
+    shape = measured.model
     options = parser("log_overhead", "What of a step it takes to see the run, and the wait for data.")
     options.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config")
     options.add_argument("--width", type=positive, default=shape.width, help="(%(default)s)")
     options.add_argument("--depth", type=positive, default=shape.depth, help="(%(default)s)")
-    size = quickstart.train.global_batch_size
+    size = measured.train.global_batch_size
     options.add_argument("--batch", type=positive, default=size, help="samples of a step (%(default)s)")
     options.add_argument("--samples", choices=("documents", "sentences"), default="sentences", help="(%(default)s)")
     options.add_argument("--steps", type=positive, default=40, help="in which calls are timed (%(default)s)")
     given = parse(options, argv, width=64, depth=2, batch=4, steps=20, rounds=2)
-    quickstart = load_config(QUICKSTART, given.settings)
-    as_there = tuple(f"{key}={json.dumps(dump(getattr(quickstart, key)))}" for key in AS_THERE)
+    measured = load_config(MEASURED, given.settings)
+    as_there = tuple(f"{key}={json.dumps(dump(getattr(measured, key)))}" for key in AS_THERE)
     with workplace(given) as folder:
         task = Task(
             store=str(random_store(folder / "store", lengths_of(given.samples, SAMPLES))),
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         against = against_silence(task, given.rounds, folder / "rounds")
     tables = {
         "Calls": of_a_step(step),
-        OF_A_RUN: of_a_run(quickstart, step, validation),
+        OF_A_RUN: of_a_run(measured, step, validation),
         "As it is against no records": [against],
     }
     report(given, "log_overhead", tables)

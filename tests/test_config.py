@@ -75,7 +75,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ),
         (
             "mode=t2l freeze=[backbone, text_encoder, latent_encoder, noise_times, latent_head]",
-            "freeze: the latent loss (loss.latent_weight 0.1) needs one of text_encoder, latent_encoder, noise_times, "
+            "freeze: the latent loss (loss.latent_weight 10) needs one of text_encoder, latent_encoder, noise_times, "
             "text_stream, latent_stream, latent_head to train, found backbone",
         ),
         (f"mode=t2l loss.latent_weight=0 loss.length_weight=0 freeze=[{ALL_PARTS}]", "freeze: expected a part left"),

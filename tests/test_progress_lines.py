@@ -55,7 +55,7 @@ def test_one_long_call_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None
     found: list[str] = []
     with Progress(interval=0, prefix="rank 0: ") as progress:
         progress.phase("fitting")
-        wait_until(lambda: bool(found.extend(capsys.readouterr().err.splitlines()) or len(found) > 1), 60, "a line")
+        wait_until(lambda: bool(found.extend(capsys.readouterr().err.splitlines()) or len(found) > 1), "a line")
     assert found[0] == "rank 0: fitting ..."
     assert re.fullmatch(r"rank 0: fitting: \d+s", found[1])
 

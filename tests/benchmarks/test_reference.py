@@ -10,6 +10,7 @@ from bench_runs import stirred
 from torch import Tensor
 
 from benchmarks.variants import Open, Variant
+from mmldlm.diffusion.objective import LossConfig
 
 pytestmark = pytest.mark.quick
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
@@ -33,7 +34,7 @@ def directly(run: Open, step: int) -> Tensor:
         latent = latent + noised.latent_weight[sample] * (1 - truth @ guess / (truth.norm() * guess.norm()))
         trained += float(noised.latent_weight[sample])
         begin = end
-    return text / begin + 0.1 * latent / max(1.0, trained)
+    return text / begin + LossConfig().latent_weight * latent / max(1.0, trained)
 
 
 @pytest.mark.parametrize("streams", [1, 2])

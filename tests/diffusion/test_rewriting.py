@@ -81,8 +81,8 @@ def test_who_knows_the_text_writes_it_again(config: SamplingConfig) -> None:
 
 def test_the_network_is_asked_for_what_is_written_alone() -> None:
     """By `ancestral` each token once, when it is written; by `confidence` all that are masked, in every step."""
-    model, steps = Guesser(), [KEPT]
-    written(model, SamplingConfig(steps=8), on_step=lambda _, tokens: steps.append(tokens.clone()))
+    model, steps, ancestral = Guesser(), [KEPT], SamplingConfig(steps=8, decoding="ancestral")
+    written(model, ancestral, on_step=lambda _, tokens: steps.append(tokens.clone()))
     for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):
         assert torch.equal(positions, ((before == MASK) & (after != MASK)).nonzero().squeeze(1))
     assert torch.equal(torch.cat([positions for *_, positions in model.asked]).sort().values, BLANKS)

@@ -16,6 +16,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.model.layers import Modulation
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.sample import encode_texts, sample
+from mmldlm.sample.generation import lengths_for
 from mmldlm.sample.interpolation import between, interpolate
 
 pytestmark = pytest.mark.quick
@@ -95,10 +96,11 @@ def test_both_ends_are_what_their_latents_give(short_run: LoadedRun) -> None:
         assert np.allclose(made.latents[place].numpy(), ends[end], atol=1e-5)
 
 
-def test_the_length_is_drawn_once(short_run: LoadedRun) -> None:
+def test_all_points_have_the_median_length_of_the_middle(short_run: LoadedRun) -> None:
     ends, config = encode_texts(short_run, [A, B]), replace(short_run.config.sampling, steps=1)
-    drawn = {interpolate(short_run, config, seed, ends, 3)[0].lengths for seed in range(6)}
-    assert all(len(set(lengths)) == 1 for lengths in drawn) and len(drawn) > 1
+    middle = torch.from_numpy(between(*short_run.store.standardise(ends), 3)[1:2])
+    (median,) = lengths_for(short_run, middle, torch.Generator())
+    assert {interpolate(short_run, config, seed, ends, 3)[0].lengths for seed in range(3)} == {(median,) * 3}
 
 
 def test_the_command_writes_a_line_a_point(
