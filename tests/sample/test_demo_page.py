@@ -33,11 +33,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def opened(page: Page, url: str) -> Page:
-    """The page as it is when it has heard of the run."""
+    """The page as it is when it has heard of the run, and shows what that writes from a held-out sentence."""
     page.requests.clear()
     page.complaints.clear()
     page.open(url)
     page.wait("document.querySelector('#run').innerText.includes('step 20')")
+    assert len(listed(page)) == 3
+    assert page.text("#results p").startswith("From a held-out sentence: ")
     return page
 
 
