@@ -1,9 +1,10 @@
 """Quality of generated texts by decoding, reverse steps and temperature, on trained runs.
 
-    python -m benchmarks decoding RUN [RUN ...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
+    python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
 
-For each run: l2t texts of held-out documents' latents against the documents, and joint texts by their variety. The
-defaults of `sampling.decoding` follow from these tables. Every row has the same documents and random streams.
+For each run, shown under its name: l2t texts of held-out documents' latents against the documents, and joint texts by
+their variety. The defaults of `sampling.decoding` follow from these tables. Every row has the same documents and random
+streams.
 """
 
 from __future__ import annotations
@@ -67,15 +68,23 @@ def _settings(config: SamplingConfig) -> dict[str, Any]:
     return {"decoding": config.decoding, "steps": config.steps, "temperature": config.temperature}
 
 
-def tables_of(run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]) -> dict[str, list[dict[str, Any]]]:
+def tables_of(
+    name: str, run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]
+) -> dict[str, list[dict[str, Any]]]:
     """l2t and joint tables of a run, on its test split."""
     evaluation = Evaluation(run, EvaluationConfig(samples=2 * texts, texts=texts))
-    name = run.store.path.name
     found = {}
     for title, measure in ((f"l2t, {name}", text_rows), (f"joint, {name}", joint_rows)):
         say(title)
         found[title] = measure(evaluation, settings)
     return found
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, separator, folder = text.partition("=")
+    if not (name and separator and folder):
+        raise argparse.ArgumentTypeError(f"expected NAME=RUN, found {text!r}")
+    return name, Path(folder)
 
 
 def blocks(result: dict[str, Any]) -> dict[str, str]:
@@ -87,7 +96,7 @@ def blocks(result: dict[str, Any]) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mmldlm bench decoding", description="Quality of texts by decoding.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("runs", nargs="+", type=_named, metavar="NAME=RUN", help="run folders, and what to call them")
     parser.add_argument("--texts", type=positive, default=200, help="of each row (%(default)s)")
     parser.add_argument("--steps", type=positive, nargs="+", default=[8, 20, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
@@ -98,9 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for decoding, steps, temperature in product(get_args(TextDecoding), options.steps, options.temperatures)
     ]
     tables: dict[str, list[dict[str, Any]]] = {}
-    for folder in options.runs:
+    for name, folder in options.runs:
         run = load_run(folder)
-        tables |= tables_of(run, options.texts, settings)
+        tables |= tables_of(name, run, options.texts, settings)
     write_json(
         {"benchmark": "decoding", "texts": options.texts, **circumstances(run.device), "tables": tables},
         options.out,

@@ -186,7 +186,7 @@ def _words(text: str) -> list[str]:
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Prepare the corpus, train and evaluate all seeds, and judge them."""
-    case, store = CASES[name], folder / name / "store"
+    case, store = CASES[name], folder / name / name
     (folder / name).mkdir(parents=True, exist_ok=True)
     say(f"{name}: preparing")
     _mmldlm(["prepare", "--corpus", name, *case.prepare, "--out", str(store)], folder / name / "prepare.log")
