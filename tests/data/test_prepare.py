@@ -250,7 +250,7 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
 def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt")
     arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300", *overwrite]
-    killed_at("prepare.Progress.times", arguments)
+    killed_at("prepare.StageProgress.times", arguments)
     before = (tmp_path / "store/manifest.json").read_bytes()
     assert main(arguments) == 0
     assert ("already prepared" in capsys.readouterr().err) is not bool(overwrite)
