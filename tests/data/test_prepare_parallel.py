@@ -76,8 +76,8 @@ def test_the_reference_has_all_there_is(job: Job) -> None:
     assert manifest.problems["over_length"] > 10 and manifest.max_length == 30
     told = [json.loads(line) for line in (job.reference / "problems.jsonl").read_text().splitlines()]
     assert [(Path(row["source"]).name, row["line"], row["kind"]) for row in told] == [
-        ("corpus.txt", "unreadable"), ("corpus.txt", "empty"), ("more.jsonl", "empty"),
-        ("corpus.txt", "no_latent"),
+        ("corpus.txt", 11, "unreadable"), ("corpus.txt", 201, "empty"), ("more.jsonl", 201, "empty"),
+        ("corpus.txt", 206, "no_latent"),
     ]  # fmt: skip
     assert manifest.grouping["documents"] == 400 - 2 + 200 + 35
     assert not list(job.reference.parent.glob("reference.*"))
