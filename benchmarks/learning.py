@@ -112,8 +112,11 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     """Train one seed in `folder` and evaluate it: seed, CPU seconds, and the metrics of `evaluation.json`."""
     run = folder / f"seed-{seed}"
     given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
-    log = folder / f"seed-{seed}.log"
-    train_s = _mmldlm(["train", str(ROOT / case.config), *given], log)
+    log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
+    # A run that is taken up again has its earlier time as well.
+    earlier = float(spent.read_text()) if spent.exists() else 0.0
+    train_s = earlier + _mmldlm(["train", str(ROOT / case.config), *given], log)
+    spent.write_text(f"{train_s}\n")
     evaluate_s = _mmldlm(["evaluate", str(run)], log)
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
