@@ -112,7 +112,8 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: P
 
 
 def test_interrupt_saves_and_the_command_goes_on(tiny_config: Path, tmp_path: Path) -> None:
-    settings = [str(tiny_config), "validation.every=0", "schedule.lr=constant"]
+    # Neither warm-up nor rate may follow from the number of steps, which is another one after the stop.
+    settings = [str(tiny_config), "validation.every=0", "schedule.lr=constant", "optim.warmup_steps=1"]
     arguments = [sys.executable, "-m", "mmldlm.train", *settings]
     process = subprocess.Popen([*arguments, "train.steps=100000"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     run = tmp_path / "run"
