@@ -199,6 +199,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         seeds = list(pool.map(one, options.seeds))
     opened = Store.open(store)
     return {
+        **circumstances(torch.device("cpu")),
         "config": case.config,
         "prepare": list(case.prepare),
         "settings": list(options.settings),
@@ -300,13 +301,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of learning.json (%(default)s)"
     )
     options = parser.parse_intermixed_args(argv)
-    corpora = {}
+    names, path = chosen("--corpora", options.corpora, list(CASES)), options.out / "learning.json"
+    # A corpus that is not measured now keeps its last result.
+    earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
     with _folder(options.keep) as folder:
-        for name in chosen("--corpora", options.corpora, list(CASES)):
-            corpora[name] = measure(name, options, folder)
-    result = {"benchmark": "learning", **circumstances(torch.device("cpu")), "corpora": corpora}
-    write_json(result, options.out, "learning")
-    rows = [(name, row) for name, corpus in corpora.items() for row in corpus["bars"]]
+        measured = {name: measure(name, options, folder) for name in names}
+    corpora = {name: (earlier | measured)[name] for name in CASES if name in earlier | measured}
+    write_json({"benchmark": "learning", "corpora": corpora}, options.out, path.stem)
+    rows = [(name, row) for name, corpus in measured.items() for row in corpus["bars"]]
     for name, row in rows:
         values = " ".join(_number(each) for each in row["values"])
         print(f"{name:<12} {row['metric']:<22} {row['bar']:<14} {row['passed']} of {row['of']}: {values}")
