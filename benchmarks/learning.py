@@ -37,7 +37,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation.texts import likeness
 
-SHOWN = 6  # samples of the first seed in the tables
+SHOWN = 10  # samples of the first seed in the tables
 NEAR, CLOSE = 0.9, 0.8  # word similarity from which on a held-out text is called a near copy, and close
 
 
@@ -68,16 +68,16 @@ CASES = {
     "simple-docs": Case(
         "configs/quickstart.yaml",
         ("--tokenizer", "words", "--latent-tokens", "4", "--on-problem", "skip"),
-        {"l2t.bleu": Bar(least=35), "l2t.exact_match": Bar(least=0.12)},
+        {"l2t.bleu": Bar(least=36), "l2t.exact_match": Bar(least=0.13)},
     ),
     "python-docs": Case(
         "configs/python-docs.yaml",
         (),
         {
-            "t2l.recall_at_1": Bar(least=0.90),
-            "t2l.cosine": Bar(least=0.90),
-            "l2t.bits_per_token": Bar(most=7.1),
-            "l2t.reencoded_cosine": Bar(least=0.93),
+            "t2l.recall_at_1": Bar(least=0.92),
+            "t2l.cosine": Bar(least=0.93),
+            "l2t.bits_per_token": Bar(most=6.9),
+            "l2t.reencoded_cosine": Bar(least=0.94),
             "l2t.bleu": Bar(least=4),
         },
     ),
@@ -227,10 +227,11 @@ ROWS = {
         ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
     ),
     "python-docs": (
-        ("bits per token, text alone (upper bound)", "bits_per_token", "bits_per_token_unigram", "unigram"),
+        ("bits per token, text alone (upper bound)", "bits_per_token", "l2t.bits_per_token_unigram", "unigram"),
         ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled",
          "another text's latent"),
-        ("BLEU of texts written from held-out latents", "l2t.bleu", "l2t.bleu_shuffled", "another text's latent"),
+        ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu",
+         "nearest training text"),
         ("cosine of a written text's latent to the given one", "l2t.reencoded_cosine", "l2t.reencoded_cosine_shuffled",
          "another text's latent"),
         ("t2l recall@1 among 1,000", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
