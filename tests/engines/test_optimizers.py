@@ -20,8 +20,8 @@ from test_parity import state
 from mmldlm import train
 
 # Newton-Schulz runs in bfloat16: a gradient that is another by 1e-8 may round to another number, so the curves part
-# sooner than those of AdamW (1e-5), by 1e-4 in the loss after 20 steps where kernels differ.
-MUON_LOSS, MUON_NORM = 3e-4, 5e-3
+# sooner than those of AdamW (1e-5), by 4e-6 in the loss and 4e-4 in the norm after 20 steps.
+MUON_LOSS, MUON_NORM = 1e-4, 5e-3
 MUON = "optim.name=muon"
 PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 2}
 
@@ -46,17 +46,18 @@ def test_muon_of_a_sharded_matrix_has_the_bits_of_the_whole() -> None:
 def test_muon_on_two_processes_follows_one(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    forked.succeed(engine, tmp_path / engine, 2, parity_config, MUON)
-    assert_same_run(tmp_path / engine, single(MUON))
-    assert difference(single(MUON), single(), ("loss/total",)) > 20 * MUON_LOSS
-    assert report(tmp_path / engine) == report(single(MUON))
-    assert report(single(MUON)).startswith("torch.Muon for 24 matrices of")
+    prediction = "latent.prediction=epsilon"  # which the bounds were measured with
+    forked.succeed(engine, tmp_path / engine, 2, parity_config, MUON, prediction)
+    assert_same_run(tmp_path / engine, single(MUON, prediction))
+    assert difference(single(MUON, prediction), single(prediction), ("loss/total",)) > 20 * MUON_LOSS
+    assert report(tmp_path / engine) == report(single(MUON, prediction))
+    assert report(single(MUON, prediction)).startswith("torch.Muon for 24 matrices of")
     for name in ("model", "optimizer"):
-        ours, theirs = state(tmp_path / engine, name), state(single(MUON), name)
+        ours, theirs = state(tmp_path / engine, name), state(single(MUON, prediction), name)
         assert ours.keys() == theirs.keys() and all(ours[key].shape == theirs[key].shape for key in ours)
         # Of weights that have moved by 1e-2.
         assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel()) < 5e-3
-    kept = {name.rpartition("/")[2] for name in state(single(MUON), "optimizer") if "qkv.weight" in name}
+    kept = {name.rpartition("/")[2] for name in state(single(MUON, prediction), "optimizer") if "qkv.weight" in name}
     assert kept == {"momentum_buffer"}
 
 
