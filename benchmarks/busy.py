@@ -48,9 +48,9 @@ class Found:
 
 
 @contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    """Processes that keep a core busy each, as long as this one lives."""
-    loop = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+def busy_loops(count: int, niceness: int = 0) -> Iterator[None]:
+    """Processes that keep a core busy each, as long as this one lives; the nicer, the more they leave it to others."""
+    loop = f"import os\nos.nice({niceness})\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
         yield

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,13 +31,14 @@ import torch
 from benchmarks.report import chosen, positive
 from benchmarks.results import ROOT, circumstances, say, write_json
 from mmldlm.data.neighbours import directions
+from mmldlm.data.python_docs import NEAR_COPY, words_of
 from mmldlm.data.shards import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation.texts import likeness
 
 SHOWN = 10  # samples of the first seed in the tables
-NEAR, CLOSE = 0.9, 0.8  # word similarity from which on a held-out text is called a near copy, and close
+CLOSE = 0.8  # word similarity from which on a held-out text is called close to a training text, if no near copy
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
     similar = np.array(nearest_word_similarity(texts, pool_texts))
     return {
         "texts": len(texts),
-        "near_copies": float((similar >= NEAR).mean()),
+        "near_copies": float((similar >= NEAR_COPY).mean()),
         "close": float((similar >= CLOSE).mean()),
         "nearest_latent_bleu": scores["bleu"],
         "nearest_latent_exact_match": scores["exact_match"],
@@ -164,7 +164,7 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
 def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[float]:
     """Return for each text the largest `SequenceMatcher` ratio of its words to those of a text of the pool."""
     vocabulary: dict[str, int] = {}
-    rows = [[vocabulary.setdefault(word, len(vocabulary)) for word in _words(text)] for text in (*texts, *pool)]
+    rows = [[vocabulary.setdefault(word, len(vocabulary)) for word in words_of(text)] for text in (*texts, *pool)]
     bags = np.zeros((len(rows), len(vocabulary)), np.uint8)
     for bag, row in zip(bags, rows, strict=True):
         np.add.at(bag, row, 1)
@@ -181,10 +181,6 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
             best = max(best, matcher.ratio())
         found.append(best)
     return found
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -213,29 +209,28 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 # --- tables of the pages ----------------------------------------------------------------
 
 # Row's title, metric, its control and what the control is.
+_NEAREST, _ANOTHER = "nearest training text", "another text's latent"
+_SHARED_ROWS = (
+    ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
+    (
+        "cosine of a written text's latent to the given one",
+        "l2t.reencoded_cosine",
+        "l2t.reencoded_cosine_shuffled",
+        _ANOTHER,
+    ),
+    ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled", _ANOTHER),
+    ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
+    ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
+)
 ROWS = {
     "simple-docs": (
-        ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu",
-         "nearest training text"),
-        ("exact matches among them", "l2t.exact_match", "copies.nearest_latent_exact_match", "nearest training text"),
-        ("chrF", "l2t.chrf", "l2t.chrf_shuffled", "another text's latent"),
-        ("cosine of a written text's latent to the given one", "l2t.reencoded_cosine", "l2t.reencoded_cosine_shuffled",
-         "another text's latent"),
-        ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled",
-         "another text's latent"),
-        ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
-        ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
+        ("exact matches among the written texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
+        ("chrF", "l2t.chrf", "l2t.chrf_shuffled", _ANOTHER),
+        *_SHARED_ROWS,
     ),
     "python-docs": (
         ("bits per token, text alone (upper bound)", "bits_per_token", "l2t.bits_per_token_unigram", "unigram"),
-        ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled",
-         "another text's latent"),
-        ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu",
-         "nearest training text"),
-        ("cosine of a written text's latent to the given one", "l2t.reencoded_cosine", "l2t.reencoded_cosine_shuffled",
-         "another text's latent"),
-        ("t2l recall@1 among 1,000", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
-        ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
+        *_SHARED_ROWS,
     ),
 }  # fmt: skip
 
@@ -267,7 +262,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         copies = corpus["copies"]
         found[f"{name}-copies"] = (
             f"Of {copies['texts']} held-out sentences {copies['near_copies']:.1%} have a training sentence of at least "
-            f"{NEAR:.0%} the same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+            f"{NEAR_COPY:.0%} the same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
         )
     return found
 

@@ -39,7 +39,7 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
             config.precision,
             text_terms=config.loss.shapes_text,
             first_weights=(1.0, config.loss.latent_weight) if config.loss.latent_weighting == "uncertainty" else None,
-            latent_skip=config.latent.prediction != "x0",
+            latent_skip=config.latent.has_skip,
         )
     freeze_parts(model, config.freeze)
     return model

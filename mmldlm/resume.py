@@ -83,7 +83,7 @@ def _check_skip(checkpoint: Checkpoint, config: RunConfig) -> None:
 
     In a run that never trained latents it has stayed zero, and means nothing.
     """
-    if config.latent.prediction != "x0":
+    if config.latent.has_skip:
         return
     files = TensorFiles.open(checkpoint, "model")
     if any(bool(files[name].any()) for name in files if name.startswith(_SKIP)):
@@ -96,7 +96,7 @@ def _check_skip(checkpoint: Checkpoint, config: RunConfig) -> None:
 def saved_tensors(checkpoint: Checkpoint, group: str, config: RunConfig) -> TensorFiles:
     """Open the tensors of a group that the network of `config` has; `check_fits` has refused what else is there."""
     files = TensorFiles.open(checkpoint, group)
-    return files if config.latent.prediction != "x0" else files.where(lambda name: not name.startswith(_SKIP))
+    return files if config.latent.has_skip else files.where(lambda name: not name.startswith(_SKIP))
 
 
 def latents_of(checkpoint: Checkpoint, store: Store) -> LatentInfo:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
+from benchmarks.busy import busy_loops
 from mmldlm.host_cpus import (
     CHOICE,
     SHORT_SPIN,
@@ -41,16 +42,10 @@ ctxt 1990473
 
 
 @contextmanager
-def busy_loops() -> Iterator[None]:
-    """Processes that keep all cores busy, whatever else this machine does, by taking what others leave."""
-    loop = "import os\nos.nice(19)\nwhile True: pass"
-    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(2 * len(CPUS))]
-    try:
+def all_cores_busy() -> Iterator[None]:
+    """Keep all cores busy, whatever else this machine does, by loops that take what others leave."""
+    with busy_loops(2 * len(CPUS), niceness=19):
         yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 @pytest.fixture
@@ -104,7 +99,7 @@ def test_processes_beside_a_run_are_its_load_unless_one_launcher_started_both() 
         done = subprocess.run([sys.executable, "-c", measure], env=environment, capture_output=True, text=True)
         return [float(value) for value in done.stdout.split()]
 
-    with busy_loops():
+    with all_cores_busy():
         others, own, alone = measured()
         assert 0.7 * len(CPUS) < others < 1.3 * len(CPUS) and own == pytest.approx(alone, abs=0.1)
         launcher = time.process_time()
@@ -212,7 +207,7 @@ ENTRIES = [
 def test_beside_busy_loops_every_entry_point_chooses_before_torch_comes(
     when_torch_comes: Callable[..., dict[str, str]],
 ) -> None:
-    with busy_loops():
+    with all_cores_busy():
         for entry in ENTRIES:
             found = when_torch_comes(*entry)
             assert found.get("GOMP_SPINCOUNT") == SHORT_SPIN, (entry, found.get(CHOICE))
@@ -224,7 +219,7 @@ def test_beside_busy_loops_every_entry_point_chooses_before_torch_comes(
 def test_a_run_tells_what_was_chosen_and_what_others_take(tiny_config: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": TEAM, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mmldlm.cli", "train", str(tiny_config), "validation.every=0"]
-    with busy_loops():
+    with all_cores_busy():
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (rank,) = json.loads((tmp_path / "run" / "startup.json").read_text())["ranks"]

@@ -43,7 +43,7 @@ from mmldlm.data.tables import (
     read_arrow,
     read_parquet,
 )
-from mmldlm.data.tokenizer import TRAINED_HERE, Tokenizer
+from mmldlm.data.tokenizer import BUILT_IN, Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.files import file_info
 
@@ -157,7 +157,7 @@ def with_texts(found: Found, config: PrepareConfig) -> Found:
     for batch in batches(found):
         for item in batch:
             if isinstance(item, Document) and item.tokens is not None:
-                if config.tokenizer in TRAINED_HERE:
+                if config.tokenizer in BUILT_IN:
                     raise DataError(
                         f"{item.source}: holds tokens, so --tokenizer is needed: the tokenizer.json that made them, or "
                         f"its folder; found {config.tokenizer}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmldlm.data.corpora import FORMATS, Format
 from mmldlm.data.python_docs import CORPORA
-from mmldlm.data.tokenizer import TRAINED_HERE
+from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import UsageError
 
 # What says where and how to work, and nothing of the store.
@@ -117,7 +117,7 @@ class PrepareConfig:
         ):
             if value and (wrong or self.corpus):
                 raise UsageError(f"{option} {value}: {self.corpus or self.format} has no such fields; expected {needs}")
-        if self.tokens_field and self.tokenizer in TRAINED_HERE:
+        if self.tokens_field and self.tokenizer in BUILT_IN:
             raise UsageError(
                 f"--tokens-field {self.tokens_field}: --tokenizer is {self.tokenizer}, expected the tokenizer.json "
                 "that made the tokens, or its folder"

@@ -2,7 +2,7 @@
 
 Sources are the running Python's standard library and the project's own dependencies, read with `ast`
 and never imported. Code, doctests, lists, tables and markup are dropped or cleaned away; a document is
-one sentence. `simple-docs` keeps the short sentences that are made of common words only.
+one sentence. `simple-docs` keeps the short sentences that are made of common words only, but for near copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import re
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ STANDARD_LIBRARY = "python"
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "site-packages", "dist-packages", "lib2to3", "idlelib",
                     "__pycache__", "third_party", "_internal_test"}  # fmt: skip
 _DOCUMENTING_CALLS = {"add_docstr", "add_newdoc", "_add_docstr"}
+SIMPLE_WORDS = 16  # longest sentence of simple-docs
+COMMON_WORDS = 1500  # size of its vocabulary
+NEAR_COPY = 0.9  # share of two texts' words that they have in common, in the same order, from which on one is left out
+_MOST_OWN_WORDS = 2  # that a text of simple-docs may have beside those it shares with a near copy
 
 
 def sources(corpus: str) -> list[dict[str, Any]]:
@@ -76,22 +81,39 @@ def read_corpus(corpus: str) -> Iterator[Document]:
     return read_simple_docs() if corpus == SIMPLE_DOCS else read_python_docs()
 
 
-SIMPLE_WORDS = 16  # longest sentence of simple-docs
-COMMON_WORDS = 1500  # size of its vocabulary
-
-
 def read_simple_docs() -> Iterator[Document]:
     """Yield the sentences of `python-docs` with at most `SIMPLE_WORDS` words, all among the `COMMON_WORDS` commonest.
 
     Words are compared without case. They are counted over all of `python-docs`, ties in alphabetical order.
+    A near copy of an earlier sentence is left out, so that no held-out sentence has one in training.
     """
     documents = list(read_python_docs())
-    counts = Counter(word for document in documents for word in _WORD.findall(document.text.lower()))
+    counts = Counter(word for document in documents for word in words_of(document.text))
     common = set(sorted(counts, key=lambda word: (-counts[word], word))[:COMMON_WORDS])
+    yield from without_near_copies(document for document in documents if _is_simple(document.text, common))
+
+
+def _is_simple(text: str, common: set[str]) -> bool:
+    parts = [words_of(part) for part in text.split()]
+    return len(parts) <= SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts)
+
+
+def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield the documents of which no earlier one has `NEAR_COPY` of the words of both in common, in the same order."""
+    seen: set[int] = set()  # hashes of each text's length and what is left of it without up to `_MOST_OWN_WORDS` words
     for document in documents:
-        parts = [_WORD.findall(part) for part in document.text.lower().split()]
-        if len(parts) <= SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts):
+        words = words_of(document.text)
+        left = [part for own in range(_MOST_OWN_WORDS + 1) for part in combinations(words, len(words) - own)]
+        others = [(part, len(part) + own) for part in left for own in range(_MOST_OWN_WORDS + 1)]
+        near = ((part, other) for part, other in others if 2 * len(part) >= NEAR_COPY * (len(words) + other))
+        if seen.isdisjoint(map(hash, near)):
+            seen.update(hash((part, len(words))) for part in left)
             yield document
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation."""
+    return _WORD.findall(text.lower())
 
 
 def read_python_docs() -> Iterator[Document]:

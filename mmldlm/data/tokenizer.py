@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from mmldlm.errors import DataError
 
 MASK, PAD = "[MASK]", "[PAD]"
-TRAINED_HERE = ("bpe", "words", "characters")  # by name; any other tokenizer is a tokenizer.json
+BUILT_IN = ("bpe", "words", "characters")  # by name; any other tokenizer is a tokenizer.json
 LOWERCASE_ALPHABET = "abcdefghijklmnopqrstuvwxyz "  # of text8
 
 

@@ -45,6 +45,11 @@ class LatentConfig:
         check_sampler(self.sampler)
 
     @property
+    def has_skip(self) -> bool:
+        """Whether the prediction gets a learned share of the noised latent; for x0 that is a shortcut."""
+        return self.prediction != "x0"
+
+    @property
     def sampler(self) -> TimeSampler:
         return TimeSampler(self.time_sampling, self.location, self.scale, self.mode_scale, self.stratified)
 

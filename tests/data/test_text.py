@@ -15,7 +15,7 @@ from sample_corpus import write_corpus
 from mmldlm.data.corpora import Document, Problem, find_files, read_file
 from mmldlm.data.duplicates import exact_groups, near_duplicate_groups
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.python_docs import is_prose, sentences
+from mmldlm.data.python_docs import NEAR_COPY, is_prose, sentences, without_near_copies, words_of
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 
@@ -272,3 +272,33 @@ def test_prose_is_kept_and_all_else_dropped() -> None:
 )
 def test_what_is_no_sentence_is_refused(text: str) -> None:
     assert not is_prose(text)
+
+
+def shared_words(one: list[str], other: list[str]) -> int:
+    """Return the length of the longest common subsequence."""
+    row = [0] * (len(other) + 1)
+    for word in one:
+        above, row = row, [0]
+        for place, beside in enumerate(other):
+            row.append(above[place] + 1 if word == beside else max(above[place + 1], row[-1]))
+    return row[-1]
+
+
+def test_no_sentence_stays_that_is_a_near_copy_of_another() -> None:
+    """Against every pair compared in full: what is left out has a near copy, what stays has none."""
+    draw = random.Random(0)
+    words = [f"w{number}" for number in range(30)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(4, 16))) for _ in range(60)]
+    for text in tuple(texts) * 4:
+        copy = text.split()
+        for _ in range(draw.randint(1, 3)):
+            place = draw.randrange(len(copy))
+            copy[place : place + draw.randint(0, 1)] = draw.choices(words, k=draw.randint(0, 1))
+        texts.append(" ".join(copy).capitalize() + ".")
+    kept = [document.text for document in without_near_copies(Document(text, "test", 1) for text in texts)]
+    assert 60 < len(kept) < len(texts) - 60
+    expected: list[list[str]] = []
+    for mine in map(words_of, texts):
+        if all(2 * shared_words(mine, other) < NEAR_COPY * (len(mine) + len(other)) for other in expected):
+            expected.append(mine)
+    assert [words_of(text) for text in kept] == expected
