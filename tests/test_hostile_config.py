@@ -24,7 +24,7 @@ from mmldlm.startup import step_plan
 from mmldlm.strict_yaml import MAX_BYTES, parse_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES, SECONDS, GROWTH_MIB = 5000, 2.0, 200
+CASES, SECONDS, GROWTH_MIB = 2500, 2.0, 200
 
 ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch._dynamo
 from torch.utils._pytree import tree_leaves
 
 from mmldlm.errors import ConfigError
@@ -51,7 +50,9 @@ class Region:
     """A function that runs compiled where gradients are asked for, else as it is: validation has other needs."""
 
     def __init__(self, function: Callable[..., Any], mode: str):
-        self.function = function
+        import torch._dynamo  # takes seconds, which commands and runs that compile nothing do not have to wait
+
+        self.function, self.mark = function, torch._dynamo.maybe_mark_dynamic
         self.compiled = torch.compile(function, dynamic=False, mode=mode)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -59,7 +60,7 @@ class Region:
             return self.function(*arguments)
         for argument in tree_leaves(arguments):
             if isinstance(argument, torch.Tensor):
-                torch._dynamo.maybe_mark_dynamic(argument, 0)  # rows or samples; widths are fixed
+                self.mark(argument, 0)  # rows or samples; widths are fixed
         return self.compiled(*arguments)
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ class Runtime(Processes):
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    @property
+    @cached_property
     def bare_model(self) -> nn.Module:
         """The model without the engine's wrapper; callable where `shards_parameters`, too, if all ranks call it."""
         return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)

@@ -99,6 +99,7 @@ def test_a_result_says_what_where_and_how_fast(out: Path, result: dict[str, Any]
     assert counts[0]["operators"] > counts[1]["operators"] > counts[2]["operators"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_what_compiles_is_compiled_until_it_is_counted(tiny_store: Path, tmp_path: Path) -> None:
     task, rows = task_on(tiny_store), [np.arange(4)]

@@ -102,6 +102,7 @@ def test_along_an_axis_one_thing_grows(axis: str) -> None:
 
 
 @quick
+@pytest.mark.slow
 def test_log_overhead(tables: Callable[..., Tables]) -> None:
     little = ("sampling.steps=2", "validation.samples=64", "log.figure_samples=8")
     found = tables("log_overhead", "--steps", 10, *little)
@@ -158,6 +159,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], expe
     assert code == 2 and expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_busy(tables: Callable[..., Tables]) -> None:
     """With one thread, so that it is quick on a busy machine, too."""
     small = ("model={depth: 1, width: 64, num_heads: 1}", "train.global_batch_size=4")

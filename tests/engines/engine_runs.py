@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from ports import free_port
 from waiting import PATIENCE_S, wait_until
 
@@ -37,6 +39,11 @@ checkpoint: {{every_steps: 10}}
 sampling: {{steps: 3}}
 """
 CURVE = ("loss/total", "optim/grad_norm", "optim/lr")
+
+
+def some(*engines: str) -> list[Any]:
+    """All engines as parameters of a test, those that are not named by --slow only."""
+    return [pytest.param(engine, marks=[] if engine in engines else pytest.mark.slow) for engine in ENGINES]
 
 
 def environment(**changes: str) -> dict[str, str]:

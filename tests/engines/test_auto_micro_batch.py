@@ -55,7 +55,7 @@ def same_bits(one: Path, other: Path) -> bool:
 @pytest.mark.parametrize(
     ("engine", "limited", "workers"),
     [
-        pytest.param("single", 0, 2, id="single"),
+        pytest.param("single", 0, 2, id="single", marks=pytest.mark.slow),
         pytest.param("ddp", 1, 0, id="ddp"),
         pytest.param("zero2", 1, 0, id="zero2", marks=pytest.mark.slow),
     ],

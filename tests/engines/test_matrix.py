@@ -11,9 +11,7 @@ from engine_runs import CURVE, records
 from forked_runs import ForkedRuns
 
 PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2}
-SETTINGS = ("train.global_batch_size=12", "train.steps=24", "validation.every=0")
-
-
+SETTINGS = ("train.global_batch_size=12", "train.steps=14", "validation.every=0")
 WHOLE = ("single", "ddp", "zero2")  # whose checkpoints other tests go on from
 
 
@@ -23,7 +21,7 @@ WHOLE = ("single", "ddp", "zero2")  # whose checkpoints other tests go on from
 def test_every_engine_goes_on_from(
     source: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """The 20 steps that follow are those of one process that was never stopped: same samples, same curve."""
+    """The 10 steps that follow, in which the modes change, are those of one process that was never stopped."""
     reference = records(single(*SETTINGS))
 
     def go(engine: str, folder: Path, *settings: str) -> None:
@@ -36,7 +34,7 @@ def test_every_engine_goes_on_from(
         shutil.copytree(tmp_path / "source" / saved, folder / saved)
         go(target, folder, "checkpoint.every_steps=0")
         ours = records(folder)
-        assert list(ours) == list(range(5, 25)), target
+        assert list(ours) == list(range(5, 15)), target
         worst = {s: max(abs(ours[s][key] / reference[s][key] - 1) for key in CURVE) for s in ours}
         assert abs(ours[5]["loss/total"] / reference[5]["loss/total"] - 1) < 1e-5, target
         assert max(worst.values()) < 1e-4, (target, worst)

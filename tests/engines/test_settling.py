@@ -32,6 +32,7 @@ SETTINGS = (
 )
 # Steps whose numbers somebody wants: the log, a save, a validation, the fourth that waits, the last.
 SETTLED = [4, 5, 8, 10, 12, 15, 16, 20, 23]
+GROWING = "train.batch_schedule={3: {global_batch_size: 12}, 12: {global_batch_size: 16}}"
 UNTIL_SPIKE = [fault for fault in FAULTS if fault["kind"] != "huge"]
 
 
@@ -61,8 +62,8 @@ def history(folder: Path) -> list[dict[str, Any]]:
     [
         ("single", [], ()),
         ("single", UNTIL_SPIKE, ()),
-        ("single", UNTIL_SPIKE, ("optim.fused=false",)),
-        ("single", UNTIL_SPIKE, ("train.batch_schedule={3: {global_batch_size: 12}, 12: {global_batch_size: 16}}",)),
+        pytest.param("single", UNTIL_SPIKE, ("optim.fused=false",), marks=pytest.mark.slow),
+        pytest.param("single", UNTIL_SPIKE, (GROWING,), marks=pytest.mark.slow),
         ("ddp", UNTIL_SPIKE, ()),
         ("fsdp2", UNTIL_SPIKE, ()),
     ],

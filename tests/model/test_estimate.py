@@ -332,7 +332,7 @@ def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_k
     monkeypatch.setattr("mmldlm.estimate.multiplies_bf16", lambda: True)
     few, many, others = (
         dry_run(tiny_store, f"train={{steps: {steps}, global_batch_size: 16, micro_batch_size: 8}}", *settings)
-        for steps, settings in ((1, ["precision=bf16"]), (40, ["precision=bf16"]), (40, []))
+        for steps, settings in ((1, ["precision=bf16"]), (8, ["precision=bf16"]), (8, []))
     )
     assert others.kernels_mib == 0 < few.kernels_mib < many.kernels_mib
     assert few.total_mib < many.total_mib <= many.total_mib + many.kernels_mib
