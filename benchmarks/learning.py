@@ -259,10 +259,12 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         found[f"{name}-samples"] = "\n".join(
             [*lines, *(f"| {sample['reference']} | {sample['generation']} |" for sample in samples)]
         )
-        copies = corpus["copies"]
+        copies, sizes = corpus["copies"], corpus["samples"]
         found[f"{name}-copies"] = (
-            f"Of {copies['texts']} held-out sentences {copies['near_copies']:.1%} have a training sentence of at least "
-            f"{NEAR_COPY:.0%} the same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+            f"With the pinned versions it has {sizes['train']:,} sentences for training, {sizes['validation']:,} for "
+            f"validation and {sizes['test']:,} held out. Of {copies['texts']} held-out sentences "
+            f"{copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY:.0%} the same words in the "
+            f"same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
         )
     return found
 
