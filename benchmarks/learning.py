@@ -262,9 +262,9 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         copies, sizes = corpus["copies"], corpus["samples"]
         found[f"{name}-copies"] = (
             f"With the pinned versions `{name}` has {sizes['train']:,} sentences for training, "
-            f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. Of {copies['texts']} held-out ones "
-            f"{copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY:.0%} the same words in the "
-            f"same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+            f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. Of {copies['texts']} held-out "
+            f"sentences {copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY:.0%} the same "
+            f"words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
         )
     return found
 
