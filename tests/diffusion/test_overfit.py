@@ -23,7 +23,7 @@ from toy_pairs import (
     select,
 )
 
-from mmldlm.diffusion.gaussian import LatentLoss, LatentSampler, Parametrisation
+from mmldlm.diffusion.gaussian import LatentConfig, LatentLoss, LatentSampler, Parametrisation
 from mmldlm.diffusion.noise import Mode, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
@@ -66,7 +66,7 @@ def learnt_by_heart(total: Objective, steps: int, share: float) -> MMDiT:
     torch.manual_seed(0)
     config = ModelConfig(depth=1, width=48, latent_width=128, num_heads=2, conditioning_width=128, modulation_rank=0)
     shape = DataShape(VOCAB, MASK, PAD, max(PAIRS.lengths), 1, CHANNELS)
-    model = MMDiT(config, shape, latent_skip=total.latent.has_skip)
+    model = MMDiT(config, shape, latent_skip=LatentConfig(prediction=total.latent.prediction).has_skip)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = PEAK_LR * min((step + 1) / WARMUP, 1 - step / steps)
