@@ -74,13 +74,18 @@ class KilledRun:
         assert set(codes.values()) == {0}, self._story(codes)
 
     def kill_once(self, draw: random.Random, span: float, toll: Toll) -> bool:
-        """Start the run and kill it within `span` seconds after its first step; whether it was complete before."""
+        """Start the run and kill it within `span` seconds after its first step, or in the save that follows.
+
+        Returns whether it was complete before.
+        """
         started, pids = time.time(), self.start()
         toll.starts += 1
         early = draw.random() < 0.1  # while it starts, where a lone survivor would wait for its peer to appear
         if not early:
             self._await_step(started, pids)
         time.sleep(draw.random() * span)
+        if not early and draw.random() < 0.5:
+            self._await_save(pids)
         victims = pids if early or draw.random() < 0.6 else [draw.choice(pids)]
         self.runs.kill(victims)
         struck, inside = time.monotonic(), any(self.store.folder.glob(".tmp-*"))
@@ -114,6 +119,14 @@ class KilledRun:
         deadline = time.monotonic() + PATIENCE_S
         while not any(record["time"] > started for record in self.records()[-1:]):
             if len(self.runs.wait(pids, 0.01)) == len(pids):
+                return
+            assert time.monotonic() < deadline, self._story(pids)
+
+    def _await_save(self, pids: list[int]) -> None:
+        """Until a checkpoint is in the making, or this attempt has come to its end."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(self.store.folder.glob(".tmp-*")):
+            if len(self.runs.wait(pids, 0.001)) == len(pids):
                 return
             assert time.monotonic() < deadline, self._story(pids)
 
