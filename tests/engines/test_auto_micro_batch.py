@@ -119,8 +119,8 @@ OTHERWISE = (
 @pytest.mark.parametrize(
     ("engine", "more"),
     [
-        ("single", ()),
-        ("single", OTHERWISE),
+        pytest.param("single", (), marks=pytest.mark.slow),
+        pytest.param("single", OTHERWISE, marks=pytest.mark.slow),
         ("ddp", ()),
         pytest.param("zero2", (), marks=pytest.mark.slow),
         pytest.param("zero2", OTHERWISE[:2], marks=pytest.mark.slow),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_runs import CURVE, difference, records
+from engine_runs import CURVE, difference, records, some
 from forked_runs import ForkedRuns
 
 SIZES = "global_batch_size: {}, micro_batch_size: {}"
@@ -16,9 +16,7 @@ SCHEDULE = "train.batch_schedule={" + ", ".join(f"{s}: {{{SIZES.format(*n)}}}" f
 SETTINGS = (SCHEDULE, "train.steps=7", "validation.every=0", "checkpoint.every_steps=0")
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param("zero1", marks=pytest.mark.slow), "ddp", "fsdp2", "zero2", "zero3", "zero2_offload"]
-)
+@pytest.mark.parametrize("engine", some("ddp", "zero3"))
 def test_two_processes_follow_one(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_numbers_that_are_not_finite_on_one_rank(
     assert all(abs(found[step][key]) < float("inf") for step in found for key in CURVE)
 
 
+@pytest.mark.slow
 def test_an_elastic_restart_goes_on(
     parity_config: Path,
     single: Callable[..., Path],

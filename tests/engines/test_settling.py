@@ -64,7 +64,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
         ("single", UNTIL_SPIKE, ()),
         pytest.param("single", UNTIL_SPIKE, ("optim.fused=false",), marks=pytest.mark.slow),
         pytest.param("single", UNTIL_SPIKE, (GROWING,), marks=pytest.mark.slow),
-        ("ddp", UNTIL_SPIKE, ()),
+        pytest.param("ddp", UNTIL_SPIKE, (), marks=pytest.mark.slow),
         ("fsdp2", UNTIL_SPIKE, ()),
     ],
     ids=["finite", "single", "not-fused", "batch-schedule", "ddp", "fsdp2"],
