@@ -320,6 +320,6 @@ class Training(RunLifecycle):
         if not self._stop_agreed:
             return
         self.save(wait=True)
-        name = self.signals.stop or "a signal on another rank"
+        name = self.signals.stop = self.signals.stop or "a signal on another rank"
         self.tracker.end(self.state.step, {"stopped_by": name})
         raise StoppedBySignal(f"stopped by {name} after step {self.state.step}; saved, the same command goes on")

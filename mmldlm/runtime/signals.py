@@ -28,7 +28,9 @@ class SignalRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # By default the first SIGTERM would have ended the process: on its way out, the next ones change nothing.
+            leaving = number == signal.SIGTERM and handler == signal.SIG_DFL and self.stop is not None
+            signal.signal(number, _do_nothing if leaving else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
@@ -37,3 +39,7 @@ class SignalRequests:
         if self.stop is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop = signal.Signals(number).name
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal; unlike SIG_IGN, programs that are started from now on do not inherit this."""
