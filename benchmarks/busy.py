@@ -28,7 +28,7 @@ from benchmarks.random_store import random_store
 from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import ROOT, say
 from benchmarks.workload import lengths_of
-from mmldlm.host_cpus import CHOICE, OPENMP_SETTINGS
+from mmldlm.utils.host_cpus import CHOICE, OPENMP_SETTINGS
 
 DEFAULT, CHOSEN = "default", "chosen"
 DEFAULT_SPIN = "300000"  # of libgomp

@@ -35,8 +35,8 @@ checkpoint: {{every_steps: {every}, keep_last: 100}}
 
 def write_text(path: Path) -> None:
     """The embedded corpus as text8 has it: lower-case letters and single spaces, in lines of LENGTH characters."""
-    from mmldlm.data.corpora import Document
-    from mmldlm.data.python_docs import read_python_docs
+    from mmldlm.data.prepare.documents import Document
+    from mmldlm.data.prepare.readers.python_docs import read_python_docs
 
     sentences = [item.text for item in read_python_docs() if isinstance(item, Document)]
     text = " ".join(" ".join(re.sub("[^a-z]+", " ", sentence.lower()).split()) for sentence in sentences)
@@ -78,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config.write_text(CONFIG.format(out=out, steps=options.steps, every=max(1, options.steps // 8)), encoding="utf-8")
     command("train", str(config))
 
-    from mmldlm.build import load_run
-    from mmldlm.data.shards import Store
+    from mmldlm.data.store import Store
     from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
     from mmldlm.evaluation.likelihood import text_bound
+    from mmldlm.run.load import load_run
 
     store = Store.open(out / "store")
     splits = (store.split("train"), store.split("test"))

@@ -22,10 +22,10 @@ from statistics import median
 import torch
 
 from mmldlm.config import load_config
-from mmldlm.runtime.launch import read_launch
-from mmldlm.saving import Saved
+from mmldlm.distributed.launcher import read_launch
 from mmldlm.train import train_step
-from mmldlm.training import Training
+from mmldlm.trainer.checkpointer import Saved
+from mmldlm.trainer.trainer import Training
 
 BETWEEN = 9  # steps from one save to the next: it is there by then
 KINDS = ("beside the training", "waited for", "torch.save")

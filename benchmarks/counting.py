@@ -19,10 +19,10 @@ from benchmarks.measure import PARTS, WAIT, watched
 from benchmarks.task import Task
 from benchmarks.variants import Open
 from benchmarks.workload import batch_of
-from mmldlm.build import build_model, build_objective
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.model.flops import UsefulFlops
+from mmldlm.run.factory import build_model, build_objective
 
 _ATEN = torch.ops.aten
 _WAITS = (_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.is_nonzero)

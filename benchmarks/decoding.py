@@ -17,12 +17,12 @@ from typing import Any, get_args
 
 from benchmarks.report import markdown, positive
 from benchmarks.results import ROOT, circumstances, say, write_json
-from mmldlm.build import LoadedRun, load_run
 from mmldlm.diffusion.masked import TextDecoding
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.evaluation.documents import Evaluation, EvaluationConfig
+from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics, variety
-from mmldlm.evaluation.texts import likeness, reencoded
+from mmldlm.evaluation.l2t import likeness, reencoded
+from mmldlm.run.load import LoadedRun, load_run
 
 VARIETY = ("token_entropy", "distinct_2", "repetition_4")
 

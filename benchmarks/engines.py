@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.runtime.launch import ENGINES
+from mmldlm.distributed.launcher import ENGINES
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
@@ -77,9 +77,9 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 def worker(arguments: list[str], out: Path) -> None:
     """One rank: train, and write the traffic of the last step."""
     from mmldlm.config import load_config
-    from mmldlm.runtime.launch import read_launch
+    from mmldlm.distributed.launcher import read_launch
     from mmldlm.train import parse, train_step
-    from mmldlm.training import Training
+    from mmldlm.trainer.trainer import Training
 
     class Measured(Training):
         held = 0

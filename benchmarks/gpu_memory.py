@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.task import SHAPES, TOKENIZER_VOCAB
 from benchmarks.workload import make_store
 from mmldlm.config import load_config
-from mmldlm.data.shards import Store
-from mmldlm.estimate import MIB, Estimate, estimate, state_mib
+from mmldlm.data.store import Store
+from mmldlm.trainer.dry_run import MIB, Estimate, estimate, state_mib
 
 SHAPE = SHAPES["gpu"]
 KINDS = ("none", "selective", "full")

@@ -31,8 +31,8 @@ from benchmarks.step_memory import ROOT, OutOfMemory, step_memory_mib
 from benchmarks.task import SHAPES, Task, device
 from benchmarks.variants import Variant, variants
 from benchmarks.workload import KINDS, typical_batches
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.model.flops import peak_flops
 

@@ -30,12 +30,12 @@ import torch
 
 from benchmarks.report import chosen, positive
 from benchmarks.results import ROOT, circumstances, say, write_json
-from mmldlm.data.neighbours import directions
-from mmldlm.data.python_docs import NEAR_COPY, words_of
-from mmldlm.data.shards import Store
+from mmldlm.data.nearest import directions
+from mmldlm.data.prepare.readers.python_docs import NEAR_COPY, words_of
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.evaluation.texts import likeness
+from mmldlm.evaluation.l2t import likeness
 
 SHOWN = 10  # samples of the first seed in the tables
 CLOSE = 0.8  # word similarity from which on a held-out text is called close to a training text, if no near copy

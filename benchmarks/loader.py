@@ -24,9 +24,9 @@ from benchmarks.random_store import random_store
 from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import say
 from benchmarks.workload import lengths_of
-from mmldlm.batch_sizes import BatchSize
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader, collate, deal
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 
 LENGTH = 100  # tokens of a sample
 GOAL = 50_000  # samples a second of one core

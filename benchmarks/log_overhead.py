@@ -41,13 +41,13 @@ from benchmarks.task import Task, heads_of
 from benchmarks.variants import Variant, opened, training_of
 from benchmarks.workload import lengths_of, typical_batches
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
-from mmldlm.guard import poisoned
-from mmldlm.pictures import pictures_due, take_pictures, text_samples
-from mmldlm.schema import dump
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.evaluation.validate import validation_losses
+from mmldlm.evaluation.visualize import pictures_due, take_pictures, text_samples
+from mmldlm.settings.fields import dump
 from mmldlm.train import train_step
-from mmldlm.validation import validation_losses
+from mmldlm.trainer.step_guard import poisoned
 
 MEASURED = ROOT / "configs" / "python-docs.yaml"
 AS_THERE = ("mode", "sampling")  # its settings beside shape and cadence

@@ -28,12 +28,12 @@ from benchmarks.step_memory import ENVIRONMENT, ROOT, peak_mib
 from benchmarks.task import TOKENIZER_VOCAB, device
 from benchmarks.workload import make_store
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
+from mmldlm.distributed.launcher import read_launch
 from mmldlm.errors import UsageError
-from mmldlm.estimate import estimate
-from mmldlm.runtime.launch import read_launch
 from mmldlm.train import train_step
-from mmldlm.training import Training
+from mmldlm.trainer.dry_run import estimate
+from mmldlm.trainer.trainer import Training
 
 BOUND = 0.1
 COMMON = ("log={every: 100000, tensorboard: false}", "validation.every=0", "checkpoint.every_steps=0")

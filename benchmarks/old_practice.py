@@ -23,7 +23,7 @@ from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model import mmdit
 from mmldlm.model.attention import Backend
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 Practice = Literal["recompute", "reads", "head", "padding"]
 IGNORED = -100  # target of a position without loss

@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.measure import clock
 from benchmarks.task import device
-from mmldlm.build import build_model
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
+from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import ConfigError
-from mmldlm.optimizers import build_optimizer
-from mmldlm.runtime.launch import read_launch
+from mmldlm.run.factory import build_model
 from mmldlm.telemetry import read_metrics
 from mmldlm.train import train
 

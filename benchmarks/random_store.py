@@ -12,9 +12,9 @@ from tokenizers import models
 from benchmarks.workload import CHANNELS, HELD_OUT
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.store_writer import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.writer import StoreWriter
-from mmldlm.files import write_atomically
+from mmldlm.utils.files import write_atomically
 
 AT_ONCE = 100_000  # samples
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from benchmarks.reference import ReferenceModel, reference_loss
 from benchmarks.task import Feed, Task, device
 from mmldlm.batch import Batch
-from mmldlm.build import build_objective
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.resume import data_shape
+from mmldlm.run.contents import data_shape
+from mmldlm.run.factory import build_objective
 
 
 class ReferenceRun:

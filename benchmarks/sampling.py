@@ -23,12 +23,12 @@ from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import say
 from benchmarks.task import Task, device, heads_of
 from benchmarks.workload import lengths_of
-from mmldlm.build import build_model, build_objective
 from mmldlm.data.loader import fixed_batches
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.model.mmdit import MMDiT
+from mmldlm.run.factory import build_model, build_objective
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from benchmarks.results import ROOT
 from benchmarks.task import Task, device
 from benchmarks.variants import opened, variants
 from benchmarks.workload import largest_batch, typical_batches
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
 STEPS = 2

@@ -14,7 +14,7 @@ import torch
 from benchmarks.workload import Kind, batch_of, make_store
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.shards import Split
+from mmldlm.data.store import Split
 
 TOKENIZER_VOCAB = 2560  # the corpus has no more than some thousands; a larger vocabulary is the network's alone
 HEAD_WIDTH = 64

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.task import Feed, Task, device
-from mmldlm.data.shards import Store
-from mmldlm.kernels import multiplies_bf16
+from mmldlm.data.store import Store
 from mmldlm.train import train_step
-from mmldlm.training import Training
+from mmldlm.trainer.onednn import multiplies_bf16
+from mmldlm.trainer.trainer import Training
 
 # In the order of the ladder: what leaves a step, and as what it is shown.
 SWITCHES = {

@@ -16,16 +16,16 @@ from typing import Literal
 import numpy as np
 
 from mmldlm.batch import Batch
-from mmldlm.data.corpora import Document
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.loader import collate, deal
 from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.python_docs import read_python_docs
-from mmldlm.data.shards import Split
+from mmldlm.data.prepare.documents import Document
+from mmldlm.data.prepare.readers.python_docs import read_python_docs
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Split
+from mmldlm.data.store_writer import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.writer import StoreWriter
-from mmldlm.files import write_atomically
+from mmldlm.utils.files import write_atomically
 
 Kind = Literal["documents", "sentences", "full"]
 KINDS: tuple[Kind, ...] = ("documents", "sentences", "full")

@@ -10,20 +10,20 @@ from contextlib import suppress
 
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, run_command
-from mmldlm.host_cpus import choose_spinning
+from mmldlm.utils.host_cpus import choose_spinning
 
 COMMANDS = {
-    "prepare": ("mmldlm.data.prepare", "raw text to a data store"),
-    "data": ("mmldlm.data.command", "look at a data store, or verify it"),
+    "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
+    "data": ("mmldlm.data.inspect_command", "look at a data store, or verify it"),
     "train": ("mmldlm.train", "train a run"),
-    "sample": ("mmldlm.sample.command", "write texts from latents, find latents of texts"),
-    "demo": ("mmldlm.demo.command", "a web page on this machine, to sample from a run by hand"),
+    "sample": ("mmldlm.inference.command", "write texts from latents, find latents of texts"),
+    "demo": ("mmldlm.tools.demo.command", "a web page on this machine, to sample from a run by hand"),
     "evaluate": ("mmldlm.evaluate", "measure a run on held-out documents"),
-    "monitor": ("mmldlm.review.monitor", "watch runs: curves, speed, and alerts with advice"),
-    "report": ("mmldlm.review.report", "show runs side by side in one HTML page"),
-    "config": ("mmldlm.config_command", "show a run config, and where each value comes from"),
-    "bench": ("mmldlm.bench", "measure the trainer against others' practice"),
-    "doctor": ("mmldlm.doctor.command", "check machine, run and nodes before training"),
+    "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
+    "report": ("mmldlm.tools.report.command", "show runs side by side in one HTML page"),
+    "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
+    "bench": ("mmldlm.tools.bench", "measure the trainer against others' practice"),
+    "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
 COMPUTES = ("train", "sample", "demo", "evaluate")  # with as many threads as there are
 PRINTS = ("config", "data", "monitor")  # the commands that only show something

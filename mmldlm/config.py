@@ -7,30 +7,48 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mmldlm.batch_sizes import TrainConfig
-from mmldlm.brief import named
 from mmldlm.checkpoint.retention import Retention
-from mmldlm.config_files import EXTENDS, Layer, Origins, merged, read_layers
+from mmldlm.data.batch_schedule import TrainConfig
 from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import TextConfig
 from mmldlm.diffusion.noise import ModeShares, trained_modes
 from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
-from mmldlm.ema import EmaConfig
+from mmldlm.distributed.config import DistributedConfig
 from mmldlm.errors import ConfigError
-from mmldlm.learning_rate import ScheduleConfig
+from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.model.compiling import CompileConfig
-from mmldlm.model.freezing import Freezable, Loss, check_trainable, frozen_parts
+from mmldlm.model.compile import CompileConfig
 from mmldlm.model.mmdit import ModelConfig
-from mmldlm.model.recompute import MemoryConfig
-from mmldlm.optim import OptimConfig
-from mmldlm.runtime.config import DistributedConfig, GuardConfig
-from mmldlm.schema import build, is_setting_text, set_dotted, setting, to_yaml
+from mmldlm.model.parts import Freezable, Loss, check_trainable, frozen_parts
+from mmldlm.optim.config import OptimConfig
+from mmldlm.optim.ema import EmaConfig
+from mmldlm.optim.lr_schedule import ScheduleConfig
+from mmldlm.settings.fields import build, is_setting_text, set_dotted, setting, to_yaml
+from mmldlm.settings.layers import EXTENDS, Layer, Origins, merged, read_layers
 from mmldlm.telemetry.profiler import ProfileConfig
+from mmldlm.utils.short_repr import named
 
 CONFIG_NAME = "config.yaml"
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    nonfinite: Literal["skip", "stop"] = setting(
+        "skip", "a step whose loss or gradient norm is not finite; stop is noticed when the step's numbers are read"
+    )
+    grad_norm_spike: float | None = setting(
+        None,
+        "skip a step whose gradient norm is above this many times the median of the last 100 taken; null: never. "
+        "Has the host wait for a GPU once in each step",
+        above=1,
+    )
+    max_consecutive: int = setting(
+        10,
+        "skipped steps in a row before the run is stopped; at least so often a GPU's numbers are read",
+        at_least=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,21 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below bring torch
-    from mmldlm.host_cpus import choose_spinning
+    from mmldlm.utils.host_cpus import choose_spinning
 
     choose_spinning(os.environ)
 
-from mmldlm.build import load_run, newest_checkpoint, run_config
 from mmldlm.diffusion.noise import MODES
-from mmldlm.ema import add_weights_option
+from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.process_group import together
 from mmldlm.errors import ExitCode, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.files import write_atomically
-from mmldlm.progress import INTERVAL_S, Progress
-from mmldlm.runtime.group import together
-from mmldlm.runtime.launch import read_launch
+from mmldlm.optim.ema import add_weights_option
+from mmldlm.run.load import load_run, newest_checkpoint, run_config
+from mmldlm.utils.files import write_atomically
+from mmldlm.utils.progress import INTERVAL_S, Progress
 
 
 def finite(value: Any) -> Any:

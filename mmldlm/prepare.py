@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mmldlm.data.prepare import main
+from mmldlm.data.prepare.pipeline import main
 from mmldlm.errors import run_command
 
 if __name__ == "__main__":

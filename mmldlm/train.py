@@ -12,15 +12,15 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below bring torch
-    from mmldlm.host_cpus import choose_spinning
+    from mmldlm.utils.host_cpus import choose_spinning
 
     choose_spinning(os.environ)
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require, split_arguments
+from mmldlm.distributed.launcher import Launch, read_launch
 from mmldlm.errors import ExitCode, UsageError, run_command
-from mmldlm.runtime.launch import Launch, read_launch
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 
 def train(config: RunConfig, launch: Launch | None = None) -> None:
@@ -70,7 +70,7 @@ def run(argv: list[str] | None = None) -> int:
     config = load_config(options.config, options.overrides)
     require(config, "data.path", "run.dir")
     if options.dry_run:
-        from mmldlm.estimate import print_estimate
+        from mmldlm.trainer.dry_run import print_estimate
 
         print_estimate(config)
         return ExitCode.DONE

@@ -23,6 +23,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 printf '==> lint\n'
 "$bin/ruff" check .
 "$bin/ruff" format --check .
+"$bin/lint-imports" --no-logo
 printf '==> types\n'
 "$bin/mypy"
 printf '==> tests (%s)\n' "${marks:-all}"

@@ -16,7 +16,7 @@ from sample_corpus import small_config, write_corpus
 from tiny_run import TINY
 from waiting import PATIENCE_S
 
-from mmldlm.data.prepare import prepare
+from mmldlm.data.prepare.pipeline import prepare
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

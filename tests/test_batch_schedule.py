@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 
 from mmldlm import train
 from mmldlm.batch import Batch
-from mmldlm.batch_sizes import BatchSize
 from mmldlm.config import load_config
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
-from mmldlm.estimate import Estimate, estimate
 from mmldlm.telemetry import read_metrics
-from mmldlm.training import Training
+from mmldlm.trainer.dry_run import Estimate, estimate
+from mmldlm.trainer.trainer import Training
 
 quick = pytest.mark.quick
 

@@ -11,9 +11,9 @@ import yaml
 
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError, ExitCode
-from mmldlm.model.freezing import Part
-from mmldlm.schema import build, dump, leaves, to_yaml
-from mmldlm.strict_yaml import parse_yaml
+from mmldlm.model.parts import Part
+from mmldlm.settings.fields import build, dump, leaves, to_yaml
+from mmldlm.settings.yaml import parse_yaml
 
 pytestmark = pytest.mark.quick
 ALL_PARTS = ", ".join(get_args(Part))

@@ -14,8 +14,8 @@ import pytest
 
 from mmldlm import cli
 from mmldlm.config import RunConfig, load_config, write_config
-from mmldlm.schema import build, leaves
-from mmldlm.strict_yaml import parse_yaml
+from mmldlm.settings.fields import build, leaves
+from mmldlm.settings.yaml import parse_yaml
 
 pytestmark = pytest.mark.quick
 KEYS = [key for key, _ in leaves(RunConfig)]

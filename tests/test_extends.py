@@ -11,12 +11,12 @@ import pytest
 from tiny_run import TINY
 
 from mmldlm import train
-from mmldlm.build import load_run
 from mmldlm.config import RunConfig, load_config
-from mmldlm.config_files import DEEPEST, MOST_FILES
 from mmldlm.errors import ConfigError
-from mmldlm.schema import build
-from mmldlm.strict_yaml import MAX_BYTES, parse_yaml
+from mmldlm.run.load import load_run
+from mmldlm.settings.fields import build
+from mmldlm.settings.layers import DEEPEST, MOST_FILES
+from mmldlm.settings.yaml import MAX_BYTES, parse_yaml
 from mmldlm.telemetry import read_metrics
 
 quick = pytest.mark.quick

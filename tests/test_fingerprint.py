@@ -11,9 +11,9 @@ import pytest
 
 import mmldlm
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.shards import Store
-from mmldlm.fingerprint import disagreements, fingerprint, revision
-from mmldlm.schema import leaves
+from mmldlm.data.store import Store
+from mmldlm.settings.fields import leaves
+from mmldlm.trainer.consistency import disagreements, fingerprint, revision
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ import pytest
 from waiting import wait_until
 
 from benchmarks.busy import busy_loops
-from mmldlm.host_cpus import (
+from mmldlm.utils.host_cpus import (
     CHOICE,
     SHORT_SPIN,
     CpuTimes,
@@ -89,7 +89,8 @@ def test_children_count_as_the_runs_while_they_live_and_after(tmp_path: Path) ->
 def test_processes_beside_a_run_are_its_load_unless_one_launcher_started_both() -> None:
     """This process has started the loops, so where it counts as the launcher, they are the run's."""
     measure = (
-        "import time; from mmldlm.host_cpus import cores_of_others, cpu_times; before = cpu_times(); time.sleep(0.5); "
+        "import time; from mmldlm.utils.host_cpus import cores_of_others, cpu_times; before = cpu_times(); "
+        "time.sleep(0.5); "
         "after = cpu_times(); print(cores_of_others(before, after), after.own, time.process_time())"
     )
 

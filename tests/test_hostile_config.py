@@ -18,10 +18,10 @@ import yaml
 
 from mmldlm.config import RunConfig, load_config, require
 from mmldlm.errors import ConfigError, UsageError
-from mmldlm.resume import check_resume
-from mmldlm.schema import build, dump, leaves, to_yaml
-from mmldlm.startup import step_plan
-from mmldlm.strict_yaml import MAX_BYTES, parse_yaml
+from mmldlm.run.contents import check_resume
+from mmldlm.settings.fields import build, dump, leaves, to_yaml
+from mmldlm.settings.yaml import MAX_BYTES, parse_yaml
+from mmldlm.trainer.setup import step_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES, SECONDS, GROWTH_MIB = 2500, 2.0, 200

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmldlm.build import load_run
 from mmldlm.config import load_config
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.shards import StoreWriter
+from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.distributed.collectives import Processes
 from mmldlm.evaluation.quality import quality
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.runtime.processes import Processes
+from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.train import train
 
@@ -116,7 +116,7 @@ class WithSkip(MMDiT):
 
 
 def test_a_skip_of_x0_is_noticed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmldlm.build.MMDiT", WithSkip)
+    monkeypatch.setattr("mmldlm.run.factory.MMDiT", WithSkip)
     assert missed(learn(tmp_path / "run", store)) >= {"t2l_cosine", "t2l_recall_at_1"}
 
 

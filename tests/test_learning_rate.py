@@ -16,15 +16,8 @@ from mmldlm import train
 from mmldlm.checkpoint import TrainState
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.learning_rate import (
-    Plateau,
-    ScheduleConfig,
-    batch_scale,
-    describe_lr,
-    lr_at,
-    resolved_warmup,
-)
-from mmldlm.optim import OptimConfig
+from mmldlm.optim.config import OptimConfig
+from mmldlm.optim.lr_schedule import Plateau, ScheduleConfig, batch_scale, describe_lr, lr_at, resolved_warmup
 from mmldlm.telemetry import read_metrics
 
 quick = pytest.mark.quick

@@ -12,9 +12,9 @@ import torch
 
 from mmldlm import train
 from mmldlm.config import RunConfig, load_with_origins
-from mmldlm.config_files import values
 from mmldlm.model.mmdit import DataShape, MMDiT, count_parameters
-from mmldlm.schema import dump
+from mmldlm.settings.fields import dump
+from mmldlm.settings.layers import values
 
 pytestmark = pytest.mark.quick
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

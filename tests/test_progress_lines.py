@@ -14,8 +14,8 @@ import pytest
 from sample_corpus import small_config, write_corpus
 from waiting import wait_until
 
-from mmldlm.data.prepare import prepare
-from mmldlm.progress import Progress
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.utils.progress import Progress
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent

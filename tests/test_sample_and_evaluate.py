@@ -12,10 +12,10 @@ import torch
 from tiny_run import TINY
 
 from mmldlm import cli
-from mmldlm.build import LoadedRun, load_run
 from mmldlm.diffusion.masked import draw_tokens, sharpen
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.sample import encode_texts, sample
+from mmldlm.inference import encode_texts, sample
+from mmldlm.run.load import LoadedRun, load_run
 
 TEXT = "The rose of soil and water."
 

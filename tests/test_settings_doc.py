@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from mmldlm.config import RunConfig
-from mmldlm.config_files import DEEPEST, MOST_FILES
-from mmldlm.schema import leaves
-from mmldlm.settings_advice import ADVICE
-from mmldlm.settings_doc import settings_markdown
-from mmldlm.strict_yaml import MAX_BYTES
+from mmldlm.settings.fields import leaves
+from mmldlm.settings.layers import DEEPEST, MOST_FILES
+from mmldlm.settings.yaml import MAX_BYTES
+from mmldlm.tools.settings_advice import ADVICE
+from mmldlm.tools.settings_doc import settings_markdown
 
 pytestmark = pytest.mark.quick
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -19,7 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
 def test_the_page_is_as_the_code_would_write_it_now() -> None:
     found = PAGE.read_text(encoding="utf-8")
-    assert found == settings_markdown(), "run: python -m mmldlm.settings_doc > docs/settings.md"
+    assert found == settings_markdown(), "run: python -m mmldlm.tools.settings_doc > docs/settings.md"
 
 
 def test_every_setting_has_one_row_of_four_cells() -> None:

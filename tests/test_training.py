@@ -202,7 +202,7 @@ def test_resume_refuses_another_tokenizer(
 ) -> None:
     from sample_corpus import small_config, write_corpus
 
-    from mmldlm.data.prepare import prepare
+    from mmldlm.data.prepare.pipeline import prepare
 
     assert train.main([str(tiny_config)]) == 0
     other = small_config(tmp_path / "other", write_corpus(tmp_path / "other.txt", 400, seed=9), max_length=32)

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.brief import cut, shown
 from mmldlm.errors import DataError
-from mmldlm.files import FileInfo, sha256
+from mmldlm.utils.files import FileInfo, sha256
+from mmldlm.utils.short_repr import cut, shown
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.brief import cut, named, shown
 from mmldlm.errors import DataError
+from mmldlm.utils.short_repr import cut, named, shown
 
 # What wrappers (activation checkpointing, compile) put into parameter names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -38,11 +38,13 @@ class TrainState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
-    accepted_norms: list[float] = dataclasses.field(default_factory=list)  # gradient norms, see `mmldlm.guard`
-    loss_scale: float | None = None  # in fp16, see `mmldlm.runtime.loss_scale`
+    accepted_norms: list[float] = dataclasses.field(
+        default_factory=list
+    )  # gradient norms, see `mmldlm.trainer.step_guard`
+    loss_scale: float | None = None  # in fp16, see `mmldlm.distributed.grad_scaler`
     steps_at_scale: int = 0  # in a row that did not overflow
-    micro_batch_limit: int | None = None  # samples; larger micro-batches did not fit, see `mmldlm.micro_batch`
-    lr_cuts: int = 0  # of the learning rate by a plateau, see `mmldlm.learning_rate`, as what follows
+    micro_batch_limit: int | None = None  # samples; larger ones did not fit, see `mmldlm.trainer.auto_batch_size`
+    lr_cuts: int = 0  # of the learning rate by a plateau, see `mmldlm.optim.lr_schedule`, as what follows
     plateau_best: float | None = None  # the lowest loss
     plateau_since: int = 0  # step of that loss, or of the last cut
     plateau_losses: list[float] = dataclasses.field(default_factory=list)  # of training, since the last measurement

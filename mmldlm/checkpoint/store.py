@@ -19,7 +19,7 @@ from typing import Any
 from mmldlm.checkpoint.manifest import Checkpoint, check_name, recorded, verify, write_manifest
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import DataError, StorageError
-from mmldlm.files import FileInfo, comes_into_sight, file_info, fsync, make_folder
+from mmldlm.utils.files import FileInfo, comes_into_sight, file_info, fsync, make_folder
 
 Writer = Callable[[Path], None] | bytes
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmldlm.brief import cut, named
 from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.errors import DataError, NumericalError, StorageError
+from mmldlm.utils.short_repr import cut, named
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:

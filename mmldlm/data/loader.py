@@ -15,14 +15,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
-from mmldlm.batch_sizes import BatchSize
-from mmldlm.brief import named
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.mixture import order_of
-from mmldlm.data.order import MixedOrder, SampleOrder, permute
-from mmldlm.data.shards import Split, Store
+from mmldlm.data.sampler import MixedOrder, SampleOrder, permute
+from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import leave_it_to_the_parent, read
 from mmldlm.errors import DataError
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
+from mmldlm.utils.short_repr import named
 
 __all__ = ["DataConfig", "Loader", "SampleOrder", "fixed_batches", "permute"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.files import FileInfo, write_atomically
+from mmldlm.utils.files import FileInfo, write_atomically
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"

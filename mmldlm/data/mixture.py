@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.brief import shown
 from mmldlm.data.manifest import LatentInfo, Manifest, SplitInfo
-from mmldlm.data.order import MixedOrder, Part, SampleOrder, drawn_before
-from mmldlm.data.shards import Source, Split, Store
+from mmldlm.data.sampler import MixedOrder, Part, SampleOrder, drawn_before
+from mmldlm.data.store import Source, Split, Store
 from mmldlm.errors import DataError
+from mmldlm.utils.short_repr import shown
 
 
 def open_data(place: str | Path | Mapping[str, float]) -> Store:

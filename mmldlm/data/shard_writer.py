@@ -15,7 +15,7 @@ import numpy as np
 
 from mmldlm.data.manifest import LatentInfo, ShardInfo, SplitInfo, shard_info
 from mmldlm.errors import DataError
-from mmldlm.files import FileInfo, file_info, fsync
+from mmldlm.utils.files import FileInfo, file_info, fsync
 
 SPLITS = ("train", "validation", "test")
 TOKEN_COUNTS = "token_counts.npy"

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmldlm.balance import share_out
 from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.shards import Split, Store
-from mmldlm.data.writer import SPLITS
+from mmldlm.data.store import Split, Store
+from mmldlm.data.store_writer import SPLITS
 from mmldlm.errors import DataError
-from mmldlm.files import FileInfo
+from mmldlm.utils.files import FileInfo
+from mmldlm.utils.partition import share_out
 
 if TYPE_CHECKING:
-    from mmldlm.runtime.engine import Runtime
+    from mmldlm.distributed.engine import Runtime
 
 TRAINING = SPLITS[:2]  # what training reads
 _CHUNK = 1 << 20

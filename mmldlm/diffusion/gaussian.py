@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.diffusion.schedule import MOST_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling, check_sampler
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
 
 Parametrisation = Literal["epsilon", "x0", "v"]
 LatentLoss = Literal["cosine", "mse", "normalized_mse", "huber"]

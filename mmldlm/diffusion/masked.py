@@ -15,7 +15,7 @@ from torch import Tensor
 from mmldlm.batch import Layout
 from mmldlm.diffusion.noise import Randomness, draw_uniform
 from mmldlm.diffusion.schedule import MOST_MODE_SCALE, LogLinear, TimeSampler, check_sampler
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 TextDecoding = Literal["ancestral", "confidence"]

@@ -20,7 +20,7 @@ from mmldlm.batch import Batch, Layout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
 
 Network = Callable[..., tuple[Tensor, ...]]
 

@@ -19,7 +19,7 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler
 from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
 from mmldlm.diffusion.noise import Mode, Randomness, draw_normal
 from mmldlm.diffusion.objective import Network
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
 
 # A message's part: why guidance is refused elsewhere.
 GUIDANCE_NEEDS = "a run that trained joint: only there t = 1, the null condition, was seen beside data"

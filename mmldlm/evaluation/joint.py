@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from mmldlm.diffusion.noise import MODES, SampleStreams
-from mmldlm.evaluation.documents import Evaluation
+from mmldlm.evaluation.evaluator import Evaluation
+from mmldlm.evaluation.l2t import SHOWN, reencoded
 from mmldlm.evaluation.perplexity import CausalModel, nats_of, perplexity
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
-from mmldlm.evaluation.texts import SHOWN, reencoded
 
 REPEATED = 4  # tokens of the n-grams that repetition is counted in
 _NOISE = len(MODES) + 1  # kind of a generation beside the modes and the unigram texts

@@ -11,7 +11,7 @@ import torch
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Objective
-from mmldlm.evaluation.documents import Condition, Evaluation
+from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import BITS, length_buckets, noise_levels, ratio
 
 

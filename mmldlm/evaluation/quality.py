@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmldlm.build import LoadedRun
 from mmldlm.diffusion.noise import Mode, trained_modes
-from mmldlm.evaluation.documents import Evaluation, EvaluationConfig, check_count
+from mmldlm.distributed.collectives import Processes
+from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig, check_count
 from mmldlm.evaluation.joint import frechet_metrics, variety
-from mmldlm.evaluation.latents import closeness
-from mmldlm.evaluation.texts import likeness
-from mmldlm.runtime.processes import Processes
+from mmldlm.evaluation.l2t import likeness
+from mmldlm.evaluation.t2l import closeness
+from mmldlm.run.load import LoadedRun
 
 SEED = 20_260  # of all draws: every time in every run sees the same
 BATCH = 16  # samples at a time, beside all that training holds

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.evaluation.documents import Evaluation
+from mmldlm.evaluation.evaluator import Evaluation
 from mmldlm.evaluation.statistics import cosine, spearman
 
 FEWEST = 3  # pairs

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmldlm.build import LoadedRun
 from mmldlm.diffusion.noise import Mode, trained_modes
-from mmldlm.evaluation.documents import Evaluation, EvaluationConfig
+from mmldlm.distributed.collectives import Processes
+from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
-from mmldlm.evaluation.latents import latent_metrics
+from mmldlm.evaluation.l2t import text_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text
 from mmldlm.evaluation.perplexity import CausalModel
 from mmldlm.evaluation.sts import encode_sentences, read_pairs, sts_metrics
-from mmldlm.evaluation.texts import text_metrics
-from mmldlm.progress import Progress
-from mmldlm.runtime.processes import Processes
+from mmldlm.evaluation.t2l import latent_metrics
+from mmldlm.run.load import LoadedRun
+from mmldlm.utils.progress import Progress
 
 
 @dataclass(frozen=True)

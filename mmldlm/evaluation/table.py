@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mmldlm.ema import WORDS
+from mmldlm.optim.ema import WORDS
 
 # (name, key, controls by label); a key ending in `_ci95` in place of `key` has the interval.
 Row = tuple[str, str, dict[str, str]]

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from mmldlm.batch import Layout, LengthGroup
 from mmldlm.errors import ConfigError
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
 
 Backend = Literal["sdpa", "varlen", "math"]
 

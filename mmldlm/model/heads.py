@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.model.products import Linear
+from mmldlm.model.cpu_linear import Linear
 
 CHUNK_ROWS = 256  # rows of logits alive at a time: a sixth of the memory of all at once, at 1.1x the time
 NEVER = -1e9  # logit of a token that no text contains; finite, so that 0 * logit stays 0

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.fused import modulated_linear, normalise_heads, swiglu, swiglu_linear
-from mmldlm.model.products import Linear
+from mmldlm.model.cpu_linear import Linear
+from mmldlm.model.ops import modulated_linear, normalise_heads, swiglu, swiglu_linear
 
 TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
 

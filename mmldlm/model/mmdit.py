@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.batch import Layout, filled_up
+from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.model.attention import Backend, joint_attention
-from mmldlm.model.freezing import Part, part_of
-from mmldlm.model.fused import add_gated, modulate, of_rows
+from mmldlm.model.cpu_linear import Linear
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
 from mmldlm.model.layers import (
     Adaptation,
@@ -30,9 +30,9 @@ from mmldlm.model.layers import (
     TimeEmbedding,
     rotary_angles,
 )
-from mmldlm.model.products import Linear
-from mmldlm.model.recompute import KEEP_ALL, MemoryConfig, Recompute, recomputed
-from mmldlm.schema import setting
+from mmldlm.model.ops import add_gated, modulate, of_rows
+from mmldlm.model.parts import Part, part_of
+from mmldlm.settings.fields import setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

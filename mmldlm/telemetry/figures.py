@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mmldlm.pictures import Pictures
+    from mmldlm.telemetry.figure_data import Pictures
 
 # What the user is told where nothing can be drawn.
 MISSING = (

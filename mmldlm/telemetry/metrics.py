@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mmldlm.errors import DataError
-from mmldlm.files import write_atomically
+from mmldlm.utils.files import write_atomically
 
 Kind = Literal[
     "train", "validation", "quality", "start", "checkpoint", "resume", "skip", "micro_batch", "heartbeat", "end"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mmldlm.brief import cut
+from mmldlm.utils.short_repr import cut
 
 _LONGEST = 400
 _EXPECTED = ("Gradient accumulation steps mismatch",)  # Accelerate's plugin; the engine counts micro-batches itself

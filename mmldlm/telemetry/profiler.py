@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmldlm.errors import StorageError
-from mmldlm.schema import setting
+from mmldlm.settings.fields import setting
 
 FOLDER = "profile"
 _ROWS = 50  # of the table

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TextIO
 
-from mmldlm.units import human_count, human_duration
+from mmldlm.utils.format import human_count, human_duration
 
 WINDOW = 20  # log events over which the speed of the ETA is taken
 SILENCE_S = 15.0  # between lines in a file; looked at as often

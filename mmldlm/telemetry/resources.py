@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.host_cpus import CpuTimes, cores_of_others, cpu_times
 from mmldlm.telemetry.host_memory import MIB, host_memory_mib
+from mmldlm.utils.host_cpus import CpuTimes, cores_of_others, cpu_times
 
 
 def resident_mib() -> float:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.files import write_atomically
-from mmldlm.schema import flatten
+from mmldlm.settings.fields import flatten
+from mmldlm.utils.files import write_atomically
 
 # Category -> chart -> tags, which are regular expressions. The first category is open on arrival.
 LAYOUT: dict[str, dict[str, list[str]]] = {

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmldlm.schema import flatten
+from mmldlm.settings.fields import flatten
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.metrics import Kind, MetricsFile
 from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
-    from mmldlm.data.tokenizer import Tokenizer
-    from mmldlm.pictures import Pictures
+    from mmldlm.telemetry.figure_data import Pictures
 
 HPARAM_METRICS = (
     "loss/total",
@@ -98,8 +97,8 @@ class Tracker:
     def validation(
         self, step: int, values: Mapping[str, float | str], levels: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Losses, and as "weights" what they were measured with, see `mmldlm.ema`; `levels`: losses over the noise
-        times, by modality and mode."""
+        """Losses, and as "weights" what they were measured with, see `mmldlm.optim.ema`; `levels`: losses over the
+        noise times, by modality and mode."""
         if not self.enabled:
             return
         self._write("validation", step, values)
@@ -128,9 +127,9 @@ class Tracker:
             self._board.samples(step, rows, tag)
 
     def pictures(
-        self, step: int, pictures: Pictures, levels: Mapping[str, Sequence[float]], tokenizer: Tokenizer | None
+        self, step: int, pictures: Pictures, levels: Mapping[str, Sequence[float]], texts: Sequence[str] | None
     ) -> None:
-        """Figures and histograms of held-out samples, to TensorBoard only; with a `tokenizer` its projector, too."""
+        """Figures and histograms of held-out samples, to TensorBoard only; with their `texts` its projector, too."""
         board = self._board
         if board is None:
             return
@@ -142,8 +141,7 @@ class Tracker:
         elif not self._told:
             self._progress.message(figures.MISSING)
             self._told = True
-        if tokenizer is not None:
-            texts = tokenizer.decode_batch([tokens.tolist() for tokens in pictures.tokens])
+        if texts is not None:
             points = figures.latents(pictures)
             texts_of = {"true": texts, "t2l": texts, "joint": ["(out of noise)"] * len(points.get("joint", []))}
             labels = [(kind, text) for kind in points for text in texts_of[kind]]

@@ -12,8 +12,8 @@ import torch
 from benchmarks.task import Task
 from benchmarks.variants import Open, Variant, opened
 from benchmarks.workload import typical_batches
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
 
 BATCH = 8
 

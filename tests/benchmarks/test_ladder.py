@@ -32,8 +32,8 @@ from benchmarks.measure import CONTROL, OTHER, PARTS, WAIT, Probe, Ratio, run_ro
 from benchmarks.variants import SWITCHES, opened, variants
 from benchmarks.workload import largest_batch, lengths_of, typical_batches
 from mmldlm import cli
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 
 pytestmark = pytest.mark.quick

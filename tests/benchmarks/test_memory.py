@@ -14,7 +14,7 @@ import benchmarks.__main__ as command_line
 from benchmarks.gpu_memory import Line, lines
 from benchmarks.memory import BOUND, batch, measure, recomputing
 from benchmarks.step_memory import step_memory_mib
-from mmldlm.estimate import MIB, Estimate, state_mib
+from mmldlm.trainer.dry_run import MIB, Estimate, state_mib
 
 MODEL = "model={depth: 6, width: 256, num_heads: 4}"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.counting import Counts, counts_of
 from benchmarks.old_practice import Practice
 from benchmarks.variants import Open, Variant, opened
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.model.heads import CHUNK_ROWS
 
 pytestmark = pytest.mark.quick

@@ -18,7 +18,7 @@ from benchmarks.measure import CONTROL
 from benchmarks.random_store import random_store
 from benchmarks.scaling import AXES, exponent
 from mmldlm import cli
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 
 quick = pytest.mark.quick
 Tables = dict[str, list[dict[str, Any]]]

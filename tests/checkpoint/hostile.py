@@ -10,7 +10,7 @@ from typing import Any
 
 from mmldlm.checkpoint import manifest as manifest_module
 from mmldlm.errors import DataError
-from mmldlm.files import sha256
+from mmldlm.utils.files import sha256
 
 SECONDS = 5.0
 HASH = "0" * 64

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from mmldlm.balance import share_out
 from mmldlm.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -19,8 +18,9 @@ from mmldlm.checkpoint import (
     optimizer_state,
     write_tensors,
 )
+from mmldlm.distributed.muon import MuonAdamW
 from mmldlm.errors import DataError, NumericalError
-from mmldlm.runtime.muon import MuonAdamW
+from mmldlm.utils.partition import share_out
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,7 @@ from hostile import body_of, seal
 from mmldlm.checkpoint import CheckpointStore, Retention, write_files
 from mmldlm.checkpoint import manifest as manifest_module
 from mmldlm.errors import DataError, StorageError
-from mmldlm.files import FileInfo
+from mmldlm.utils.files import FileInfo
 
 quick = pytest.mark.quick
 FILES = {

@@ -15,7 +15,7 @@ from crash_states import ROOT, Event, Names, Promise, Recording, Sync, Tree, Wri
 
 from mmldlm.checkpoint import CheckpointStore, Retention, write_files, write_tensors
 from mmldlm.errors import DataError
-from mmldlm.files import write_atomically
+from mmldlm.utils.files import write_atomically
 
 LIMIT = 64  # states of one prefix
 Save = Callable[[CheckpointStore], object]

@@ -14,7 +14,6 @@ import torch
 from hostile import HASH, body_of, opened, replace_file, seal
 from safetensors.torch import save, save_file
 
-from mmldlm.build import build_model, load_run
 from mmldlm.checkpoint import (
     CheckpointStore,
     Retention,
@@ -28,10 +27,12 @@ from mmldlm.checkpoint import (
 )
 from mmldlm.checkpoint.manifest import MAX_SMALL_BYTES
 from mmldlm.config import RunConfig, load_config, write_config
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
+from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
-from mmldlm.optimizers import build_optimizer
-from mmldlm.resume import identity, restore, small_files
+from mmldlm.run.contents import identity, restore, small_files
+from mmldlm.run.factory import build_model
+from mmldlm.run.load import load_run
 
 quick = pytest.mark.quick
 Run = tuple[RunConfig, Store, torch.nn.Module, Path]

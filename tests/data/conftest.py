@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from sample_corpus import small_config, write_corpus
 
-from mmldlm.data.prepare import prepare
-from mmldlm.data.shards import Store
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.store import Store
 
 
 @pytest.fixture(scope="session")

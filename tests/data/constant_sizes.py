@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmldlm.batch_sizes import BatchSize
+from mmldlm.data.batch_schedule import BatchSize
 
 
 def always(global_batch_size: int, micro_batch_size: int) -> Callable[[int], BatchSize]:

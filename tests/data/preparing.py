@@ -15,7 +15,7 @@ from waiting import PATIENCE_S
 from mmldlm.errors import run_command
 
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["mmldlm.data.prepare"])
+FORKING.set_forkserver_preload(["mmldlm.data.prepare.pipeline"])
 
 
 class Preparation:
@@ -70,7 +70,7 @@ class Preparation:
 
 
 def _run(arguments: list[str], place: dict[str, str], log: str) -> None:
-    from mmldlm.data.prepare import main
+    from mmldlm.data.prepare.pipeline import main
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -10,10 +10,10 @@ import numpy as np
 
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.prepare import PrepareConfig
-from mmldlm.data.shards import StoreWriter
+from mmldlm.data.prepare.pipeline import PrepareConfig
+from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.files import file_info
+from mmldlm.utils.files import file_info
 
 TOPICS = {
     "garden": "rose tulip soil water seed bloom leaf root prune harvest".split(),  # noqa: SIM905

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest, ShardInfo
-from mmldlm.data.shards import StoreWriter
+from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 
 

@@ -12,9 +12,9 @@ import pytest
 from sample_corpus import flip_bit, write_so, write_store
 
 from mmldlm import cli
-from mmldlm.data.inspection import faults, info, nearest, samples
+from mmldlm.data.inspect import faults, info, nearest, samples
 from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 
 pytestmark = pytest.mark.quick
 

@@ -23,12 +23,12 @@ from waiting import PATIENCE_S
 from mmldlm import cli, train
 from mmldlm.config import load_config
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
 from mmldlm.data.verify import deal, read_part, verify
 from mmldlm.errors import ConfigError, DataError
+from mmldlm.evaluation.validate import validation_ids
 from mmldlm.telemetry import read_metrics
-from mmldlm.validation import validation_ids
 
 quick = pytest.mark.quick
 Command = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -14,9 +14,9 @@ import pytest
 from sample_corpus import small_config, write_corpus
 
 from mmldlm.data.encoders import LsaEncoder, SentenceTransformerEncoder, StretchEncoder, load_encoder
-from mmldlm.data.inspection import faults
-from mmldlm.data.prepare import prepare
-from mmldlm.data.shards import Store
+from mmldlm.data.inspect import faults
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
 

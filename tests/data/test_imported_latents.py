@@ -14,11 +14,11 @@ from sample_corpus import small_config, write_corpus
 from test_predecessor import pairs_of
 
 from mmldlm.data.encoders import ImportedLatents, load_encoder
-from mmldlm.data.imported_latents import LatentFile
-from mmldlm.data.inspection import faults
-from mmldlm.data.options import PrepareConfig
-from mmldlm.data.prepare import prepare
-from mmldlm.data.shards import Store
+from mmldlm.data.inspect import faults
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.prepare.readers.latents import LatentFile
+from mmldlm.data.store import Store
 from mmldlm.errors import DataError, UsageError
 
 pytestmark = pytest.mark.quick

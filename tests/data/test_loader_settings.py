@@ -7,9 +7,9 @@ import multiprocessing
 import pytest
 from constant_sizes import always
 
-from mmldlm.batch_sizes import BatchSize
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 
 pytestmark = pytest.mark.quick
 

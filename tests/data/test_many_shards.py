@@ -15,10 +15,10 @@ from stores import fitting_store, linked, of_many_shards
 
 from mmldlm import train
 from mmldlm.batch import Batch
-from mmldlm.data import mapped
+from mmldlm.data import shard as mapped
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.mapped import Shard
-from mmldlm.data.shards import Store
+from mmldlm.data.shard import Shard
+from mmldlm.data.store import Store
 from mmldlm.data.verify import read_part
 from mmldlm.errors import DataError
 from mmldlm.telemetry import read_metrics

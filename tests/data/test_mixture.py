@@ -19,11 +19,11 @@ from stores import change_manifest, fitting_store
 from mmldlm.config import load_config, require
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder
 from mmldlm.data.mixture import open_data
-from mmldlm.data.order import MixedOrder, Part, drawn_before
-from mmldlm.data.shards import Store
+from mmldlm.data.sampler import MixedOrder, Part, drawn_before
+from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
-from mmldlm.fingerprint import fingerprint
-from mmldlm.validation import validation_ids
+from mmldlm.evaluation.validate import validation_ids
+from mmldlm.trainer.consistency import fingerprint
 
 pytestmark = pytest.mark.quick
 WEIGHTS = [(0.7, 0.2, 0.1), (0.999, 0.001), (0.5, 0.5), (1 / 3, 1 / 3, 1 / 3), (8, 4, 2, 1, 1), (1,) * 9, (1,)]

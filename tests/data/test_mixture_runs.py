@@ -16,16 +16,16 @@ from sample_corpus import write_so
 from stores import fitting_store
 
 from mmldlm import cli, train
-from mmldlm.build import load_run
 from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
-from mmldlm.data.order import drawn_before
-from mmldlm.data.shards import Store
-from mmldlm.doctor.run import check_store
+from mmldlm.data.sampler import drawn_before
+from mmldlm.data.store import Store
 from mmldlm.errors import DataError
-from mmldlm.resume import LATENTS_NAME, latents_of
+from mmldlm.run.contents import LATENTS_NAME, latents_of
+from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
+from mmldlm.tools.doctor.run import check_store
 
 SHARES = {"one": 0.7, "two": 0.2, "three": 0.1}
 SIZES = {"one": 90, "two": 25, "three": 6}
@@ -118,7 +118,7 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
 def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(
     run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmldlm.training import Training
+    from mmldlm.trainer.trainer import Training
 
     run("run", "train.steps=2")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []

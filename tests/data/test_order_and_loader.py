@@ -10,9 +10,9 @@ import torch
 from constant_sizes import always
 
 from mmldlm.batch import Batch
-from mmldlm.batch_sizes import BatchSize
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder, deal, fixed_batches, permute
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 
 pytestmark = pytest.mark.quick

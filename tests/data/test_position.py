@@ -11,9 +11,9 @@ from constant_sizes import always
 
 from mmldlm import train
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.order import SampleOrder
-from mmldlm.data.shards import Store
-from mmldlm.training import Training
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.trainer.trainer import Training
 
 
 def in_order(batches: list[Any]) -> list[int]:

@@ -13,12 +13,12 @@ import pytest
 from predecessor_folders import LENGTH, Samples, make_samples, write_batches, write_dat, write_pairs, write_texts
 from sample_corpus import small_config
 
-from mmldlm.data.corpora import Document, Problem
-from mmldlm.data.inspection import faults
-from mmldlm.data.options import PrepareConfig
-from mmldlm.data.predecessor import find_layout, predecessor_parts, read_predecessor
-from mmldlm.data.prepare import main, prepare
-from mmldlm.data.shards import Store
+from mmldlm.data.inspect import faults
+from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.pipeline import main, prepare
+from mmldlm.data.prepare.readers.lgdlm import find_layout, predecessor_parts, read_predecessor
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
 
@@ -86,7 +86,7 @@ def test_parts_are_read_by_themselves(layout: str, samples: Samples, tmp_path: P
 
 
 def predecessor_shapes(options: dict):  # type: ignore[no-untyped-def]
-    from mmldlm.data.predecessor_arrays import DatShapes
+    from mmldlm.data.prepare.readers.lgdlm_arrays import DatShapes
 
     return DatShapes(**{name.removeprefix("dat_"): value for name, value in options.items()})
 

@@ -16,9 +16,9 @@ from sample_corpus import small_config, write_corpus
 from waiting import PATIENCE_S
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.options import PrepareConfig
-from mmldlm.data.prepare import main, prepare
-from mmldlm.data.shards import Store
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.pipeline import main, prepare
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import read_part
 from mmldlm.errors import DataError, UsageError, run_command
@@ -186,7 +186,7 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str)
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mmldlm.data.prepare", *map(str, arguments)]
+    command = [sys.executable, "-m", "mmldlm.data.prepare.pipeline", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=PATIENCE_S)
 
 
@@ -213,14 +213,14 @@ def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def killed_at(moment: str, arguments: list[str]) -> None:
-    """SIGKILL where `mmldlm.data` + `moment` is called."""
+    """SIGKILL where `mmldlm.data.prepare` + `moment` is called."""
     module = moment.partition(".")[0]
     script = (
         "import time\n"
-        f"from mmldlm.data import prepare, {module}\n"
+        f"from mmldlm.data.prepare import pipeline, {module}\n"
         "def wait(*_): print('reached', flush=True); time.sleep(600)\n"
         f"{moment} = wait\n"
-        f"prepare.main({arguments!r})"
+        f"pipeline.main({arguments!r})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True
@@ -231,7 +231,7 @@ def killed_at(moment: str, arguments: list[str]) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("moment", ["encoding.ShardWriter.add", "prepare.publish"])
+@pytest.mark.parametrize("moment", ["encode.ShardWriter.add", "pipeline.publish"])
 def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> None:
     """In the middle of writing, and between the last byte of the manifest and the rename."""
     corpus = write_corpus(tmp_path / "corpus.txt")

@@ -13,8 +13,8 @@ from preparing import Preparation, differing, pieces
 from test_predecessor import pairs_of, rewrite
 from waiting import wait_until
 
-from mmldlm.data.prepare import main
-from mmldlm.data.shards import Store
+from mmldlm.data.prepare.pipeline import main
+from mmldlm.data.store import Store
 
 COUNT = 120
 

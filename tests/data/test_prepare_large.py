@@ -13,7 +13,7 @@ from sample_corpus import flip_bit
 
 from benchmarks.prepare import build, peak_until, started
 from benchmarks.synthetic_corpus import write_synthetic_corpus
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.data.verify import read_part
 from mmldlm.errors import DataError
 

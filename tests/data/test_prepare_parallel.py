@@ -19,9 +19,9 @@ from preparing import Preparation, differing, pieces
 from sample_corpus import write_corpus
 from waiting import PATIENCE_S, wait_until
 
-from mmldlm.data.crew import INTERVAL_S
-from mmldlm.data.prepare import main
-from mmldlm.data.shards import Store
+from mmldlm.data.prepare.coordinator import INTERVAL_S
+from mmldlm.data.prepare.pipeline import main
+from mmldlm.data.store import Store
 from mmldlm.data.verify import read_part
 from mmldlm.errors import DataError, run_command
 

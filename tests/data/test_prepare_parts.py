@@ -14,14 +14,14 @@ import torch
 from preparing import FORKING
 from sample_corpus import small_config, write_corpus
 
-from mmldlm.data.corpora import TEXT_FORMATS, Document, Part, read_file, read_text, text_parts
 from mmldlm.data.encoders import ImportedLatents, LsaEncoder
-from mmldlm.data.plan import make_plan
-from mmldlm.data.prepare import main, prepare
+from mmldlm.data.prepare.document_cache import Spool, SpoolWriter
+from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part, read_file, read_text, text_parts
+from mmldlm.data.prepare.pipeline import main, prepare
+from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.shard_writer import ShardWriter
-from mmldlm.data.spool import Spool, SpoolWriter
+from mmldlm.data.store_writer import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.writer import StoreWriter
 from mmldlm.errors import DataError
 
 quick = pytest.mark.quick

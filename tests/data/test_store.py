@@ -10,7 +10,7 @@ from sample_corpus import write_store
 
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME
-from mmldlm.data.shards import Store, StoreWriter
+from mmldlm.data.store import Store, StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import read_part
 from mmldlm.errors import DataError

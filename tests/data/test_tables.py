@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 from sample_corpus import small_config, write_corpus
 
-from mmldlm.data.corpora import Document, Problem
-from mmldlm.data.options import PrepareConfig
-from mmldlm.data.prepare import prepare
-from mmldlm.data.shards import Store
-from mmldlm.data.tables import Columns, arrow_parts, datasets_parts, parquet_parts, read_arrow, read_parquet
+from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.prepare.readers.tables import (
+    Columns,
+    arrow_parts,
+    datasets_parts,
+    parquet_parts,
+    read_arrow,
+    read_parquet,
+)
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from sample_corpus import write_corpus
 
-from mmldlm.data.corpora import Document, Problem, find_files, read_file
-from mmldlm.data.duplicates import exact_groups, near_duplicate_groups
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.python_docs import NEAR_COPY, is_prose, sentences, without_near_copies, words_of
+from mmldlm.data.prepare.dedup import exact_groups, near_duplicate_groups
+from mmldlm.data.prepare.documents import Document, Problem, find_files, read_file
+from mmldlm.data.prepare.readers.python_docs import NEAR_COPY, is_prose, sentences, without_near_copies, words_of
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 

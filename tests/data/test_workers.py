@@ -23,7 +23,7 @@ from waiting import PATIENCE_S
 
 from mmldlm.batch import Batch
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.shards import Split, Store
+from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import leave_it_to_the_parent
 from mmldlm.errors import DataError
 

@@ -17,15 +17,15 @@ import torch
 from doctors import one
 from ports import free_port
 
-from mmldlm.build import build_model
 from mmldlm.config import load_config
-from mmldlm.data.shards import Store
-from mmldlm.doctor.findings import exit_code, fail, ok, report, warn
-from mmldlm.doctor.machine import check_cores, check_open_files, check_shared_memory
-from mmldlm.doctor.place import Place
-from mmldlm.doctor.run import check_disk, check_folder, parameter_count
+from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.model.mmdit import count_parameters
+from mmldlm.run.factory import build_model
+from mmldlm.tools.doctor.findings import exit_code, fail, ok, report, warn
+from mmldlm.tools.doctor.machine import check_cores, check_open_files, check_shared_memory
+from mmldlm.tools.doctor.place import Place
+from mmldlm.tools.doctor.run import check_disk, check_folder, parameter_count
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -140,7 +140,7 @@ def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
 def test_few_open_files_is_a_warning() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     code = (
-        "import resource; from mmldlm.doctor.machine import check_open_files as check\n"
+        "import resource; from mmldlm.tools.doctor.machine import check_open_files as check\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); found = check(); print(found.status, found.remedy)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -201,7 +201,7 @@ def test_a_command_line_that_makes_no_sense(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # the module sets it otherwise, for good
-    from mmldlm.doctor.command import main
+    from mmldlm.tools.doctor.command import main
 
     for arguments in (["--processes", "0"], ["--timeout", "-1"], ["--nope"]):
         with pytest.raises(SystemExit, match=r"^2$"):

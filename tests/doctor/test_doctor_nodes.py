@@ -11,8 +11,8 @@ import torch
 from doctors import Node, finish, start, together
 from ports import free_port
 
-from mmldlm.doctor.nodes import Facts, check_clocks, check_machines, failures_elsewhere
-from mmldlm.doctor.place import Place
+from mmldlm.tools.doctor.nodes import Facts, check_clocks, check_machines, failures_elsewhere
+from mmldlm.tools.doctor.place import Place
 
 
 def test_two_good_nodes_are_ready_and_leave_nothing_behind(tiny_config: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_gpus_that_are_not_there_on_both_nodes() -> None:
 
 def test_a_clock_that_is_ahead_is_a_warning(tiny_config: Path) -> None:
     ahead = (
-        "import sys, time, os\nfrom mmldlm.doctor.command import run\n"
+        "import sys, time, os\nfrom mmldlm.tools.doctor.command import run\n"
         "code = run(sys.argv[1:], clock=lambda: time.time() + 5)\nsys.stdout.flush()\nos._exit(code)"
     )
     for report in together(Node([tiny_config]), Node([tiny_config], code=ahead)):

@@ -7,7 +7,7 @@ import socket
 import psutil
 import pytest
 
-from mmldlm.runtime.network import bind_problem, interface_towards, is_loopback, obstacle, use_interface_towards
+from mmldlm.distributed.network import bind_problem, interface_towards, is_loopback, obstacle, use_interface_towards
 
 pytestmark = pytest.mark.quick
 

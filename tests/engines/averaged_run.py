@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from mmldlm import train
-from mmldlm.runtime.engine import Runtime
-from mmldlm.training import Training
+from mmldlm.distributed.engine import Runtime
+from mmldlm.trainer.trainer import Training
 
 SKIPPED = json.loads(os.environ["SKIPPED"])
 reference: list[torch.Tensor] = []

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mmldlm import train
-from mmldlm.runtime.engine import Runtime
-from mmldlm.training import Training
+from mmldlm.distributed.engine import Runtime
+from mmldlm.trainer.trainer import Training
 
 FAULT, STEP, RANK = os.environ["FAULT"], int(os.environ["FAULT_STEP"]), int(os.environ.get("FAULT_RANK", "1"))
 _corrupt, _backward = Training.corrupt, Runtime.backward

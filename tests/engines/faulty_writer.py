@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmldlm import saving, train
+from mmldlm import train
 from mmldlm.errors import StorageError
-from mmldlm.files import FileInfo
+from mmldlm.trainer import checkpointer as saving
+from mmldlm.utils.files import FileInfo
 
 FAULT, RANK = os.environ["WRITER"], int(os.environ.get("RANK", "0"))
 _write_files = saving.write_files

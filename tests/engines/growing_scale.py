@@ -10,8 +10,8 @@ import sys
 from torch import Tensor
 
 from mmldlm import train
-from mmldlm.runtime import loss_scale
-from mmldlm.runtime.loss_scale import LossScale
+from mmldlm.distributed import grad_scaler as loss_scale
+from mmldlm.distributed.grad_scaler import LossScale
 
 STEP = int(os.environ["GROWS_FROM"])
 _follow = LossScale.follow

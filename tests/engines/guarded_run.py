@@ -22,9 +22,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmldlm import train
-from mmldlm.runtime.engine import Runtime
+from mmldlm.distributed.engine import Runtime
 from mmldlm.telemetry import Meter
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm import train
-from mmldlm.micro_batch import AutoMicroBatch
+from mmldlm.trainer.auto_batch_size import AutoMicroBatch
 
 RANK = int(os.environ.get("RANK", "0"))
 LIMITED = int(os.environ.get("LIMITED", "-1")) == RANK

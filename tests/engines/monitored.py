@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from mmldlm.review import History
-from mmldlm.review.alerts import alerts
-from mmldlm.review.look import Look, Thresholds
+from mmldlm.tools.history import History
+from mmldlm.tools.monitor.alerts import alerts
+from mmldlm.tools.monitor.snapshot import Look, Thresholds
 
 
 def seen_at(run: Path, step: int, **thresholds: float) -> Look:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.engines import tensor_bytes
 from mmldlm import train
-from mmldlm.runtime.engine import Runtime
-from mmldlm.training import Training
+from mmldlm.distributed.engine import Runtime
+from mmldlm.trainer.trainer import Training
 
 facts: dict[str, Any] = {"steps": []}
 _open = Training._open
@@ -73,7 +73,7 @@ _corrupt = Training.corrupt
 Training._open, Training.corrupt = opened, corrupt  # type: ignore[method-assign]
 kind = Runtime
 if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
-    from mmldlm.runtime.zero import ZeroRuntime
+    from mmldlm.distributed.zero import ZeroRuntime
 
     kind = ZeroRuntime
 _backward, _update = kind.backward, kind.update

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm import train
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2}

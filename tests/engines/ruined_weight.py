@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmldlm import train
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 STEP = int(os.environ["RUINED_AFTER"])
 _finish_step = Training.finish_step

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from mmldlm.runtime.muon import ShardedMuon
+from mmldlm.distributed.muon import ShardedMuon
 
 # Rows that do not divide by the ranks, fewer rows than ranks, wide and tall.
 SHAPES = [(64, 32), (33, 64), (1, 16), (2, 5), (192, 64), (64, 170)]

@@ -14,11 +14,11 @@ from engine_runs import CURVE, difference, exit_record, records
 from forked_runs import ForkedRuns
 from safetensors.torch import load_file
 
-from mmldlm.batch_sizes import BatchSize, TrainConfig
+from mmldlm.data.batch_schedule import BatchSize, TrainConfig
+from mmldlm.distributed.launcher import ENGINES, SINGLE
+from mmldlm.distributed.memory_probe import fits_into_memory
 from mmldlm.errors import ConfigError
-from mmldlm.micro_batch import capped, check_auto_micro_batch, halved
-from mmldlm.runtime.launch import ENGINES, SINGLE
-from mmldlm.runtime.rehearsal import fits_into_memory
+from mmldlm.trainer.auto_batch_size import capped, check_auto_micro_batch, halved
 
 quick = pytest.mark.quick
 SCRIPT, AUTO = "limited_run.py", "train.auto_micro_batch=true"

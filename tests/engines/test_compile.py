@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.model.compiling import REGIONS, CompileConfig, check_compile, compile_regions
+from mmldlm.model.compile import REGIONS, CompileConfig, check_compile, compile_regions
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from mmldlm.train import train_step
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 REGIONAL = CompileConfig("regional")

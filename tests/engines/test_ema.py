@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from test_parity import state
 
 from mmldlm import cli, train
-from mmldlm.build import load_run
 from mmldlm.config import load_config
-from mmldlm.ema import EmaConfig, check_ema, decay_at
+from mmldlm.distributed.init import start
+from mmldlm.distributed.launcher import read_launch
 from mmldlm.errors import ConfigError, DataError
-from mmldlm.runtime import average
-from mmldlm.runtime.average import WeightAverage
-from mmldlm.runtime.launch import read_launch
-from mmldlm.runtime.start import start
-from mmldlm.startup import step_plan
-from mmldlm.validation import validation_ids, validation_losses
+from mmldlm.evaluation.validate import validation_ids, validation_losses
+from mmldlm.optim import weight_average as average
+from mmldlm.optim.ema import EmaConfig, check_ema, decay_at
+from mmldlm.optim.weight_average import WeightAverage
+from mmldlm.run.load import load_run
+from mmldlm.trainer.setup import step_plan
 
 SMALL = (
     "model={depth: 1, width: 16, num_heads: 2, conditioning_width: 16, modulation_rank: 4}",

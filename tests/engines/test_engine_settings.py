@@ -13,8 +13,8 @@ from engine_runs import CURVE, difference, records
 from forked_runs import ForkedRuns
 
 from mmldlm.config import load_config
+from mmldlm.distributed.environment import names_not_in, settings_to_export
 from mmldlm.errors import ConfigError
-from mmldlm.runtime.environment import names_not_in, settings_to_export
 
 SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 

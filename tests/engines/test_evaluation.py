@@ -11,9 +11,9 @@ import pytest
 from engine_runs import accelerate, records, run, torchrun
 from forked_runs import ForkedRuns
 
-from mmldlm.build import load_run
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import evaluate
+from mmldlm.run.load import load_run
 
 ASKED = ("--samples", "40", "--texts", "12", "--times", "2", "--batch", "7")
 

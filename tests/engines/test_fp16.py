@@ -17,11 +17,11 @@ from test_settling import facts
 
 from mmldlm import train
 from mmldlm.config import load_config
+from mmldlm.distributed import grad_scaler as loss_scale
+from mmldlm.distributed.grad_scaler import FIRST, HIGHEST, LOWEST, LossScale, check_fp16
 from mmldlm.errors import ConfigError
-from mmldlm.guard import Skip
-from mmldlm.runtime import loss_scale
-from mmldlm.runtime.loss_scale import FIRST, HIGHEST, LOWEST, LossScale, check_fp16
-from mmldlm.training import Training
+from mmldlm.trainer.step_guard import Skip
+from mmldlm.trainer.trainer import Training
 
 FP16 = 5e-3  # against fp32; bf16, with 3 bits less, is held to 2e-2
 SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16, text_samples: 0}")

@@ -16,10 +16,10 @@ from forked_runs import ForkedRuns
 
 from mmldlm import train
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
+from mmldlm.config import GuardConfig
+from mmldlm.distributed.engine import Runtime
 from mmldlm.errors import DataError, NumericalError
-from mmldlm.guard import FILE_NAME, WARM_UP, Guard, Skip
-from mmldlm.runtime.config import GuardConfig
-from mmldlm.runtime.engine import Runtime
+from mmldlm.trainer.step_guard import FILE_NAME, WARM_UP, Guard, Skip
 
 # Two micro-batches of one sample on each of two ranks. The first step of all is among those that go wrong in the
 # second micro-batch, when the engine holds gradients of the first.

@@ -13,9 +13,9 @@ from engine_runs import ENGINES, ROOT, accelerate, environment, exit_record, run
 from forked_runs import ForkedRuns
 from waiting import PATIENCE_S
 
+from mmldlm.distributed.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
+from mmldlm.distributed.launcher import read_launch
 from mmldlm.errors import ConfigError
-from mmldlm.runtime.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
-from mmldlm.runtime.launch import read_launch
 
 LAUNCHED = {
     "RANK": "1",
@@ -152,7 +152,8 @@ def test_processes_that_were_asked_for_and_did_not_come(parity_config: Path, tmp
     """Two are asked for, one is started: it says so instead of waiting for half an hour. Here after 2 s, not 30."""
     alone = environment(**{**LAUNCHED, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29653"})
     settings = [f"run.dir={tmp_path / 'run'}", "distributed.timeout_s=2"]
-    program = "import sys; from mmldlm import train; from mmldlm.runtime import group; group.RENDEZVOUS_S = 1.0, 300.0"
+    imports = "import sys; from mmldlm import train; from mmldlm.distributed import process_group"
+    program = f"{imports}; process_group.RENDEZVOUS_S = 1.0, 300.0"
     done = run([sys.executable, "-c", f"{program}; sys.exit(train.main())", str(parity_config), *settings], env=alone)
     assert done.returncode == 76 and "the 2 processes did not meet at 127.0.0.1:29653" in done.stdout
 

@@ -17,11 +17,11 @@ from monitored import alerts_at, seen_at
 from sample_corpus import small_config, write_corpus
 from waiting import PATIENCE_S, wait_until
 
-from mmldlm.data.prepare import prepare
-from mmldlm.review import History
-from mmldlm.review.alert import Alert
-from mmldlm.review.alerts import alerts
-from mmldlm.review.look import Look
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.tools.history import History
+from mmldlm.tools.monitor.alert import Alert
+from mmldlm.tools.monitor.alerts import alerts
+from mmldlm.tools.monitor.snapshot import Look
 
 BARE = ("data.num_workers=0", "validation.every=0", "checkpoint.every_steps=0")
 HEALTHY = ("train.steps=100", "schedule.lr=constant", "log.every=2", "checkpoint.every_steps=40", "data.num_workers=0")

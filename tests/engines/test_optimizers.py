@@ -131,7 +131,7 @@ def test_a_run_is_refused_before_anything_is_created(
 BUILD = """
 import torch
 from mmldlm.errors import run_command
-from mmldlm.runtime.deepspeed_adam import build_deepspeed_adam
+from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam
 groups = [{"params": [torch.nn.Parameter(torch.ones(8))]}]
 raise SystemExit(run_command(lambda: build_deepspeed_adam(groups, True, lr=0.1) and 0))
 """

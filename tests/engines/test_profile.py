@@ -12,7 +12,7 @@ from forked_runs import ForkedRuns
 
 from mmldlm import train
 from mmldlm.errors import ConfigError
-from mmldlm.schema import build
+from mmldlm.settings.fields import build
 from mmldlm.telemetry import ProfileConfig
 
 SETTINGS = ("train.steps=6", "validation.every=0", "checkpoint.every_steps=0")

@@ -18,10 +18,11 @@ from forked_runs import ForkedRuns
 from safetensors.torch import load_file
 from waiting import wait_until
 
-from mmldlm import saving, train
+from mmldlm import train
 from mmldlm.checkpoint import CheckpointStore, Retention
-from mmldlm.files import FileInfo
-from mmldlm.training import Training
+from mmldlm.trainer import checkpointer as saving
+from mmldlm.trainer.trainer import Training
+from mmldlm.utils.files import FileInfo
 
 Single = Callable[..., Path]
 

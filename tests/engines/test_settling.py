@@ -17,10 +17,10 @@ from test_guards import FAULTS, skipped_steps
 
 from mmldlm import train
 from mmldlm.config import load_config
-from mmldlm.guard import poisoned
-from mmldlm.runtime.engine import Runtime, fits
+from mmldlm.distributed.engine import Runtime, fits
 from mmldlm.telemetry import read_metrics
-from mmldlm.training import Training
+from mmldlm.trainer.step_guard import poisoned
+from mmldlm.trainer.trainer import Training
 
 TIMES = ("time", "stall_s", "seconds", "path")
 SETTINGS = (

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.batch import Layout
-from mmldlm.build import LoadedRun, build_model, build_objective
 from mmldlm.config import load_config
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.gaussian import SIGMA_MIN, GaussianDiffusion, per_sample
+from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.load import LoadedRun
 
 SETTINGS = (
     "model={depth: 1, width: 32, num_heads: 2, conditioning_width: 16, modulation_rank: 4}",

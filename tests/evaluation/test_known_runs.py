@@ -13,16 +13,16 @@ import pytest
 import torch
 from known_runs import fresh_run, perfect_run
 
-from mmldlm.build import LoadedRun
-from mmldlm.data.neighbours import directions
+from mmldlm.data.nearest import directions
 from mmldlm.evaluate import finite
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
-from mmldlm.evaluation.latents import closeness, denoised, latent_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text, text_bound
 from mmldlm.evaluation.statistics import cosine, ranks_of_own
 from mmldlm.evaluation.suite import Extras, evaluate
+from mmldlm.evaluation.t2l import closeness, denoised, latent_metrics
 from mmldlm.evaluation.table import samples_markdown, table
+from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

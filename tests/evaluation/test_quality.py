@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mmldlm import train
-from mmldlm.build import load_run
+from mmldlm.distributed.collectives import Processes
 from mmldlm.evaluation import Evaluation, EvaluationConfig
-from mmldlm.evaluation.latents import latent_metrics
 from mmldlm.evaluation.quality import SEED, quality
-from mmldlm.runtime.processes import Processes
+from mmldlm.evaluation.t2l import latent_metrics
+from mmldlm.evaluation.validate import validation_ids
+from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
-from mmldlm.validation import validation_ids
 
 MODES = {"l2t": "bleu", "t2l": "cosine", "joint": "token_entropy"}
 

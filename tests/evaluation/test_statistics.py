@@ -11,7 +11,8 @@ import scipy.linalg
 import scipy.spatial.distance
 import scipy.stats
 
-from mmldlm.data.neighbours import directions
+from mmldlm.data.nearest import directions
+from mmldlm.evaluation.l2t import likeness, reencoded
 from mmldlm.evaluation.perplexity import perplexity
 from mmldlm.evaluation.statistics import (
     cosine,
@@ -24,7 +25,6 @@ from mmldlm.evaluation.statistics import (
     spearman,
     token_entropy,
 )
-from mmldlm.evaluation.texts import likeness, reencoded
 
 pytestmark = pytest.mark.quick
 

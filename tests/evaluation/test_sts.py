@@ -10,10 +10,10 @@ import pytest
 import scipy.stats
 from known_runs import fresh_run
 
-from mmldlm.build import LoadedRun
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
 from mmldlm.evaluation.sts import Pair, encode_sentences, read_pairs, sts_metrics
+from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

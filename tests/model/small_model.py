@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Layout
+from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
-from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
 
 VOCAB, MASK, PAD = 23, 21, 22
 CHANNELS, MAX_LENGTH = 6, 16

@@ -13,15 +13,15 @@ from constant_sizes import always
 from noised import noised_batch
 from small_model import small_model
 
-from mmldlm.build import build_model, build_objective
 from mmldlm.config import load_config
 from mmldlm.data.loader import Loader
-from mmldlm.data.shards import Store
+from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, total_counts
-from mmldlm.model.freezing import FEEDS, Freezable, Loss, Part, check_trainable, freeze_parts, frozen_parts, part_of
+from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optimizers import build_optimizer
+from mmldlm.model.parts import FEEDS, Freezable, Loss, Part, check_trainable, freeze_parts, frozen_parts, part_of
+from mmldlm.run.factory import build_model, build_objective
 
 pytestmark = pytest.mark.quick
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.model.fused import _pieces, add_gated, in_pieces, modulated_linear, normalise_heads, swiglu, swiglu_linear
 from mmldlm.model.layers import rotary_angles
+from mmldlm.model.ops import _pieces, add_gated, in_pieces, modulated_linear, normalise_heads, swiglu, swiglu_linear
 
 pytestmark = pytest.mark.quick
 
@@ -109,7 +109,7 @@ def test_rows_in_pieces_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch
     fused, _, inputs = CASES[case]
     whole = values_and_gradients(fused, inputs)
     two_rows = 2 * inputs[0][0].numel() // torch.get_num_threads()
-    monkeypatch.setattr("mmldlm.model.fused.PIECE", two_rows)
+    monkeypatch.setattr("mmldlm.model.ops.PIECE", two_rows)
     assert len(list(_pieces(inputs[0]))) == (len(inputs[0]) + 1) // 2
     for one, other in zip(values_and_gradients(fused, inputs), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

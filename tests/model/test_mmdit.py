@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mmldlm.diffusion.noise import MODES, Mode
 from mmldlm.errors import ConfigError
-from mmldlm.model.fused import normalise_heads
 from mmldlm.model.layers import TIME_SCALE, TimeEmbedding, rotary_angles
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, count_parameters
-from mmldlm.schema import build
+from mmldlm.model.ops import normalise_heads
+from mmldlm.settings.fields import build
 
 pytestmark = pytest.mark.quick
 

@@ -10,20 +10,19 @@ from small_model import small_model
 from torch import nn
 
 from mmldlm.config import load_config
-from mmldlm.errors import ConfigError
-from mmldlm.learning_rate import Course, ScheduleConfig, lr_at, resolved_warmup
-from mmldlm.optim import MuonConfig, OptimConfig, OptimizerName
-from mmldlm.optimizers import (
+from mmldlm.distributed.launcher import ENGINES
+from mmldlm.distributed.optimizers import (
     build_optimizer,
     check_optimizer,
     check_same_state,
     engines_of,
     implementation,
-    muon_matrices,
-    parameter_groups,
     resolve_fused,
 )
-from mmldlm.runtime.launch import ENGINES
+from mmldlm.errors import ConfigError
+from mmldlm.optim.config import MuonConfig, OptimConfig, OptimizerName
+from mmldlm.optim.lr_schedule import Course, ScheduleConfig, lr_at, resolved_warmup
+from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 
 pytestmark = pytest.mark.quick
 

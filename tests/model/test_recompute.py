@@ -11,10 +11,10 @@ from noised import noised_batch
 from small_model import small_model
 from torch import Tensor
 
+from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
-from mmldlm.model.freezing import Freezable, freeze_parts
 from mmldlm.model.mmdit import MMDiT, Precision
-from mmldlm.model.recompute import KEEP_ALL, MemoryConfig
+from mmldlm.model.parts import Freezable, freeze_parts
 
 pytestmark = pytest.mark.quick
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.review import History
-from mmldlm.review.alerts import alerts
-from mmldlm.review.look import Look, Thresholds
 from mmldlm.telemetry import MetricsFile
+from mmldlm.tools.history import History
+from mmldlm.tools.monitor.alerts import alerts
+from mmldlm.tools.monitor.snapshot import Look, Thresholds
 
 pytestmark = pytest.mark.quick
 Phase = tuple[int, float, float | None]  # records, tokens a second, cores of others

@@ -14,8 +14,8 @@ import pytest
 from waiting import wait_until
 
 from mmldlm.errors import DataError
-from mmldlm.review import History
 from mmldlm.telemetry import MetricsFile
+from mmldlm.tools.history import History
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    seen = "import mmldlm.review.history, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
+    seen = "import mmldlm.tools.history.run_history, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

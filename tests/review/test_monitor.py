@@ -17,10 +17,10 @@ import pytest
 from waiting import PATIENCE_S
 
 from mmldlm.checkpoint import RunLock
-from mmldlm.review import History
-from mmldlm.review.look import Look
-from mmldlm.review.view import BARS, PLAIN_BARS, View, sparkline
 from mmldlm.telemetry import MetricsFile
+from mmldlm.tools.history import History
+from mmldlm.tools.monitor.snapshot import Look
+from mmldlm.tools.monitor.terminal import BARS, PLAIN_BARS, View, sparkline
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent.parent

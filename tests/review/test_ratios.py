@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from by_hand import fieller
 
-from mmldlm.review.comparison import Row
-from mmldlm.review.ratios import Sample, ratio
+from mmldlm.tools.report.comparison import Row
+from mmldlm.tools.report.ratio_interval import Sample, ratio
 
 pytestmark = pytest.mark.quick
 

@@ -22,10 +22,11 @@ from tiny_run import TINY
 from waiting import wait_until
 
 from mmldlm import cli, train
-from mmldlm.review import Series, figures
-from mmldlm.review.comparison import grouped
-from mmldlm.review.outcome import Run
 from mmldlm.telemetry import MetricsFile
+from mmldlm.tools.history import Series
+from mmldlm.tools.report import figures
+from mmldlm.tools.report.comparison import grouped
+from mmldlm.tools.report.run_summary import Run
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mmldlm.runtime import processes
-from mmldlm.runtime.config import DistributedConfig
-from mmldlm.runtime.deepspeed_config import StepPlan
-from mmldlm.runtime.launch import read_launch
-from mmldlm.runtime.start import start
+from mmldlm.distributed import collectives as processes
+from mmldlm.distributed.config import DistributedConfig
+from mmldlm.distributed.deepspeed_config import StepPlan
+from mmldlm.distributed.init import start
+from mmldlm.distributed.launcher import read_launch
 
 VALUES = [None, "x" * 5000, {"a": [1, 2.5, True, None], "é": "\ud800\n"}, float("inf"), 2**70, []]
 

@@ -18,7 +18,7 @@ pytestmark = [
 
 PROGRAM = """
 import resource, sys
-from mmldlm.runtime.allocator import keep_freed_memory
+from mmldlm.utils.malloc import keep_freed_memory
 
 done = None
 if sys.argv[1] == "keep":
@@ -38,7 +38,7 @@ def faults():
 
 if sys.argv[1] == "train":
     from mmldlm.config import load_config
-    from mmldlm.training import Training
+    from mmldlm.trainer.trainer import Training
 
     for setting in ("false", "true"):  # in this order: what is kept is kept from then on
         place = f"run.dir={sys.argv[3]}/{setting}"

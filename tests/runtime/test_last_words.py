@@ -17,8 +17,8 @@ import psutil
 import pytest
 from waiting import PATIENCE_S
 
-from mmldlm.runtime import last_words
-from mmldlm.runtime.last_words import Process, clear_exit_files, dump_stacks, put_down, write_exit
+from mmldlm.distributed import exit_files as last_words
+from mmldlm.distributed.exit_files import Process, clear_exit_files, dump_stacks, put_down, write_exit
 
 pytestmark = pytest.mark.quick
 

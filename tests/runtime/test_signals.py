@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 SCRIPT = """
 import os, signal
-from mmldlm.runtime.signals import SignalRequests
+from mmldlm.trainer.signals import SignalRequests
 with SignalRequests() as requests:
     if {stopped}:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from mmldlm.runtime.last_words import Process
-from mmldlm.runtime.verdict import Beat, Failure, Seen, Wait, accuse, is_settled
+from mmldlm.distributed.exit_files import Process
+from mmldlm.distributed.hang_diagnosis import Beat, Failure, Seen, Wait, accuse, is_settled
 
 pytestmark = pytest.mark.quick
 SUM, BARRIER = "all-reduce", "barrier"

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mmldlm.distributed import exit_files as last_words
+from mmldlm.distributed.exit_files import write_exit
+from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import DataError, outcome, run_command
-from mmldlm.runtime import last_words
-from mmldlm.runtime.last_words import write_exit
-from mmldlm.runtime.watchdog import Watchdog
 
 FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 AT_FAULT = int(sys.argv[4]) if len(sys.argv) > 4 else None

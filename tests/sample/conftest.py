@@ -10,9 +10,9 @@ import pytest
 from tiny_run import TINY
 
 from mmldlm import train
-from mmldlm.build import LoadedRun, load_run
-from mmldlm.demo.api import Api
-from mmldlm.demo.server import DemoServer
+from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.tools.demo.api import Api
+from mmldlm.tools.demo.server import DemoServer
 
 SETTINGS = ["train.steps=20", "optim.lr=1e-2", "optim.warmup_steps=0", "validation.every=0", "checkpoint.every_steps=0"]
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from waiting import PATIENCE_S
 
-from mmldlm.build import LoadedRun
-from mmldlm.demo.server import MOST_BYTES, DemoServer
-from mmldlm.sample import encode_texts, sample
-from mmldlm.sample.conditions import encoder_of
+from mmldlm.inference import encode_texts, sample
+from mmldlm.inference.conditions import encoder_of
+from mmldlm.run.load import LoadedRun
+from mmldlm.tools.demo.server import MOST_BYTES, DemoServer
 
 pytestmark = pytest.mark.quick
 
@@ -263,4 +263,4 @@ def test_the_page_is_one_file_that_may_load_nothing(server: DemoServer) -> None:
 
 def test_the_page_is_part_of_the_package() -> None:
     told = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"mmldlm.demo" = ["page.html"]' in told
+    assert '"mmldlm.tools.demo" = ["page.html"]' in told

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S
 
-from mmldlm.demo import command
-from mmldlm.demo.server import DemoServer
 from mmldlm.errors import run_command
+from mmldlm.tools.demo import command
+from mmldlm.tools.demo.server import DemoServer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,9 +16,9 @@ import pytest
 from browser import Page
 from waiting import PATIENCE_S
 
-from mmldlm.build import LoadedRun
-from mmldlm.demo.api import Api
-from mmldlm.demo.server import DemoServer
+from mmldlm.run.load import LoadedRun
+from mmldlm.tools.demo.api import Api
+from mmldlm.tools.demo.server import DemoServer
 
 pytestmark = pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
 

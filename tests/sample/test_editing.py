@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mmldlm import cli
-from mmldlm.build import LoadedRun
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
-from mmldlm.sample import encode_texts
-from mmldlm.sample.editing import Marked, blanked, edit
+from mmldlm.inference import encode_texts
+from mmldlm.inference.edit import Marked, blanked, edit
+from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from mmldlm import cli
-from mmldlm.build import LoadedRun
 from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.inference import encode_texts, sample
+from mmldlm.inference.generate import lengths_for
+from mmldlm.inference.interpolate import between, interpolate
 from mmldlm.model.layers import Modulation
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.sample import encode_texts, sample
-from mmldlm.sample.generation import lengths_for
-from mmldlm.sample.interpolation import between, interpolate
+from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from mmldlm import cli
-from mmldlm.build import LoadedRun
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.sample import encode_texts, sample
-from mmldlm.sample.watching import Watcher
+from mmldlm.inference import encode_texts, sample
+from mmldlm.inference.live_view import Watcher
+from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

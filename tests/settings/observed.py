@@ -6,14 +6,14 @@ import multiprocessing
 from pathlib import Path
 from typing import Any, Literal
 
-from mmldlm.build import load_run
 from mmldlm.config import load_config
+from mmldlm.distributed.optimizers import implementation
 from mmldlm.errors import MmldlmError
-from mmldlm.optimizers import implementation
-from mmldlm.sample import sample
+from mmldlm.inference import sample
+from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.train import train_step
-from mmldlm.training import Training
+from mmldlm.trainer.trainer import Training
 
 Sight = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
 SIGHTS: dict[Sight, str] = {

@@ -12,7 +12,7 @@ from effects import EFFECTS, WRITTEN, Run, ShownBy
 from observed import SIGHTS, Sight, observe
 
 from mmldlm.config import RunConfig
-from mmldlm.schema import leaves
+from mmldlm.settings.fields import leaves
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = [key for key, _ in leaves(RunConfig)]

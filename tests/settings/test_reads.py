@@ -18,7 +18,7 @@ import mmldlm
 from mmldlm import cli, train
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ExitCode
-from mmldlm.schema import key_of, leaves
+from mmldlm.settings.fields import key_of, leaves
 
 PACKAGE = Path(mmldlm.__file__).parent
 # What handles settings without acting on them: files of it, and functions in others.

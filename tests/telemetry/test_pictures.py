@@ -16,13 +16,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_run import TINY
 
 from mmldlm import train
-from mmldlm.build import load_run
 from mmldlm.config import load_config
-from mmldlm.pictures import Pictures, _nearest, pictures_due, take_pictures, text_samples
-from mmldlm.runtime.processes import Processes
+from mmldlm.distributed.collectives import Processes
+from mmldlm.evaluation.validate import validation_ids
+from mmldlm.evaluation.visualize import _nearest, pictures_due, quality_of, take_pictures, text_samples
+from mmldlm.run.load import load_run
 from mmldlm.telemetry import Tracker, figures, read_metrics
+from mmldlm.telemetry.figure_data import Pictures
 from mmldlm.telemetry.tensorboard import LAYOUT
-from mmldlm.validation import validation_ids
 
 DRAWN = np.random.default_rng(0)
 N, D = 12, 8
@@ -48,15 +49,15 @@ LEVELS = {"text_l2t": [1.0, 2.0, 3.0], "latent_joint": [0.5, float("nan"), float
 
 @pytest.mark.quick
 def test_quality_of_perfect_and_of_worthless_latents() -> None:
-    perfect = pictures().quality
+    perfect = quality_of(pictures())
     assert perfect["quality/figures_t2l_cosine"] == perfect["quality/figures_t2l_recall_at_1"] == 1
     assert perfect["quality/figures_l2t_first_guess_accuracy"] == pytest.approx(sum(range(N)) / N**2)
     for worthless in (np.ones((N, N)), np.full((N, N), np.nan)):  # all alike, and none at all
-        assert pictures(similarity=worthless).quality["quality/figures_t2l_recall_at_1"] == 0
+        assert quality_of(pictures(similarity=worthless))["quality/figures_t2l_recall_at_1"] == 0
     one_wrong = np.eye(N)
     one_wrong[3, 4] = 2.0
-    assert pictures(similarity=one_wrong).quality["quality/figures_t2l_recall_at_1"] == pytest.approx(1 - 1 / N)
-    assert pictures(hits=None, similarity=None, found=None).quality == {}
+    assert quality_of(pictures(similarity=one_wrong))["quality/figures_t2l_recall_at_1"] == pytest.approx(1 - 1 / N)
+    assert quality_of(pictures(hits=None, similarity=None, found=None)) == {}
 
 
 @pytest.mark.quick

@@ -5,7 +5,7 @@ import pytest
 
 from mmldlm.telemetry import Progress, memory_values, resident_mib
 from mmldlm.telemetry.progress import SILENCE_S
-from mmldlm.units import human_count, human_duration
+from mmldlm.utils.format import human_count, human_duration
 
 pytestmark = pytest.mark.quick
 

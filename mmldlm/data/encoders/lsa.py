@@ -1,0 +1,131 @@
+"""`LsaEncoder`: latent semantic analysis, which needs nothing but the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+
+from mmldlm.data.encoders.base import unit_rows, write_description
+from mmldlm.errors import DataError
+
+_WORD = re.compile(r"\w+")
+_AT_ONCE = 4096  # texts
+
+
+class LsaEncoder:
+    """Latent semantic analysis: sublinear TF-IDF of lower-cased words, projected by a truncated SVD.
+
+    A topic vector of the corpus that it was fitted on; rows have unit norm. A text without any known
+    word yields NaN.
+    """
+
+    kind = "lsa"
+    latent_tokens = 1
+
+    def __init__(self, terms: list[str], idf: np.ndarray, projection: np.ndarray, seed: int):
+        """`terms` of V words, `idf` float32 [V], `projection` float32 [V, C]; `seed` is recorded only."""
+        self.terms, self.seed = terms, seed
+        self.channels = projection.shape[1]
+        self._ids = {term: i for i, term in enumerate(terms)}
+        self._idf, self._projection = torch.from_numpy(idf), torch.from_numpy(projection)
+
+    @classmethod
+    def fit(cls, texts: Iterable[str], channels: int = 64, seed: int = 0, max_terms: int = 20_000) -> LsaEncoder:
+        """Fit to `texts` with the `max_terms` words that most of them use; the same for the same texts and seed.
+
+        DataError where the corpus has fewer texts or words than `channels`.
+        """
+        texts = list(texts)
+        frequency: Counter[str] = Counter()
+        for text in texts:
+            frequency.update(_words(text).keys())
+        terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:max_terms]
+        if (most := min(len(terms), len(texts))) < channels:
+            raise DataError(
+                f"--channels {channels}: the training split has {len(texts)} texts and {len(terms)} words, "
+                f"expected at most {most} channels"
+            )
+        document_frequency = np.array([frequency[term] for term in terms])
+        idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
+        encoder = cls(terms, idf, np.zeros((len(terms), channels), np.float32), seed)
+        matrix = encoder._matrix(texts)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            right = torch.svd_lowrank(matrix, q=min(channels + 16, most), niter=4)[2][:, :channels]
+        # The sign of a singular vector is arbitrary: make the largest entry positive.
+        largest = right.gather(0, right.abs().argmax(0, keepdim=True))
+        encoder._projection = (right * largest.sign()).float().contiguous()
+        return encoder
+
+    def _matrix(self, texts: Sequence[str]) -> torch.Tensor:
+        """Sparse float64 [n, V]; made of some texts at a time, whose words take far more room than their weights."""
+        ids, weights, counts = [], [], []
+        for start in range(0, len(texts), _AT_ONCE):
+            some = self._tfidf([_words(text) for text in texts[start : start + _AT_ONCE]])
+            ids.append(some[0])
+            weights.append(some[1].double())
+            counts.append(some[2].diff())
+        rows = torch.repeat_interleave(torch.arange(len(texts)), torch.cat(counts))
+        indices, shape = torch.stack([rows, torch.cat(ids)]), (len(texts), len(self.terms))
+        return torch.sparse_coo_tensor(indices, torch.cat(weights), shape, is_coalesced=True, check_invariants=True)
+
+    def _tfidf(self, documents: Sequence[Counter[str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Term ids and weights [entries] of all documents, and where each document begins [n + 1]."""
+        ids, counts, offsets = [], [], [0]
+        known = self._ids
+        for document in documents:
+            found = sorted((known[term], count) for term, count in document.items() if term in known)
+            ids += [term for term, _ in found]
+            counts += [count for _, count in found]
+            offsets.append(len(ids))
+        term_ids = torch.tensor(ids, dtype=torch.int64)
+        starts = torch.tensor(offsets)
+        weights = (torch.tensor(counts, dtype=torch.float32).log() + 1) * self._idf[term_ids]
+        rows = torch.repeat_interleave(torch.arange(len(documents)), starts.diff())
+        norms = torch.zeros(len(documents)).index_add_(0, rows, weights.square()).sqrt()
+        return term_ids, weights / norms[rows], starts
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256("\n".join(self.terms).encode())
+        digest.update(self._idf.numpy().tobytes() + self._projection.numpy().tobytes())
+        return {
+            "name": "lsa",
+            "revision": digest.hexdigest(),
+            "prompt": None,
+            "normalisation": "l2",
+            "dim": self.channels,
+            "terms": len(self.terms),
+            "seed": self.seed,
+        }
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [n, 1, C] of unit norm; NaN where a text has no known word."""
+        ids, weights, offsets = self._tfidf([_words(text) for text in texts])
+        projected = torch.nn.functional.embedding_bag(
+            ids, self._projection, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+        )
+        return unit_rows(projected.numpy())[:, None, :]
+
+    def save(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
+        arrays = {"idf": self._idf.numpy(), "projection": self._projection.numpy()}
+        save_file(arrays, folder / "lsa.safetensors")
+
+    @classmethod
+    def load(cls, folder: Path, description: dict[str, Any]) -> LsaEncoder:
+        arrays = load_file(folder / "lsa.safetensors")
+        return cls(description["terms"], arrays["idf"], arrays["projection"], description["seed"])
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(_WORD.findall(text.lower()))

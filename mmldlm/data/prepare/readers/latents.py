@@ -1,0 +1,149 @@
+"""Latents that others have computed: files of them with ids, and the encoder that stands for them in a store.
+
+Shape letters: n latents, M latent tokens of a sample, C latent channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm.data.prepare.readers.lgdlm_samples import as_latents
+from mmldlm.data.prepare.readers.tables import read_latent_table
+from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.files import sha256
+
+POSITION = "position"  # in place of a file of ids: row i belongs to the i-th document
+IDS_NEEDED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
+
+
+class LatentFile:
+    """Latents by id: `.npy` or `.safetensors` [n, C] or [n, M, C] with a file of ids, or a `.parquet` that has both.
+
+    Rows are read when they are asked for, but those of `.parquet`, which are held in memory.
+    """
+
+    def __init__(self, path: Path | str, ids: str | None = None):
+        """DataError where a file cannot be read, counts differ or an id occurs twice; UsageError without ids."""
+        self.path, self.by_position = Path(path), ids == POSITION
+        if not self.path.is_file():
+            raise DataError(f"{self.path}: no such file; expected latents in .npy, .safetensors or .parquet")
+        if (self.path.suffix == ".parquet") == (ids is not None):
+            raise UsageError(
+                f"--latent-ids {ids}: {self.path} has its own, in the column 'id'"
+                if ids
+                else f"--encoder precomputed:{self.path} needs {IDS_NEEDED}"
+            )
+        if self.path.suffix not in (".npy", ".safetensors", ".parquet"):
+            raise UsageError(f"--encoder precomputed:{self.path}: expected .npy, .safetensors or .parquet")
+        names: list[str] | None = None
+        self._rows: np.ndarray | _Tensor
+        if self.path.suffix == ".parquet":
+            names, self._rows = read_latent_table(self.path)
+        else:
+            self._rows = _mapped(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
+        shape = tuple(self._rows.shape)
+        if len(shape) not in (2, 3) or 0 in shape:
+            raise DataError(f"{self.path}: shape {list(shape)}, expected [n, C] or [n, M, C]")
+        self.shape: tuple[int, int] = (shape[1], shape[2]) if len(shape) == 3 else (1, shape[1])
+        if names is None:
+            names = [str(row) for row in range(shape[0])] if self.by_position else _read_ids(Path(str(ids)))
+        if len(names) != shape[0]:
+            raise DataError(f"{ids}: {len(names)} ids, expected {shape[0]}, the rows of {self.path}")
+        self.rows: dict[str, int] = {}
+        for row, name in enumerate(names):
+            if (first := self.rows.setdefault(name, row)) != row:
+                raise DataError(
+                    f"{self.path}: id {name!r} of row {row} is that of row {first} already; expected each once"
+                )
+        self._ids = None if ids is None or self.by_position else Path(ids)
+
+    @property
+    def revision(self) -> str:
+        """SHA-256 over the contents of the files."""
+        parts = [sha256(path) for path in (self.path, self._ids) if path]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def attach(
+        self, found: Iterator[Document | Problem], first: int = 0
+    ) -> Iterator[tuple[Document | Problem, int | None]]:
+        """The documents with their latents, and the rows of these; a problem in the place of each that has none.
+
+        Documents are known by `key`, or by their place among all that is found, problems counted, from `first` on. That
+        no two have the same row is for `pairing` to see, as it takes all documents.
+        """
+        for place, item in enumerate(found, first):
+            key = str(place) if self.by_position else getattr(item, "key", "")
+            if isinstance(item, Problem):
+                yield item, None
+            elif not key:
+                reason = "no id; expected one in the field --key-field"
+                yield Problem(item.source, item.line, "no_latent", reason), None
+            elif key not in self.rows:
+                yield Problem(item.source, item.line, "no_latent", f"id {key!r} has no latent in {self.path}"), None
+            else:
+                yield self._with_latents(item, self.rows[key]), self.rows[key]
+
+    def _with_latents(self, document: Document, row: int) -> Document | Problem:
+        latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
+        if isinstance(latents, tuple):
+            return Problem(document.source, document.line, latents[0], f"{self.path}: row {row}: {latents[1]}")
+        return replace(document, latents=latents)
+
+
+class _Tensor:
+    """The tensor `latents`, or the only one, of a safetensors file; sliced without reading the rest."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._file = safe_open(str(path), framework="numpy")
+            names = list(self._file.keys())
+            if "latents" not in names and len(names) != 1:
+                raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
+            self._slice = self._file.get_slice("latents" if "latents" in names else names[0])
+            self.shape = tuple(self._slice.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: not readable as safetensors ({error})") from None
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        try:
+            return self._slice[rows]
+        except (SafetensorError, TypeError) as error:  # a type that NumPy does not have, such as bfloat16
+            raise DataError(
+                f"{self._path}: cannot read row {rows.start} ({error}); expected float16 or float32"
+            ) from None
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: not a readable array ({error})") from None
+    if not isinstance(found, np.ndarray):
+        raise DataError(f"{path}: an archive of arrays, expected one array")
+    return found
+
+
+def _read_ids(path: Path) -> list[str]:
+    """Ids in the order of rows: a JSON list, lines of text, or an array of integers or text."""
+    try:
+        if path.suffix == ".npy":
+            array = np.load(path, allow_pickle=False)
+            found = array.tolist() if array.ndim == 1 and array.dtype.kind in "iuU" else None
+        elif path.suffix == ".json":
+            found = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            found = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"--latent-ids {path}: cannot be read ({error})") from None
+    if not isinstance(found, list) or not all(isinstance(name, (str, int)) and name != "" for name in found):
+        raise DataError(f"--latent-ids {path}: expected ids, text or integers, one for each latent and none empty")
+    return [str(name) for name in found]

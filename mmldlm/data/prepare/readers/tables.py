@@ -1,0 +1,301 @@
+"""Documents from tables: Parquet, Arrow files, and the folders that Hugging Face `datasets` writes. The extra `tables`.
+
+Each format is a pair of functions: `*_parts` cuts an input into stretches of whole row groups or record batches, and
+`read_*` reads one stretch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.data.prepare.documents import Document, Part, Problem, ProblemKind
+from mmldlm.errors import DataError, UsageError
+
+_ROWS = 1024  # decoded at a time
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns beside the text that a table's documents bring along; None where they bring none."""
+
+    tokens: str | None = None
+    latents: str | None = None
+    key: str | None = None
+
+
+NO_COLUMNS = Columns()
+
+
+def pyarrow() -> Any:
+    """The library; UsageError naming the extra where it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError("Parquet and Arrow files need pyarrow: pip install mmldlm[tables]") from None
+    return pyarrow
+
+
+def parquet_parts(path: Path, target_bytes: int) -> list[Part]:
+    """Stretches of whole row groups, of about `target_bytes` uncompressed."""
+    with _reading(path) as library, library.parquet.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+    return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
+
+
+def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
+    """The documents of these rows of a Parquet file; `line` is the row, from 1."""
+    with _reading(part.path) as library, library.parquet.ParquetFile(part.path) as file:
+        names = _names(part.path, file.schema_arrow, field, columns)
+        groups, first, row = list[int](), part.start, 0
+        for index in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(index).num_rows
+            if row < part.stop and row + rows > part.start:
+                first = row if not groups else first
+                groups.append(index)
+            row += rows
+        batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=names)
+        yield from _documents(part, first, batches, field, columns)
+
+
+def arrow_parts(path: Path, target_bytes: int) -> list[Part]:
+    """Stretches of whole record batches, of about `target_bytes`."""
+    with _reading(path):
+        return _join(path, ((batch.num_rows, batch.nbytes) for batch in _batches(path)), target_bytes)
+
+
+def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
+    """The documents of these rows of an Arrow file, of the stream or of the file kind; `line` is the row, from 1."""
+    with _reading(part.path):
+        yield from _documents(part, 0, _batches(Path(part.path)), field, columns)
+
+
+def is_datasets_folder(path: Path) -> bool:
+    """Whether `save_to_disk` of a Dataset or a DatasetDict wrote this folder."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def datasets_parts(path: Path, target_bytes: int) -> list[Part]:
+    """Stretches of all shards of a folder of `save_to_disk`, those of a DatasetDict split after split."""
+    return [part for shard in _shards(path) for part in arrow_parts(shard, target_bytes)]
+
+
+def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
+    """Ids and latents [n, C] or [n, M, C] of a Parquet file with the columns `id` and `latents`."""
+    columns = Columns(latents="latents", key="id")
+    with _reading(path) as library, library.parquet.ParquetFile(path) as file:
+        names = _names(str(path), file.schema_arrow, None, columns)
+        ids, latents = list[str](), list[np.ndarray]()
+        for batch in file.iter_batches(batch_size=_ROWS, columns=names):
+            ids += map(str, _values(batch.column(batch.schema.get_field_index("id"))))
+            for value in _values(batch.column(batch.schema.get_field_index("latents"))):
+                found = _array(value)
+                if found is None or (latents and found.shape != latents[0].shape):
+                    shape = "nothing" if found is None else list(found.shape)
+                    raise DataError(
+                        f"{path}: id {ids[len(latents)]!r}: latents of {shape}, expected as the others have"
+                    )
+                latents.append(found)
+    return ids, np.stack(latents) if latents else np.empty((0, 0), np.float32)
+
+
+def _shards(folder: Path) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json_list(folder / "dataset_dict.json", "splits")
+        return [shard for split in splits for shard in _shards(folder / str(split))]
+    state = folder / "state.json"
+    if not state.is_file():
+        raise DataError(f"{folder}: no dataset_dict.json and no state.json; expected a folder of save_to_disk")
+    if _json_list(state, "_indices_data_files", []):
+        # Its rows are a selection of those in the shards, in another order.
+        raise DataError(
+            f"{state}: the dataset was saved with an indices mapping; expected none: save it again with "
+            "flatten_indices() or a newer `datasets`"
+        )
+    entries = _json_list(state, "_data_files")
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise DataError(f"{state}: _data_files are {names[:4]}, expected names of Arrow files in this folder")
+    for name in names:
+        if not (folder / str(name)).is_file():
+            raise DataError(f"{folder / str(name)}: missing, expected as a shard of this dataset by state.json")
+    return [folder / str(name) for name in names]
+
+
+def _json_list(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        values = found[key] if default is None else found.get(key) or default
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        values = None
+    if not isinstance(values, list):
+        raise DataError(f"{path}: not readable as JSON with a list {key!r}; expected what save_to_disk writes")
+    return values
+
+
+@contextmanager
+def _reading(path: Path | str) -> Iterator[Any]:
+    """The library; DataError where it cannot read the file."""
+    library = pyarrow()
+    try:
+        yield library
+    except (library.ArrowException, OSError, EOFError) as error:
+        raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:200]})") from None
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """Record batches of a file, mapped: what is not looked at is not read."""
+    library = pyarrow()
+    with library.memory_map(str(path)) as source:
+        if source.read(6) == b"ARROW1":
+            file = library.ipc.open_file(source)
+            yield from (file.get_batch(index) for index in range(file.num_record_batches))
+        else:
+            source.seek(0)
+            yield from library.ipc.open_stream(source)
+
+
+def _join(path: Path, pieces: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
+    """Neighbouring pieces of (rows, bytes) joined while they stay within `target_bytes`."""
+    parts: list[Part] = []
+    start = stop = size = 0
+    for rows, bytes_ in pieces:
+        if stop > start and size + bytes_ > target_bytes:
+            parts.append(Part(str(path), start, stop))
+            start, size = stop, 0
+        stop, size = stop + rows, size + bytes_
+    return [*parts, Part(str(path), start, stop)] if stop > start else parts
+
+
+def _names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
+    """The columns to read; DataError where one is missing or of a type that cannot be what it is taken for.
+
+    The text column may be missing where there are tokens.
+    """
+    types = pyarrow().types
+    kinds = {
+        field: ("text", lambda kind: _is_text(types, kind)),
+        columns.tokens: ("lists of integers", lambda kind: _is_list(types, kind, types.is_integer, 1)),
+        columns.latents: ("lists of floats", lambda kind: _is_list(types, kind, types.is_floating, 2)),
+        columns.key: ("text or integers", lambda kind: _is_text(types, kind) or types.is_integer(kind)),
+    }
+    names = []
+    for name, (expected, fits) in kinds.items():
+        if name is None or (name == field and columns.tokens and field not in schema.names):
+            continue
+        if name not in schema.names:
+            raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
+        kind = _stored(schema.field(name).type)
+        if not fits(kind):
+            raise DataError(f"{path}: column {name!r} is {kind}, expected {expected}")
+        names.append(name)
+    return names
+
+
+def _stored(kind: Any) -> Any:
+    """The type as it is stored, below an extension such as those of `datasets`."""
+    return getattr(kind, "storage_type", kind)
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_string_view))
+
+
+def _items(types: Any, kind: Any) -> Any | None:
+    """The type of a list's items; None of what is no list."""
+    listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return _stored(kind.value_type) if listed else None
+
+
+def _is_list(types: Any, kind: Any, of: Callable[[Any], bool], depth: int) -> bool:
+    """Whether lists, at most `depth` of them within each other, hold what `of` says."""
+    items = _items(types, kind)
+    return items is not None and (of(items) or (depth > 1 and _is_list(types, items, of, depth - 1)))
+
+
+def _documents(
+    part: Part, row: int, batches: Iterable[Any], field: str, columns: Columns
+) -> Iterator[Document | Problem]:
+    """The documents of `part` from batches of which the first begins at `row`."""
+    for whole in batches:
+        begin, end = max(part.start - row, 0), min(part.stop - row, whole.num_rows)
+        for at in range(begin, end, _ROWS):
+            batch = whole.slice(at, min(_ROWS, end - at))
+            names = _names(part.path, batch.schema, field, columns)
+            found = {name: _values(batch.column(batch.schema.get_field_index(name))) for name in names}
+            for index in range(batch.num_rows):
+                values = {name: column[index] for name, column in found.items()}
+                yield _document(part.path, row + at + index + 1, values, field, columns)
+        row += whole.num_rows
+        if row >= part.stop:
+            return
+
+
+def _values(column: Any) -> Any:
+    """A column's values as Python has them, but lists as Arrow's scalars, and what is not UTF-8 as the error."""
+    column = getattr(column, "storage", column)
+    if _items(pyarrow().types, column.type) is not None:
+        return column
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_text_or_error(value) for value in column]
+
+
+def _text_or_error(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _document(path: str, line: int, values: dict[str, Any], field: str, columns: Columns) -> Document | Problem:
+    text = values.get(field)
+    tokens = latents = None
+    key = ""
+    problem: tuple[ProblemKind, str] | None = None
+    if isinstance(text, UnicodeDecodeError):
+        problem = "unreadable", f"column {field!r} is not UTF-8"
+    elif columns.tokens is None and not (text or "").strip():
+        problem = "empty", "empty document"
+    if columns.tokens is not None:
+        tokens = _array(values[columns.tokens])
+        if tokens is None or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            problem = problem or ("invalid", f"column {columns.tokens!r} holds nothing, expected a list of integers")
+        elif not len(tokens):
+            problem = problem or ("empty", f"no tokens in column {columns.tokens!r}")
+        else:
+            tokens = tokens.astype(np.int64)
+    if columns.latents is not None:
+        latents = _array(values[columns.latents])
+        if latents is None or latents.ndim not in (1, 2) or not latents.size:
+            reason = f"column {columns.latents!r} holds no latent, expected floats [C] or [M, C]"
+            problem = problem or ("no_latent", reason)
+        else:
+            latents = np.atleast_2d(latents)
+    if columns.key is not None:
+        if values[columns.key] is None or isinstance(values[columns.key], UnicodeDecodeError):
+            problem = problem or ("invalid", f"column {columns.key!r} holds no id")
+        key = str(values[columns.key])
+    return Problem(path, line, *problem) if problem else Document(text or "", path, line, "", tokens, latents, key)
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """[n] or [n, m] of a list scalar; None where it is null or its lists are of unequal lengths."""
+    items = value.values
+    if items is None:
+        return None
+    items = getattr(items, "storage", items)
+    if _items(pyarrow().types, items.type) is None:
+        return items.to_numpy(zero_copy_only=False)
+    rows = [_array(item) for item in items]
+    lengths = {None if row is None else len(row) for row in rows}
+    return np.stack(rows) if len(lengths) == 1 and None not in lengths else None  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""The DeepSpeed file: what the run config is the source of is filled in, and refused where it says otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmldlm.errors import ConfigError
+from mmldlm.settings.fields import flatten
+from mmldlm.utils.short_repr import shown
+
+AUTO = "auto"
+# Sections that would be a second source of what the run config has.
+REFUSED = {
+    "optimizer": "optim",
+    "scheduler": "schedule",
+    "activation_checkpointing": "memory.activation_checkpointing",
+    "amp": "precision",
+    "torch_autocast": "precision",
+    "curriculum_learning": "train",
+}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What an engine must know of a step before it wraps the model."""
+
+    micro_batch_size: int
+    accumulation: int
+    global_batch_size: int
+    clip_norm: float
+    precision: str
+
+
+def read_deepspeed_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"DeepSpeed file {path} does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"DeepSpeed file {path} is not readable JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def engine_of(config: Mapping[str, Any], path: str) -> str:
+    """zero1, zero2, zero3, zero2_offload or zero3_offload."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, found {shown(stage)}")
+    offloads = False
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{path}: zero_optimization.{key}: expected keys below it, found {shown(section)}")
+        offloads |= section.get("device", "none") != "none"
+    return f"zero{stage}_offload" if offloads else f"zero{stage}"
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """Whether the optimizer steps on the host, by a file that `engine_of` has read."""
+    section = config["zero_optimization"].get("offload_optimizer") or {}
+    return bool(section.get("device", "none") != "none")
+
+
+def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPlan) -> dict[str, Any]:
+    """`config` with every "auto" filled from the run config.
+
+    Raises `ConfigError` naming each value that contradicts the run config, and each section that would be
+    a second source.
+    """
+    resolved = deepcopy(dict(config))
+    problems = [
+        f"{section}: expected nothing (the run config's {key} is the source), found a section"
+        for section, key in REFUSED.items()
+        if section in resolved
+    ]
+    from_run: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "train.micro_batch_size"),
+        "gradient_accumulation_steps": (
+            plan.accumulation,
+            "train.global_batch_size / (micro_batch_size x processes)",
+        ),
+        "train_batch_size": (plan.global_batch_size, "train.global_batch_size"),
+        "gradient_clipping": (plan.clip_norm, "optim.clip_norm"),
+        "bf16.enabled": (plan.precision == "bf16", "precision"),
+        "fp16.enabled": (False, "precision"),
+        "zero_allow_untested_optimizer": (True, "optim"),
+        "zero_force_ds_cpu_optimizer": (False, "optim"),
+    }
+    for dotted, (value, key) in from_run.items():
+        *parents, leaf = dotted.split(".")
+        place = resolved
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        found = place.get(leaf, AUTO)
+        if found == AUTO:
+            place[leaf] = value
+        elif found != value or isinstance(found, bool) != isinstance(value, bool):
+            problems.append(f"{dotted} is {json.dumps(found)}, but {json.dumps(value)} by the run config ({key})")
+    left = [name for name, value in flatten(resolved).items() if value == AUTO]
+    problems += [f'{name}: "auto" is not known here, expected a value' for name in left]
+    if problems:
+        raise ConfigError(f"{path}: " + "; ".join(problems))
+    return resolved

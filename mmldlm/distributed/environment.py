@@ -1,0 +1,66 @@
+"""Environment variables that PyTorch and NCCL read when the process group starts."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from mmldlm.distributed.config import DistributedConfig
+
+FLIGHT_RECORDER_ENTRIES = 2000
+
+
+def settings_to_export(config: DistributedConfig) -> dict[str, str]:
+    """Variables and their values, `distributed.nccl` last, so that what the user names wins."""
+    recorder = str(FLIGHT_RECORDER_ENTRIES if config.flight_recorder else 0)
+    return {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
+        "TORCH_NCCL_BLOCKING_WAIT": str(int(config.blocking_wait)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1" if config.async_error_handling else "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(config.flight_recorder)),
+        "TORCH_FR_BUFFER_SIZE": recorder,
+        **{name: str(value) for name, value in config.nccl.items()},
+    }
+
+
+def export_settings(config: DistributedConfig) -> None:
+    """Set them; must come before the process group starts."""
+    os.environ.update(settings_to_export(config))
+
+
+def unread_names(names: Iterable[str]) -> list[str]:
+    """Those that the installed PyTorch and NCCL do not read: setting them does nothing.
+
+    Empty where there is no NCCL to ask, since then none of them is in use.
+    """
+    if not torch.cuda.is_available():
+        return []
+    return names_not_in([*Path(torch.__file__).parent.glob("lib/libtorch*.so"), *_nccl_libraries()], names)
+
+
+def names_not_in(libraries: Iterable[Path], names: Iterable[str]) -> list[str]:
+    """The names of environment variables that occur in none of the compiled `libraries`."""
+    left = set(names)
+    for library in libraries:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            # NCCL builds its names from a prefix and the rest.
+            left = {name for name in left if content.find(name.encode()) < 0 and content.find(_rest(name).encode()) < 0}
+        if not left:
+            break
+    return sorted(left)
+
+
+def _rest(name: str) -> str:
+    return name.removeprefix("NCCL_") + "\0" if name.startswith("NCCL_") else name
+
+
+def _nccl_libraries() -> list[Path]:
+    try:
+        import nvidia.nccl
+    except ImportError:
+        return []
+    return [library for folder in nvidia.nccl.__path__ for library in Path(folder).glob("lib/libnccl.so*")]

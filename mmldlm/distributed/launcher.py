@@ -1,0 +1,164 @@
+"""What the launcher asked for: its environment, and the config files it names. Nothing is started here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmldlm.distributed.deepspeed_config import engine_of, offloads_optimizer, read_deepspeed_config
+from mmldlm.errors import ConfigError
+from mmldlm.settings.yaml import read_yaml
+from mmldlm.utils.short_repr import shown
+
+SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
+ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process in the run, as its launcher describes it."""
+
+    engine: str  # SINGLE or one of ENGINES
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master: str  # host:port, "" in a single process
+    deepspeed: Mapping[str, Any] | None = None  # the DeepSpeed file as it was written
+    deepspeed_file: str = ""
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.world_size // max(1, self.local_world_size))
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self.deepspeed is not None and offloads_optimizer(self.deepspeed)
+
+
+def read_launch(
+    environment: MutableMapping[str, str],
+    deepspeed_file: str | None = None,
+    accelerate_file: str | None = None,
+) -> Launch:
+    """The launch that `environment` describes.
+
+    `deepspeed_file` and `accelerate_file` are the program's own arguments, for launchers that set no
+    ACCELERATE_ variables (torchrun, deepspeed). Raises `ConfigError` for a launch that would not train what it
+    seems to: separate copies, FSDP 1, two sources of one thing.
+    """
+    if accelerate_file:
+        _apply_accelerate_file(Path(accelerate_file), environment)
+    if "MASTER_ADDR" in environment and "LOCAL_RANK" not in environment:
+        raise ConfigError(
+            "launcher: MASTER_ADDR is set but LOCAL_RANK is not: every process would train a copy of its own; "
+            "use `distributed_type: MULTI_GPU` without `use_cpu` in the accelerate config, or torchrun"
+        )
+    world_size = _number(environment, "WORLD_SIZE", 1)
+    launched = "RANK" in environment and "LOCAL_RANK" in environment
+    if world_size > 1 and not launched:
+        raise ConfigError(f"launcher: WORLD_SIZE is {world_size}, but RANK and LOCAL_RANK are not set")
+    use_fsdp, use_deepspeed = (
+        environment.get(name, "false").lower() == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+    )
+    named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    named = "" if named == "none" else named  # accelerate writes "none" where its config names no file
+    if deepspeed_file and named and Path(deepspeed_file).resolve() != Path(named).resolve():
+        raise ConfigError(f"--deepspeed_config: {deepspeed_file} here, {named} in the accelerate config; name one")
+    deepspeed_file = deepspeed_file or named
+    if use_fsdp and (use_deepspeed or deepspeed_file):
+        raise ConfigError("engine: FSDP and DeepSpeed are both asked for; choose one")
+    if use_deepspeed and not deepspeed_file:
+        raise ConfigError(
+            "deepspeed_config_file: expected a DeepSpeed file in the accelerate config, such as "
+            "ds_configs/zero2.json, found none"
+        )
+    deepspeed = read_deepspeed_config(Path(deepspeed_file)) if deepspeed_file else None
+    engine = SINGLE if not launched else FSDP2 if use_fsdp else DDP
+    if deepspeed is not None:
+        engine = engine_of(deepspeed, deepspeed_file)
+    if not launched and (use_fsdp or deepspeed is not None):
+        raise ConfigError(
+            f"launcher: {'fsdp2' if use_fsdp else engine} is asked for, but no process group is described; start it "
+            "with accelerate launch, torchrun or deepspeed (and without `use_cpu` in the accelerate config)"
+        )
+    if use_fsdp:
+        _check_fsdp(environment)
+    return Launch(
+        engine=engine,
+        launcher=_launcher(environment),
+        rank=_number(environment, "RANK", 0),
+        local_rank=_number(environment, "LOCAL_RANK", 0),
+        world_size=world_size,
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", world_size),
+        master=f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}" if launched else "",
+        deepspeed=deepspeed,
+        deepspeed_file=deepspeed_file,
+    )
+
+
+def asked_world_size() -> int:
+    """Processes that the launcher started."""
+    return _number(os.environ, "WORLD_SIZE", 1)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"launcher: {name}: expected a whole number, found {text!r}")
+    return int(text)
+
+
+def _launcher(environment: Mapping[str, str]) -> str:
+    if "ACCELERATE_MIXED_PRECISION" in environment:
+        return "accelerate launch"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return "torchrun"
+    return "deepspeed" if "CROSS_RANK" in environment else "python"
+
+
+def _check_fsdp(environment: Mapping[str, str]) -> None:
+    version = environment.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise ConfigError(f"fsdp_config.fsdp_version: expected 2, found {version}")
+    for name, instead in (
+        ("ACTIVATION_CHECKPOINTING", "memory.activation_checkpointing in the run config"),
+        ("CPU_RAM_EFFICIENT_LOADING", "nothing: each rank starts from the same seed"),
+    ):
+        if environment.get(f"FSDP_{name}", "false").lower() == "true":
+            raise ConfigError(f"fsdp_config.fsdp_{name.lower()}: expected false, found true; use {instead}")
+
+
+def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) -> None:
+    """Set what `accelerate launch --config_file` would have set; the file's engine is the run's engine."""
+    tree = read_yaml(path)
+    kind = str(tree.get("distributed_type", "NO")).upper()
+    if environment.get("ACCELERATE_MIXED_PRECISION"):
+        raise ConfigError(f"--accelerate_config: {path}, but accelerate launch has brought its own --config_file")
+    if kind == "DEEPSPEED":
+        section = _section(tree, "deepspeed_config", path)
+        environment["ACCELERATE_USE_DEEPSPEED"] = "true"
+        if "deepspeed_config_file" in section:
+            environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(section["deepspeed_config_file"])
+    elif kind == "FSDP":
+        environment["ACCELERATE_USE_FSDP"] = "true"
+        for key, value in _section(tree, "fsdp_config", path).items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            name = str(key).upper()
+            environment["FSDP_TRANSFORMER_CLS_TO_WRAP" if "LAYER_CLS" in name else name] = text
+    elif kind not in ("NO", "MULTI_GPU"):
+        raise ConfigError(
+            f"{path}: distributed_type: expected NO, MULTI_GPU, FSDP or DEEPSPEED, found {tree['distributed_type']}"
+        )
+
+
+def _section(tree: Mapping[str, Any], key: str, path: Path) -> Mapping[Any, Any]:
+    section = tree.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{path}: {key}: expected keys below it, found {shown(section)}")
+    return section

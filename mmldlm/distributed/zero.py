@@ -1,0 +1,234 @@
+"""DeepSpeed ZeRO 1, 2 and 3, with and without offload to the host.
+
+The engine is driven directly: it clips, steps and decides on overflow by itself. Its state is read and written
+through DeepSpeed's per-parameter functions, so that checkpoints are the same as under every other engine.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor, nn
+
+from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
+from mmldlm.distributed.deepspeed_adam import replay_steps
+from mmldlm.distributed.engine import Runtime, fits
+
+T = TypeVar("T")
+
+
+class ZeroRuntime(Runtime):
+    _norm_limit = math.inf
+
+    @property
+    def stage(self) -> int:
+        return int(self.engine[len("zero")])
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.shards_parameters = self.stage == 3
+        # DeepSpeed rounds the weights before it makes its masters of them, and frozen ones have no masters.
+        initial = {name: tensor.cpu().clone() for name, tensor in model_state(model).items()}
+        # DeepSpeed calls them by the names that PyTorch is about to drop.
+        warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
+        super().prepare(model, optimizer)
+        self._frozen = {
+            clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
+        }
+        with self.waiting("setting the master weights"):
+            for name, parameter in self._trained():
+                self._set_master(parameter, initial[name])
+        self._judge_steps()
+
+    def _judge_steps(self) -> None:
+        """Have DeepSpeed's step ask us, between its norm and its own way out of an overflow, which drops all gradients.
+
+        By itself it steps on with a norm of any size.
+        """
+        optimizer = self.zero_optimizer
+        optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm says it all
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        norm_of, update_scale = getattr(optimizer, name), optimizer._update_scale
+
+        def norm() -> Any:
+            found = norm_of()
+            norm = float(combine_grad_norm_groups(found) if self.stage == 3 else found)
+            self._norm = torch.tensor(norm, dtype=torch.float64)
+            return found
+
+        def judge(overflow: bool) -> None:
+            optimizer.overflow = overflow or not fits(self._norm, self._norm_limit)
+            update_scale(optimizer.overflow)
+
+        setattr(optimizer, name, norm)
+        optimizer._update_scale = judge
+
+    @property
+    def deepspeed(self) -> Any:
+        """The DeepSpeed engine around the model."""
+        return self.model
+
+    @property
+    def bare_model(self) -> nn.Module:
+        return self.deepspeed.module
+
+    @property
+    def zero_optimizer(self) -> Any:
+        """DeepSpeed's own: partitions, masters, overflow."""
+        return self.deepspeed.optimizer
+
+    @property
+    def bare_optimizer(self) -> torch.optim.Optimizer:
+        return self.zero_optimizer.optimizer
+
+    @property
+    def exchange_bytes(self) -> int:  # type: ignore[override]
+        optimizer = self.zero_optimizer
+        if self.stage == 3 or not optimizer.contiguous_gradients:
+            return 0
+        buffers = len(optimizer.ipg_buckets) * (2 if optimizer.overlap_comm else 1)
+        return buffers * optimizer.reduce_bucket_size * optimizer._gradient_reduction_buffer_dtype().itemsize
+
+    def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
+        """ZeRO-1 exchanges gradients with the last micro-batch; 2 and 3 with each, since none holds them whole."""
+        for index, micro_batch in enumerate(micro_batches):
+            self.deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            yield micro_batch
+
+    def backward(self, loss: Tensor) -> None:
+        with self.waiting("backward: reduction of the gradients"):
+            self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
+        """The norm is that before clipping, infinite where DeepSpeed finds one that is not finite; it waits for it."""
+        self._set_lr(lr)
+        self._norm_limit = norm_limit
+        with self.waiting("optimizer step: overflow, norm and new parameters"):
+            self.deepspeed.step()
+        if self.average is not None:
+            self.average.follow(fits(self._norm, norm_limit), decay)
+        return self._norm.to(self.device, non_blocking=True)
+
+    def _masters(self) -> list[Tensor]:
+        return self._partitions()
+
+    def _show_masters(self) -> None:
+        """As DeepSpeed does after a step: the weights that the network computes with are rounded from the masters."""
+        optimizer = self.zero_optimizer
+        with self.waiting("gather of the weights"):
+            if self.stage < 3:
+                optimizer.update_lp_params()
+                return
+            optimizer._partition_all_parameters()
+            for group in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            if optimizer.persistent_parameters:  # small ones, which stay gathered between the steps
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+            optimizer.invalidate_secondary_tensor()
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        return safe_get_full_fp32_param(parameter).view(self._shape(parameter))
+
+    def _set_master(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        safe_set_full_fp32_param(parameter, whole.to(self.device))
+
+    def sizes(self) -> dict[str, int]:
+        parameters = {clean_name(n): self._shape(p).numel() for n, p in self.bare_model.named_parameters()}
+        return {**super().sizes(), **parameters}
+
+    def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+        buffers = {clean_name(name) for name, _ in self.bare_model.named_buffers()}
+        state = model_state(self.bare_model)
+        for name, tensor in {**self._frozen, **{name: state[name] for name in state if name in buffers}}.items():
+            if name in owned:
+                yield "model", name, tensor
+        step, keys = self._optimizer_layout()
+        if step is not None:
+            self._link_optimizer_state()
+        with self.waiting("gather of the state"):
+            for name, parameter in self._trained():
+                found = [("model", name, self._master(parameter))]
+                found += [("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys]
+                if name not in owned:
+                    continue
+                yield from ((group, entry, whole.view(self._shape(parameter))) for group, entry, whole in found)
+                if step is not None:
+                    yield "optimizer", f"{name}/step", step
+                else:
+                    yield "optimizer", f"{name}/{NO_STATE}", torch.empty(0)
+        yield from self._gather_average(owned)
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        trained = dict(self._trained())
+        check_optimizer_entries({name: self._shape(parameter) for name, parameter in trained.items()}, tensors)
+        keys = sorted({entry.rpartition("/")[2] for entry in tensors} - {"step", NO_STATE})
+        # One step count for all: parameters that were frozen before start with zeros and the others' count.
+        new = {entry.rpartition("/")[0] for entry in tensors if entry.endswith(NO_STATE)}
+        if not keys:
+            return
+        step = next(tensor for entry, tensor in tensors.items() if entry.endswith("/step"))
+        self._create_optimizer_state(step, keys)
+        with self.waiting("setting the optimizer state"):
+            for name, parameter in trained.items():
+                for key in keys if name not in new else ():
+                    safe_set_full_optimizer_state(parameter, tensors[f"{name}/{key}"].to(self.device), key)
+
+    def _partitions(self) -> list[Tensor]:
+        """The flat float32 partitions that the inner optimizer updates."""
+        optimizer = self.zero_optimizer
+        if self.stage == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        return list(optimizer.single_partition_of_fp32_groups)
+
+    def _optimizer_layout(self) -> tuple[Tensor | None, list[str]]:
+        """Step count and names of the moments; (None, []) before the first step."""
+        state = self.bare_optimizer.state.get(self._partitions()[0], {})
+        moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
+        if not moments:
+            return None, []
+        return torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone(), moments
+
+    def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
+        """What the inner optimizer would create at its first step; DeepSpeed's own count steps in Python."""
+        in_tensors = isinstance(self.bare_optimizer, torch.optim.AdamW)
+        for partition in self._partitions():
+            state = {key: torch.zeros_like(partition) for key in keys}
+            self.bare_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
+        if not in_tensors:
+            replay_steps(self.bare_optimizer, int(step))
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        """Tell each parameter of ZeRO-1 and 2 where its moments lie.
+
+        DeepSpeed does so within its first step, but after the step of its first parameter group,
+        and leaves out the others.
+        """
+        optimizer = self.zero_optimizer
+        if self.stage < 3:
+            for parameters, partition in zip(optimizer.bit16_groups, self._partitions(), strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, partition, optimizer.optimizer.state)
+
+    @staticmethod
+    def _shape(parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def check_precision(self) -> None:
+        for partition in self._partitions():
+            assert partition.dtype == torch.float32, f"master weights are {partition.dtype} under {self.engine}"
+
+    def close(self) -> None:
+        if hasattr(self, "model") and not self.peer_lost:
+            self.deepspeed.destroy()
+        super().close()

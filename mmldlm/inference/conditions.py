@@ -1,0 +1,57 @@
+"""The latents to write from: of texts, by the run's encoder, or from a file.
+
+Shape letters: n latents, M latent tokens of a sample, C latent channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mmldlm.data.encoders import LatentEncoder, load_encoder
+from mmldlm.errors import DataError
+from mmldlm.run.load import LoadedRun
+
+
+def encoder_of(run: LoadedRun) -> LatentEncoder:
+    """The encoder that made the run's latents."""
+    return load_encoder(run.store.path / "encoder")
+
+
+def encoded(encoder: LatentEncoder, texts: Sequence[str], otherwise: str = "") -> np.ndarray:
+    """float32 [n, M, C] in the encoder's scale; `DataError` naming a text that has no latent."""
+    latents = encoder.encode(texts)
+    for text, latent in zip(texts, latents, strict=True):
+        if not np.isfinite(latent).all():
+            raise DataError(f"the encoder has no latent for {text!r}: expected words that its corpus knows{otherwise}")
+    return latents
+
+
+def encode_texts(run: LoadedRun, texts: Sequence[str]) -> np.ndarray:
+    """float32 [n, M, C] in the encoder's scale; `DataError` naming a text that has no latent."""
+    return encoded(encoder_of(run), texts, ", or --latents")
+
+
+def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
+    """float32 [n, M, C] in the encoder's scale from an .npy file of [n, C] or [n, M, C]."""
+    try:
+        latents = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise DataError(f"--latents: {path} does not exist") from None
+    except ValueError as error:
+        raise DataError(f"--latents: {path} is not an .npy array: {error}") from None
+    if not isinstance(latents, np.ndarray):
+        raise DataError(f"--latents: {path} is an archive of arrays, expected one .npy array")
+    shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
+    if latents.ndim == 2 and shape[0] == 1:
+        latents = latents[:, None]
+    if latents.shape[1:] != shape or not len(latents) or latents.dtype.kind != "f":
+        raise DataError(
+            f"--latents: {path} is {latents.dtype} {list(latents.shape)}, expected float [n, {shape[0]}, {shape[1]}]"
+        )
+    bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
+    if bad.any():
+        raise DataError(f"--latents: {path}: row {int(bad.argmax())} is not finite")
+    return latents.astype(np.float32)

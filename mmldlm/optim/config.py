@@ -1,0 +1,70 @@
+"""Settings of the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmldlm.settings.fields import setting
+
+OptimizerName = Literal["adamw", "muon", "deepspeed_adam"]
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    momentum: float = setting(0.95, "decay of the mean of gradients that is orthogonalised", above=0, below=1)
+    nesterov: bool = setting(True, "orthogonalise the mean as the next step would see it")
+    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", at_least=1, at_most=99)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: OptimizerName = setting(
+        "adamw",
+        "adamw: PyTorch's; muon: Muon for the matrices of the blocks, AdamW for the rest (single, ddp, fsdp2), for "
+        "which the host reads the gradient norm in each step; "
+        "deepspeed_adam: DeepSpeed's AdamW, on the host where the engine offloads the optimizer, else on CUDA (ZeRO)",
+    )
+    lr: float = setting(3e-4, "peak learning rate", above=0)
+    betas: tuple[float, float] = setting((0.9, 0.98), "decay of AdamW's first and second moments")
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = setting(0.01, "decay of matrices; norms, biases and embeddings have none", at_least=0)
+    fused: Literal["auto"] | bool = setting(
+        "auto",
+        "AdamW in one kernel; true is an error where it cannot run. With false the host waits for a GPU in each step",
+    )
+    muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
+    clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    lr_scaling: Literal["none", "sqrt", "linear"] = setting(
+        "none",
+        "each step's learning rate is lr x (its global batch / lr_reference_batch) ^ 0 (none), 1/2 (sqrt), 1 (linear)",
+    )
+    lr_reference_batch: int = setting(128, "samples of the global batch that `optim.lr` is for", at_least=1)
+    warmup_steps: int | float = setting(
+        0.02, "steps of linear warmup; below 1: that fraction of train.steps", at_least=0
+    )
+    warmup_bounds: tuple[int, int] | None = setting(
+        None, "least and most steps of a warmup that is given as a fraction, such as [1000, 5000]; null: any"
+    )
+
+    def __post_init__(self) -> None:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: must lie in [0, 1), found {list(self.betas)}")
+        if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
+            raise ValueError(f"warmup_steps: expected a whole number or a fraction below 1, found {self.warmup_steps}")
+        if self.warmup_bounds is not None:
+            least, most = self.warmup_bounds
+            if not 0 <= least <= most:
+                raise ValueError(f"warmup_bounds: expected the least and the most, found {[least, most]}")
+            if not 0 < self.warmup_steps < 1:
+                raise ValueError(
+                    f"warmup_bounds: does nothing with warmup_steps: {self.warmup_steps}, expected null or a fraction"
+                )
+        if self.lr_scaling == "none" and self.lr_reference_batch != 128:
+            raise ValueError(
+                "lr_reference_batch: does nothing under lr_scaling: none, expected 128 or lr_scaling: sqrt or linear"
+            )
+        if self.name == "deepspeed_adam" and self.fused != "auto":
+            raise ValueError(f"fused: expected auto under name: deepspeed_adam, found {str(self.fused).lower()}")
+        if self.name != "muon" and self.muon != MuonConfig():
+            raise ValueError(f"muon: does nothing under name: {self.name}, expected its defaults or name: muon")

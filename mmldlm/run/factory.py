@@ -1,0 +1,43 @@
+"""From a run config and a data store to the objects that train, sample and evaluate share."""
+
+from __future__ import annotations
+
+import torch
+
+from mmldlm.config import RunConfig
+from mmldlm.data.manifest import Manifest
+from mmldlm.diffusion.gaussian import GaussianDiffusion
+from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.objective import Objective
+from mmldlm.model.attention import resolve_backend
+from mmldlm.model.mmdit import MMDiT
+from mmldlm.model.parts import freeze_parts
+from mmldlm.run.contents import data_shape
+
+
+def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
+    """The network with its initial weights, a function of `run.seed` alone; the parts in `freeze` do not train."""
+    backend = resolve_backend(config.attention.backend, device_type, config.precision != "fp32")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        model = MMDiT(
+            config.model,
+            data_shape(manifest),
+            backend,
+            config.memory,
+            config.precision,
+            text_terms=config.loss.shapes_text,
+            first_weights=(1.0, config.loss.latent_weight) if config.loss.latent_weighting == "uncertainty" else None,
+            latent_skip=config.latent.has_skip,
+        )
+    freeze_parts(model, config.freeze)
+    return model
+
+
+def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
+    return Objective(
+        config.loss,
+        MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),
+        GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
+        config.log.noise_levels,
+    )

@@ -1,6 +1,0 @@
-"""What is done with a trained run: texts from latents, latents of texts, and both from noise."""
-
-from mmldlm.sample.conditions import encode_texts, read_latents
-from mmldlm.sample.generation import Watch, sample
-
-__all__ = ["Watch", "encode_texts", "read_latents", "sample"]

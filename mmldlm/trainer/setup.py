@@ -1,0 +1,307 @@
+"""What all ranks settle before the first step: equal inputs, one shared folder, and the start-up report."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmldlm.config import RunConfig
+from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.loader import Loader
+from mmldlm.data.manifest import LatentInfo
+from mmldlm.data.mixture import open_data
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.verify import verify
+from mmldlm.diffusion.objective import Objective
+from mmldlm.distributed.deepspeed_config import StepPlan
+from mmldlm.distributed.engine import Runtime
+from mmldlm.distributed.environment import settings_to_export, unread_names
+from mmldlm.distributed.optimizers import build_optimizer, implementation, resolve_fused
+from mmldlm.errors import ConfigError, StorageError
+from mmldlm.evaluation.validate import validation_ids
+from mmldlm.model.compile import compile_regions
+from mmldlm.model.mmdit import MMDiT, count_parameters
+from mmldlm.optim.ema import EmaConfig
+from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
+from mmldlm.run.factory import build_model, build_objective
+from mmldlm.telemetry import memory_limits
+from mmldlm.trainer.auto_batch_size import halved
+from mmldlm.trainer.consistency import disagreements, fingerprint
+from mmldlm.trainer.onednn import multiplies_bf16
+from mmldlm.utils.files import comes_into_sight, make_folder, token
+from mmldlm.utils.host_cpus import spinning
+
+SHARED_FOLDER_PATIENCE_S = 5.0
+
+
+def step_plan(config: RunConfig, world_size: int) -> StepPlan:
+    """Of batches that are known to divide by `world_size` and the micro-batch.
+
+    It is that of the stage with the most micro-batches: `ZeroRuntime` says itself which is a step's last, but DeepSpeed
+    may leave out what it needs to add gradients up where it is told that there is nothing to add. So it is told of two
+    micro-batches, too, where one may turn out too large.
+    """
+    size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
+    if config.train.auto_micro_batch and size.accumulation(world_size) == 1:
+        size = BatchSize(size.global_batch_size, halved(size, world_size) or 1)
+    return StepPlan(
+        micro_batch_size=size.micro_batch_size,
+        accumulation=size.accumulation(world_size),
+        global_batch_size=size.global_batch_size,
+        clip_norm=config.optim.clip_norm,
+        precision=config.precision,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, before an engine wraps it."""
+
+    store: Store
+    loader: Loader
+    objective: Objective
+    tokenizer: Tokenizer
+    skipped_samples: list[str]  # place and fault of each
+    validation_ids: list[int]
+    model: MMDiT
+    compiled: str  # what of it, and if not as asked why
+    optimizer: torch.optim.Optimizer
+    parameters: dict[str, int]  # by part of the network
+    trainable: int
+
+
+def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
+    """Collective. Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
+    with runtime.agreeing("opening of the data store"):
+        store = open_data(config.data.place)
+    store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, runtime)
+    validation, device_type = store.split("validation"), runtime.device.type
+    model = build_model(config, store.manifest, device_type).to(runtime.device)
+    compiled = compile_regions(model, config.compile, runtime.device)
+    return Parts(
+        store=store,
+        loader=_loader(config, runtime, store),
+        objective=build_objective(config, store.manifest),
+        tokenizer=Tokenizer.load(store.path / "tokenizer"),
+        skipped_samples=skipped,
+        validation_ids=validation_ids(validation, config.validation.samples),
+        model=model,
+        compiled=compiled,
+        optimizer=build_optimizer(model, config.optim, device_type, runtime.launch.offloads_optimizer),
+        parameters=count_parameters(model),
+        trainable=sum(count_parameters(model, trainable_only=True).values()),
+    )
+
+
+def _loader(config: RunConfig, runtime: Runtime, store: Store) -> Loader:
+    batch_at = partial(config.train.batch_at, world_size=runtime.world_size)
+    rank, world_size, device_type = runtime.rank, runtime.world_size, runtime.device.type
+    return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type)
+
+
+def standardised_by(latents: LatentInfo, parts: Parts, config: RunConfig, runtime: Runtime) -> Parts:
+    """The same parts with another standardisation of latents, before the loader has read any."""
+    if latents == parts.store.manifest.latent:
+        return parts
+    store = parts.store.described_by(replace(parts.store.manifest, latent=latents))
+    loader, objective = _loader(config, runtime, store), build_objective(config, store.manifest)
+    return replace(parts, store=store, loader=loader, objective=objective)
+
+
+def compare_ranks(runtime: Runtime, config: RunConfig, store: Store) -> dict[str, str]:
+    """Collective: this run's fingerprint; `ConfigError` naming rank and key where a rank has another one."""
+    fingerprints = runtime.gather(fingerprint(config, store), "comparison of configs, versions and data")
+    found = disagreements(fingerprints)
+    if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise ConfigError("the ranks were not started alike: " + "; ".join(found[:3]) + more)
+    return fingerprints[0]
+
+
+def create_run_folder(run_dir: Path) -> None:
+    try:
+        make_folder(run_dir)
+    except OSError as error:
+        raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
+
+
+def check_shared_folder(runtime: Runtime, run_dir: Path) -> None:
+    """Collective: `ConfigError` on all ranks where one does not see what rank 0 wrote into the run folder."""
+    if runtime.world_size == 1:
+        return
+    with ExitStack() as stack:
+        name = stack.enter_context(token(run_dir)) if runtime.is_main else None
+        name = runtime.gather(name, "name of a file in the run folder")[0]
+        seen = comes_into_sight(run_dir / name, SHARED_FOLDER_PATIENCE_S)
+        sees = runtime.gather((seen, socket.gethostname()), "sight of a file in the run folder")
+    blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(sees) if not seen]
+    if blind:
+        raise ConfigError(
+            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(blind)} does not see rank 0's; "
+            "put it on a file system that all nodes share"
+        )
+
+
+def startup_report(
+    runtime: Runtime,
+    config: RunConfig,
+    parts: Parts,
+    fingerprint: Mapping[str, str],
+) -> dict[str, Any]:
+    """Collective: all that was resolved, in the order in which it is read."""
+    me = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(runtime.device),
+        "name": torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "openmp": spinning(os.environ),
+        **memory_limits(),
+    }
+    ranks = runtime.gather(me, "start-up report")
+    batches = {
+        step: {
+            **asdict(size),
+            "accumulation": size.accumulation(runtime.world_size),
+            "peak_lr": batch_scale(config.optim, size.global_batch_size) * config.optim.lr,
+        }
+        for step, size in config.train.batch_stages(runtime.world_size).items()
+    }
+    first = config.train.batch_at(0, runtime.world_size)
+    on_cuda, distributed = runtime.device.type == "cuda", config.distributed
+    exported = settings_to_export(distributed)
+    report: dict[str, Any] = {
+        "engine": runtime.engine,
+        "launcher": runtime.launch.launcher,
+        "world_size": runtime.world_size,
+        "nodes": runtime.launch.nodes,
+        "ranks": ranks,
+        "precision": config.precision,
+        "attention": getattr(runtime.bare_model, "backend", ""),
+        "compile": parts.compiled,
+        "activation_checkpointing": config.memory.activation_checkpointing,
+        "optimizer": _optimizer_name(runtime, config),
+        "ema": _average(config.ema),
+        "parameters": parts.parameters,
+        "parameters_total": sum(parts.parameters.values()),
+        "parameters_trainable": parts.trainable,
+        "frozen": list(config.freeze),
+        **batches.pop(0),
+        "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
+        "warmup_steps": resolved_warmup(config.optim, config.train.steps),
+        "learning_rate": describe_lr(config.train.steps, config.optim, config.schedule, first.global_batch_size),
+        "data_order": f"seed {config.run.seed}, windows of {config.data.window} samples sorted by length",
+        "timeouts": {
+            "collective_s": distributed.timeout_s,
+            "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
+        },
+        "exported": exported if on_cuda else {},
+        "not_read": unread_names(exported) if runtime.is_main else [],
+        "deepspeed_file": runtime.launch.deepspeed_file,
+        "git": fingerprint.get("git", ""),
+        "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
+        "data_manifest": fingerprint.get("data.manifest", ""),
+        "mixture": _mixture(config, parts),
+        "skipped_samples": parts.skipped_samples,
+    }
+    return report
+
+
+def _mixture(config: RunConfig, parts: Parts) -> list[dict[str, Any]]:
+    """Where samples come from if from several stores, and how often the run will have read each of them."""
+    split = parts.store.split("train")
+    epochs = parts.loader.order.epochs(config.train.samples_before(config.train.steps))
+    found = [
+        {
+            "name": source.name,
+            "path": str(source.path),
+            "share": float(source.share),
+            "samples": stop - first,
+            "epochs": at_the_end,
+        }
+        for (source, first, stop), at_the_end in zip(split.parts(), epochs, strict=True)
+    ]
+    return found if len(found) > 1 else []
+
+
+def _optimizer_name(runtime: Runtime, config: RunConfig) -> str:
+    """The implementation that really steps."""
+    name = implementation(runtime.bare_optimizer)
+    fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, runtime.device.type)
+    assert (", fused" in name) == fused, f"{name} is not the implementation asked for"
+    return name
+
+
+def _average(config: EmaConfig) -> str:
+    """What is kept of the weights' average, for the user."""
+    if not config.decay:
+        return "none"
+    measured = "the average" if config.measured == "ema" else "the trained weights"
+    return f"decay {config.decay:g}{', with a warm-up' if config.warmup else ''}; validations measure {measured}"
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report for a terminal."""
+    hosts = sorted({rank["host"] for rank in report["ranks"]})
+    devices = sorted({rank["name"] for rank in report["ranks"]})
+    versions = report["versions"]
+    threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
+
+    def batch(sizes: Mapping[str, Any]) -> str:
+        parts = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
+        return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, parts))}"
+
+    lines = [
+        f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
+        f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
+        f"threads      {'; '.join(threads)}",
+        f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
+        f"{report['precision']}, attention {report['attention']}, "
+        f"activation checkpointing {report['activation_checkpointing']}",
+        *([f"compile      {report['compile']}"] if report["compile"] != "none" else []),
+        f"batch        {batch(report)} (processes x micro-batch x accumulation)",
+        *(
+            f"             {batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
+            for step, sizes in report["batch_schedule"].items()
+        ),
+        f"optimizer    {report['optimizer']}; data: {report['data_order']}",
+        f"rate         {report['learning_rate']}",
+    ]
+    if report["ema"] != "none":
+        lines.append(f"ema          {report['ema']}")
+    lines += [
+        f"{'data' if not number else '':<12} {store['share']:.2%} from {store['name']}: {store['samples']:,} samples, "
+        f"read {store['epochs']:.3g} times"
+        for number, store in enumerate(report["mixture"])
+    ]
+    if report["world_size"] > 1:
+        lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")
+    lines.append(
+        f"versions     mmldlm {versions.get('mmldlm')} {report['git']}".rstrip()
+        + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
+        f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
+    )
+    precision = report["precision"]
+    slow = not {"fp32": lambda: True, "bf16": multiplies_bf16, "fp16": multiplies_fp16}[precision]()
+    if slow and "cpu" in devices:
+        lines.append(
+            f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
+        )
+    lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
+    if report["not_read"]:
+        lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
+    return lines
+
+
+def multiplies_fp16() -> bool:
+    """The same of float16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
