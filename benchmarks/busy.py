@@ -118,5 +118,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                         each = trained(kind, given.threads, given.steps, settings, run)
                         found[loops][kind].append(each)
                         say(f"{number + 1}, {loops} loops, {kind}: {each.tokens_per_s:,.0f} tokens/s; {each.openmp}")
-    report(given, "busy", {"Training": [row(loops, of) for loops, of in found.items()]})
+    report(given, "busy", {"Trainer": [row(loops, of) for loops, of in found.items()]})
     return 0

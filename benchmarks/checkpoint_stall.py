@@ -22,10 +22,10 @@ from statistics import median
 import torch
 
 from mmldlm.config import load_config
-from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.train import train_step
 from mmldlm.trainer.checkpointer import Saved
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 BETWEEN = 9  # steps from one save to the next: it is there by then
 KINDS = ("beside the training", "waited for", "torch.save")
@@ -38,9 +38,9 @@ SETTINGS = (
 )
 
 
-def plain_save(run: Training, folder: Path) -> float:
+def plain_save(run: Trainer, folder: Path) -> float:
     began = time.perf_counter()
-    model, optimizer = run.runtime.bare_model, run.runtime.bare_optimizer
+    model, optimizer = run.runtime.unwrapped_model, run.runtime.unwrapped_optimizer
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
     return time.perf_counter() - began
 
@@ -63,8 +63,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     stalls: dict[str, list[float]] = defaultdict(list)
     complete: dict[str, list[float]] = defaultdict(list)
     kind, saved = "", 0
-    with Training(config, read_launch(os.environ)) as run:
-        noted = run.note_saved
+    with Trainer(config, read_launcher_env(os.environ)) as run:
+        noted = run.log_checkpoint
 
         def note(checkpoints: list[Saved]) -> None:
             for checkpoint in checkpoints:
@@ -72,14 +72,14 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
                 complete[kind].append(checkpoint.seconds)
             noted(checkpoints)
 
-        run.note_saved = note  # type: ignore[method-assign]
+        run.log_checkpoint = note  # type: ignore[method-assign]
         for number, micro_batches in run.steps():
             began = time.perf_counter()
             train_step(run, number, micro_batches)
             steps[kind].append(time.perf_counter() - began)
             if run.state.step % BETWEEN or run.state.step == total:
                 continue
-            run.note_saved(run.saver.finish())  # none is in the making when the next begins
+            run.log_checkpoint(run.saver.finish())  # none is in the making when the next begins
             kind = KINDS[saved % len(KINDS)]
             saved += 1
             if kind == "torch.save":

@@ -91,7 +91,7 @@ class _Counter(TorchDispatchMode):
 
 def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Counts:
     run.step(steps[0])  # an optimizer has its state after its first step
-    run.verbs.settles_late = True  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
+    run.verbs.defer_fetch = True  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
     counter, real = _Counter(vocab_size, device_type, _step_counts(run.optimizer)), 0
 
     @contextmanager

@@ -77,20 +77,20 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 def worker(arguments: list[str], out: Path) -> None:
     """One rank: train, and write the traffic of the last step."""
     from mmldlm.config import load_config
-    from mmldlm.distributed.launcher import read_launch
+    from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
-    from mmldlm.trainer.trainer import Training
+    from mmldlm.trainer.trainer import Trainer
 
-    class Measured(Training):
+    class Measured(Trainer):
         held = 0
 
         def update(self, lr: float) -> torch.Tensor:
-            self.held = tensor_bytes(self.runtime.bare_model)
+            self.held = tensor_bytes(self.runtime.unwrapped_model)
             return super().update(lr)
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
-    with Measured(config, read_launch(os.environ, None, options.accelerate_config)) as run:
+    with Measured(config, read_launcher_env(os.environ, None, options.accelerate_config)) as run:
         for step, micro_batches in run.steps():
             before = len(entries())
             train_step(run, step, micro_batches)

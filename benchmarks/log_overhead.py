@@ -44,10 +44,10 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.evaluation.validate import validation_losses
-from mmldlm.evaluation.visualize import pictures_due, take_pictures, text_samples
+from mmldlm.evaluation.visualize import collect_figure_data, figures_due, text_samples
 from mmldlm.settings.fields import dump
 from mmldlm.train import train_step
-from mmldlm.trainer.step_guard import poisoned
+from mmldlm.trainer.step_guard import propagate_nonfinite
 
 MEASURED = ROOT / "configs" / "python-docs.yaml"
 AS_THERE = ("mode", "sampling")  # its settings beside shape and cadence
@@ -124,7 +124,7 @@ def direct(task: Task, steps: int, folder: Path) -> dict[str, float]:
         training.tracker.flush()
         spent[OTHERS] = time.process_time() - time.thread_time() - others
         spent[LIMIT] = steps * _mean_s(lambda: training.guard.norm_limit)
-        spent[LOSS] = steps * _mean_s(lambda: poisoned(torch.ones((), requires_grad=True)).backward())
+        spent[LOSS] = steps * _mean_s(lambda: propagate_nonfinite(torch.ones((), requires_grad=True)).backward())
     order = (FINISH, SETTLE, RECORD, BOARD, METER, LOSS, LIMIT, OTHERS, DATA)
     each = {what: spent[what] / steps for what in order}
     return {WHOLE: whole, **each, ALL: sum(each[what] for what in BOOKKEEPING)}
@@ -154,7 +154,7 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
         for number in range(REPEATS):
             with training._measuring("validation"):
                 found = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
-                pictures = _once(spent[NUMBERS], take_pictures, run, runtime)
+                pictures = _once(spent[NUMBERS], collect_figure_data, run, runtime)
                 texts = _once(spent[TEXTS], text_samples, run, runtime, pictures)
                 _once(spent[LOSSES_WRITTEN], tracker.validation, CADENCE, found.values, found.levels)
                 for tag, rows in texts.items():
@@ -169,7 +169,7 @@ def of_a_run(measured: RunConfig, step: dict[str, float], validation: dict[str, 
     """What each part takes of a run's steps, given the seconds of its parts in a step and in a validation."""
     steps, every = measured.train.steps, measured.validation.every
     validations = [number for number in range(1, steps + 1) if measured.train.due(number, every)]
-    figures = sum(pictures_due(number, measured) for number in validations)
+    figures = sum(figures_due(number, measured) for number in validations)
     times = {
         NUMBERS: figures,
         DRAWN_FIRST: min(figures, 1),

@@ -1,7 +1,7 @@
 """Time of variants against each other on a machine that others may use, too.
 
-One thread and its CPU time, where there is no GPU; otherwise seconds by the clock, between synchronisations. Variants
-take turns after each step, in an order drawn anew, so that what neighbours do to the machine meets them all. Beside
+One thread and its CPU time, where there is no GPU; otherwise seconds by the clock, between synchronizations. Variants
+take turns after each step, in an order drawn anew, so that what neighbors do to the machine meets them all. Beside
 each step a matrix product, the same for all, tells what the machine gives at that moment; a turn in which that was less
 than in the best one is taken again, as often as patience allows, because variants of other shares of products are not
 slowed alike. In each round every variant goes through the same micro-batches; what is compared is the ratio of two

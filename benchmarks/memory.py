@@ -29,11 +29,11 @@ from benchmarks.task import TOKENIZER_VOCAB, device
 from benchmarks.workload import make_store
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
-from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import UsageError
 from mmldlm.train import train_step
 from mmldlm.trainer.dry_run import estimate
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 BOUND = 0.1
 COMMON = ("log={every: 100000, tensorboard: false}", "validation.every=0", "checkpoint.every_steps=0")
@@ -87,7 +87,7 @@ class Found:
 
 def train(config: RunConfig) -> None:
     """As `mmldlm.train.train` does, but without the checkpoint at the end where checkpoints are off."""
-    with Training(config, read_launch({})) as run:
+    with Trainer(config, read_launcher_env({})) as run:
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
             if not config.checkpoint.every_steps:

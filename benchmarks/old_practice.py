@@ -18,21 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.batch import Batch, Layout
+from mmldlm.batch import Batch, PackedLayout
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model import mmdit
 from mmldlm.model.attention import Backend
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 Practice = Literal["recompute", "reads", "head", "padding"]
 IGNORED = -100  # target of a position without loss
 
 
-class PaddedLayout(Layout):
+class PaddedLayout(PackedLayout):
     """B samples of L positions each; those behind a sample's own tokens are padding, which nothing attends to."""
 
-    def __init__(self, real: Layout, length: int):
+    def __init__(self, real: PackedLayout, length: int):
         super().__init__((length,) * real.num_samples, real.latent_tokens, real.device)
         self.real_lengths = real.lengths
 
@@ -57,7 +57,7 @@ def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) 
 _unpadded_attention = mmdit.joint_attention
 
 
-def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
+def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend) -> tuple[Tensor, Tensor]:
     if isinstance(layout, PaddedLayout):
         return dense_attention(latent_qkv, text_qkv, layout)
     return _unpadded_attention(latent_qkv, text_qkv, layout, backend)
@@ -99,7 +99,7 @@ class WholeBackbone(nn.ModuleList):
         return last_block(text, latent, *others, read)
 
 
-class OldPractice(Training):
+class OldPractice(Trainer):
     """- padding: samples are padded to the most positions, under one dense attention with a mask of keys
     - head: logits of the whole vocabulary at every position, all at once
     - reads: three losses and an accuracy are read from the device in each step, and the losses searched for NaN
@@ -114,7 +114,7 @@ class OldPractice(Training):
     def __enter__(self) -> OldPractice:
         super().__enter__()
         if "recompute" in self.practices:
-            model = self.runtime.bare_model
+            model = self.runtime.unwrapped_model
             model.blocks = WholeBackbone(model.blocks)
         return self
 
@@ -139,7 +139,7 @@ class OldPractice(Training):
         latents: Tensor,
         t_text: Tensor,
         t_latent: Tensor,
-        layout: Layout,
+        layout: PackedLayout,
         positions: Tensor,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:

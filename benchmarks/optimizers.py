@@ -24,7 +24,7 @@ from benchmarks.measure import clock
 from benchmarks.task import device
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
-from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import ConfigError
 from mmldlm.run.factory import build_model
@@ -72,7 +72,7 @@ def update_ms(config: RunConfig, updates: int) -> float:
 
 def held_out_losses(config: RunConfig) -> tuple[float, float]:
     """(text, latent) after the last step."""
-    train(config, read_launch({}))
+    train(config, read_launcher_env({}))
     *_, last = (r for r in read_metrics(Path(config.run.dir) / "metrics.jsonl") if r["kind"] == "validation")
     return last["validation/text"], last["validation/latent"]
 

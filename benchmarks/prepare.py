@@ -29,7 +29,7 @@ from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import ROOT, say
 from benchmarks.synthetic_corpus import write_synthetic_corpus
 
-STAGES = ("read", "fit", "tokenise", "encode", "measure", "merge")
+STAGES = ("read", "fit", "tokenize", "encode", "measure", "merge")
 _SAMPLE_S = 0.05
 
 

@@ -146,13 +146,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     speeds = [row["speed"] for row in rows.values()]
     axis = axes[0][0]
     errors = [[each["median"] - each["low"] for each in speeds], [each["high"] - each["median"] for each in speeds]]
-    colours = ["tab:grey" if name.startswith("reference") else "tab:blue" for name in rows]
-    axis.barh(names, [each["median"] for each in speeds], xerr=errors, color=colours, capsize=2)
+    colors = ["tab:gray" if name.startswith("reference") else "tab:blue" for name in rows]
+    axis.barh(names, [each["median"] for each in speeds], xerr=errors, color=colors, capsize=2)
     axis.invert_yaxis()
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xlabel(f"speed, {result['base']} = 1, with 95 % intervals")
     if memory:
-        axes[0][1].barh(names, [memory.get(name, 0) for name in rows], color=colours)
+        axes[0][1].barh(names, [memory.get(name, 0) for name in rows], color=colors)
         axes[0][1].set_xlabel("memory of a step above weights and optimizer, MiB")
     what = result["what"]
     doubt = "" if result["control"]["trusted"] else "; NO VERDICT, the machine was busy"

@@ -28,14 +28,14 @@ def vocabulary(size: int = WORDS) -> np.ndarray:
 
 def write_synthetic_corpus(path: Path, documents: int, words: tuple[int, int] = (52, 112), seed: int = 0) -> Path:
     """One document a line, of at least and less than `words` words; a larger corpus begins with a smaller one."""
-    spelt = vocabulary()
-    share = np.cumsum(1 / np.arange(1, len(spelt) + 1))
+    spelled = vocabulary()
+    share = np.cumsum(1 / np.arange(1, len(spelled) + 1))
     share /= share[-1]
     with path.open("w", encoding="ascii") as file:
         for start in range(0, documents, _AT_ONCE):
             draw = np.random.default_rng([seed, start])
             lengths = draw.integers(*words, _AT_ONCE)
-            drawn = spelt[np.searchsorted(share, draw.random(int(lengths.sum())))].tolist()
+            drawn = spelled[np.searchsorted(share, draw.random(int(lengths.sum())))].tolist()
             ends = np.cumsum(lengths).tolist()
             for begin, end in list(zip([0, *ends], ends, strict=False))[: documents - start]:
                 file.write(" ".join(drawn[begin:end]) + "\n")

@@ -16,7 +16,7 @@ from benchmarks.task import Feed, Task, device
 from mmldlm.data.store import Store
 from mmldlm.train import train_step
 from mmldlm.trainer.onednn import multiplies_bf16
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 # In the order of the ladder: what leaves a step, and as what it is shown.
 SWITCHES = {
@@ -111,12 +111,16 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         with closing(training.steps()) as steps:
             runtime = training.runtime
             yield Open(
-                training, feed, lambda: train_step(training, *next(steps)), runtime.bare_model, runtime.bare_optimizer
+                training,
+                feed,
+                lambda: train_step(training, *next(steps)),
+                runtime.unwrapped_model,
+                runtime.unwrapped_optimizer,
             )
 
 
 @contextmanager
-def training_of(variant: Variant, task: Task, folder: Path) -> Iterator[Training]:
+def training_of(variant: Variant, task: Task, folder: Path) -> Iterator[Trainer]:
     """The run of a variant of ours in `folder`/run, with its own loader; it prints to `folder`/output.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -129,7 +133,7 @@ def training_of(variant: Variant, task: Task, folder: Path) -> Iterator[Training
         yield training
 
 
-def _training(variant: Variant, task: Task, run_dir: Path) -> Training:
+def _training(variant: Variant, task: Task, run_dir: Path) -> Trainer:
     settings = {
         "attention": "attention.backend=sdpa",
         "adamw": "optim.fused=false",
@@ -141,4 +145,4 @@ def _training(variant: Variant, task: Task, run_dir: Path) -> Training:
     from benchmarks.old_practice import OldPractice, Practice
 
     practices = variant.old & set(get_args(Practice))
-    return OldPractice(config, practices) if practices else Training(config)  # type: ignore[arg-type]
+    return OldPractice(config, practices) if practices else Trainer(config)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def make_store(
 def typical_batches(order: SampleOrder, split: Split, size: int, count: int) -> list[np.ndarray]:
     """`count` micro-batches of `size`, rows int64 [B] of `split`, at evenly spaced ranks of an epoch's by tokens.
 
-    Neighbouring batches of the order are alike: it sorts by length. These together have an epoch's own lengths.
+    Neighboring batches of the order are alike: it sorts by length. These together have an epoch's own lengths.
     """
     epoch = _epoch(order, split, size)
     ranks = (np.arange(count) + 0.5) / count * len(epoch)

@@ -1,4 +1,4 @@
-"""`Batch`: the one thing that crosses folders, and `Layout`: where each sample lies in it.
+"""`Batch`: the one thing that crosses folders, and `PackedLayout`: where each sample lies in it.
 
 Shape letters: B samples, N tokens of the whole unpadded micro-batch, M latent tokens of a sample,
 C latent channels.
@@ -18,13 +18,13 @@ from torch import Tensor
 ROWS = 64  # in a multiple of which rows go where kernels are made anew for each shape
 
 
-def filled_up(values: Tensor) -> Tensor:
+def pad_rows(values: Tensor) -> Tensor:
     """`values` [rows] and zeros behind them, up to a multiple of `ROWS`."""
     return F.pad(values, (0, -len(values) % ROWS))
 
 
 class LengthGroup(NamedTuple):
-    """A run of neighbouring samples of equal length: samples [first, last), tokens [start, stop)."""
+    """A run of neighboring samples of equal length: samples [first, last), tokens [start, stop)."""
 
     first: int
     last: int
@@ -33,7 +33,7 @@ class LengthGroup(NamedTuple):
     length: int
 
 
-class Layout:
+class PackedLayout:
     """How B samples of unequal length lie one behind the other in N tokens, without padding.
 
     The lengths are known on the host, so nothing here ever waits for a device. Index tensors are
@@ -58,14 +58,14 @@ class Layout:
         return sum(self.lengths)
 
     @property
-    def rows_of_none(self) -> int:
+    def num_padding_rows(self) -> int:
         """R - N: rows behind the last token that belong to no sample."""
         return -self.num_tokens % self.rows
 
     @cached_property
-    def filled_up(self) -> Layout:
+    def padded(self) -> PackedLayout:
         """The same samples in a multiple of `ROWS` rows."""
-        return Layout(self.lengths, self.latent_tokens, self.device, ROWS)
+        return PackedLayout(self.lengths, self.latent_tokens, self.device, ROWS)
 
     @cached_property
     def max_length(self) -> int:
@@ -92,7 +92,7 @@ class Layout:
         sample = torch.repeat_interleave(torch.arange(self.num_samples), lengths, output_size=self.num_tokens)
         starts = lengths.cumsum(0) - lengths
         position = torch.arange(self.num_tokens) - starts[sample]
-        fill = (0, self.rows_of_none)
+        fill = (0, self.num_padding_rows)
         return F.pad(sample, fill, value=self.num_samples - 1), F.pad(position, fill)
 
     @cached_property
@@ -134,25 +134,25 @@ class Layout:
         joint = torch.tensor([0, *(length + self.latent_tokens for length in self.lengths)])
         return joint.cumsum(0).to(torch.int32).to(self.device, non_blocking=True)
 
-    def to(self, device: torch.device | str) -> Layout:
+    def to(self, device: torch.device | str) -> PackedLayout:
         if torch.device(device) == self.device:
             return self
-        return Layout(self.lengths, self.latent_tokens, device, self.rows)
+        return PackedLayout(self.lengths, self.latent_tokens, device, self.rows)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of samples, unpadded; sample i owns `lengths[i]` neighbouring tokens."""
+    """One micro-batch of samples, unpadded; sample i owns `lengths[i]` neighboring tokens."""
 
     tokens: Tensor  # int64 [N]
-    latents: Tensor  # float32 [B, M, C], standardised to unit RMS
+    latents: Tensor  # float32 [B, M, C], standardized to unit RMS
     lengths: tuple[int, ...]  # B, on the host
     sample_ids: Tensor  # int64 [B] on the host: row in the store's split
     slots: Tensor  # int64 [B] on the host: place in the step's global batch, which keys the noise
 
     @cached_property
-    def layout(self) -> Layout:
-        return Layout(self.lengths, self.latents.shape[1], self.tokens.device)
+    def layout(self) -> PackedLayout:
+        return PackedLayout(self.lengths, self.latents.shape[1], self.tokens.device)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with tokens and latents on `device`; copies from pinned memory do not block."""

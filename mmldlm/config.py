@@ -26,7 +26,7 @@ from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.fields import build, is_setting_text, set_dotted, setting, to_yaml
-from mmldlm.settings.layers import EXTENDS, Layer, Origins, merged, read_layers
+from mmldlm.settings.layers import EXTENDS, ConfigLayer, Provenance, merged, read_layers
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.short_repr import named
 
@@ -54,7 +54,7 @@ class GuardConfig:
 @dataclass(frozen=True)
 class RunSettings:
     dir: str = setting("", "folder of this run: config, metrics, TensorBoard, checkpoints")
-    seed: int = setting(0, "seed of initialisation, sample order, noise times, masks and noise", at_least=0)
+    seed: int = setting(0, "seed of initialization, sample order, noise times, masks and noise", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -200,19 +200,19 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_exte
 
 def load_with_origins(
     path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True
-) -> tuple[RunConfig, Origins]:
+) -> tuple[RunConfig, Provenance]:
     """The run config, and where each value that is not a default comes from."""
     tree: dict[str, Any] = {}
-    layers: list[Layer] = []
+    layers: list[ConfigLayer] = []
     if path is not None:
-        layers = read_layers(Path(path)) if may_extend else [Layer.read(Path(path))]
+        layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path))]
         tree = merged(RunConfig, layers)
     for assignment in overrides:
         if assignment.partition("=")[0].strip() == EXTENDS:
             raise ConfigError(f"{EXTENDS}: expected in a config file, found on the command line")
         set_dotted(tree, assignment)
     try:
-        return build(RunConfig, tree), Origins(RunConfig, layers, overrides, tree)
+        return build(RunConfig, tree), Provenance(RunConfig, layers, overrides, tree)
     except ConfigError as error:
         source = f"{named(str(path))}: " if path is not None and not overrides else ""
         raise ConfigError(f"{source}{error}") from None

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports below bring torch
     choose_spinning(os.environ)
 
 from mmldlm.diffusion.noise import MODES
-from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.process_group import together
 from mmldlm.errors import ExitCode, run_command
 from mmldlm.evaluation import EvaluationConfig
@@ -95,19 +95,19 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     extras = Extras(options.sts, options.perplexity_model)
     saved = run_config(options.run)
     with (
-        together(saved.distributed, read_launch(os.environ)) as processes,
+        together(saved.distributed, read_launcher_env(os.environ)) as processes,
         Progress(processes.is_main, interval) as progress,
     ):
         progress.phase("loading the run")
         checkpoint = options.checkpoint
-        with processes.agreeing("loading of the run"):
+        with processes.raise_on_all_ranks("loading of the run"):
             if checkpoint is None and processes.is_main:  # for all: a run that goes on may save another one meanwhile
                 checkpoint = newest_checkpoint(options.run, saved).path
         checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
-        with processes.agreeing("loading of the run"):
+        with processes.raise_on_all_ranks("loading of the run"):
             loaded = load_run(options.run, checkpoint, options.data, options.weights)
         result = finite(evaluate(loaded, config, options.modes, extras, processes, progress))
-        with processes.agreeing("writing of the results"):
+        with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:
                 _write(options.run, result)
     return ExitCode.DONE

@@ -18,19 +18,19 @@ if __name__ == "__main__":  # before the imports below bring torch
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require, split_arguments
-from mmldlm.distributed.launcher import Launch, read_launch
+from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, UsageError, run_command
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 
-def train(config: RunConfig, launch: Launch | None = None) -> None:
+def train(config: RunConfig, launch: LauncherEnv | None = None) -> None:
     """Run the training that `config` describes, to its end or to a signal; `launch` comes from the environment."""
-    with Training(config, launch) as run:
+    with Trainer(config, launch) as run:
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
 
 
-def train_step(run: Training, step: int, micro_batches: list[Batch]) -> None:
+def train_step(run: Trainer, step: int, micro_batches: list[Batch]) -> None:
     """One optimizer step, or none where a loss or the gradients are unfit."""
     noised, totals = run.corrupt(step, micro_batches)
     for batch in run.runtime.accumulate(noised):
@@ -74,7 +74,7 @@ def run(argv: list[str] | None = None) -> int:
 
         print_estimate(config)
         return ExitCode.DONE
-    train(config, read_launch(os.environ, options.deepspeed_config, options.accelerate_config))
+    train(config, read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config))
     return ExitCode.DONE
 
 

@@ -51,7 +51,7 @@ COUNT = """(function all(root, selector) {
 SWITCHES = ("--hide-scrollbars", "--disable-background-networking")
 PATIENCE_S = 60
 STILL_S = 3  # for how long a page must not change before it counts as drawn
-COLOURS = 256  # of a picture: enough for charts, at half of the bytes
+COLORS = 256  # of a picture: enough for charts, at half of the bytes
 
 
 def fail(message: str) -> None:
@@ -98,7 +98,7 @@ def photograph(page: browser.Page, url: str, size: tuple[int, int], selector: st
             before = now
             time.sleep(STILL_S)
         with Image.open(raw) as picture:
-            picture.convert("RGB").quantize(COLOURS).save(to, optimize=True)
+            picture.convert("RGB").quantize(COLORS).save(to, optimize=True)
 
 
 def taken(page: browser.Page, to: Path, size: tuple[int, int]) -> bytes:

@@ -23,7 +23,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.dry_run import Estimate, estimate
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 quick = pytest.mark.quick
 
@@ -227,13 +227,13 @@ def test_micro_batches_alone_change_no_curve(
     tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: dict[str, list[set[int]]] = {}
-    corrupt = Training.corrupt
+    corrupt = Trainer.corrupt
 
-    def recorded(self: Training, step: int, micro_batches: list[Any]) -> Any:
+    def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
         read.setdefault(self.run_dir.name, []).append(set(in_order(micro_batches)))
         return corrupt(self, step, micro_batches)
 
-    monkeypatch.setattr(Training, "corrupt", recorded)
+    monkeypatch.setattr(Trainer, "corrupt", recorded)
     schedule = "train.batch_schedule={0: {micro_batch_size: 2}, 2: {micro_batch_size: 4}, 5: {micro_batch_size: 8}}"
     for name, setting in (("constant", "train.batch_schedule={}"), ("scheduled", schedule)):
         assert train.main([str(tiny_config), *COMMON, setting, "optim.lr=1e-4", f"run.dir={tmp_path / name}"]) == 0

@@ -19,7 +19,7 @@ from mmldlm.config import load_config
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.quality import quality
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.load import load_run
@@ -104,7 +104,7 @@ def test_it_learns_and_random_decoding_is_noticed(store: Path, tmp_path: Path, m
 
     monkeypatch.setattr("mmldlm.diffusion.sampling.draw_tokens", at_random)
     run = load_run(tmp_path / "run")
-    found = quality(run, range(100), Processes())
+    found = quality(run, range(100), Collectives())
     assert missed({name: found[f"quality/{name}"] for name in BARS}) == {"l2t_token_accuracy"}
 
 

@@ -55,7 +55,7 @@ def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: p
     assert "recall@1" in shown and "control" in shown and "by noise level" in shown
     samples = (run_dir / "samples.md").read_text()
     assert samples.count("reference:") == samples.count("generation:") == 8
-    # It has learnt: even 150 steps of a tiny model beat the unigram on so simple a language.
+    # It has learned: even 150 steps of a tiny model beat the unigram on so simple a language.
     assert result["l2t"]["bits_per_token"] < result["controls"]["unigram_bits_per_token"]
     assert result["l2t"]["bits_per_token"] < result["l2t"]["bits_per_token_shuffled"]
 

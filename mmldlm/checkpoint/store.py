@@ -19,7 +19,7 @@ from typing import Any
 from mmldlm.checkpoint.manifest import Checkpoint, check_name, recorded, verify, write_manifest
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import DataError, StorageError
-from mmldlm.utils.files import FileInfo, comes_into_sight, file_info, fsync, make_folder
+from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder, wait_until_visible
 
 Writer = Callable[[Path], None] | bytes
 
@@ -83,7 +83,7 @@ class CheckpointStore:
         try:
             for name, record in files.items():
                 path = temporary / name
-                if not comes_into_sight(path, _SIGHT_PATIENCE_S) or path.stat().st_size != record.bytes:
+                if not wait_until_visible(path, _SIGHT_PATIENCE_S) or path.stat().st_size != record.bytes:
                     raise StorageError(f"cannot save step {step}: {path} is not there with its {record.bytes} bytes")
             fsync(write_manifest(temporary, step, files, info))
             fsync(temporary)

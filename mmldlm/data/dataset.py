@@ -26,7 +26,7 @@ class SplitOwner(Protocol):
     @property
     def manifest(self) -> Manifest: ...
 
-    def described_by(self, manifest: Manifest) -> SplitOwner: ...
+    def with_manifest(self, manifest: Manifest) -> SplitOwner: ...
 
     def without(self, rows: Mapping[str, Sequence[int]]) -> SplitOwner: ...
 
@@ -122,7 +122,7 @@ class Split:
                 )
         return split
 
-    def described_by(self, manifest: Manifest) -> Split:
+    def with_manifest(self, manifest: Manifest) -> Split:
         return Split(self.name, manifest, self.sources, self.shards, self._reopen, self.skipped)
 
     def parts(self) -> Iterator[tuple[Source, int, int]]:
@@ -232,4 +232,4 @@ class Split:
 
 def _open_split(reopen: Callable[[], SplitOwner], name: str, skipped: list[int], latent: LatentInfo) -> Split:
     store = reopen()
-    return store.described_by(replace(store.manifest, latent=latent)).without({name: skipped}).split(name)
+    return store.with_manifest(replace(store.manifest, latent=latent)).without({name: skipped}).split(name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME, seal_of
-from mmldlm.data.nearest import latent_blocks, neighbours_of
+from mmldlm.data.nearest import latent_blocks, neighbors_of
 from mmldlm.data.shard_writer import spread
 from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -88,8 +88,8 @@ def describe(found: dict[str, Any]) -> str:
         f"tokenizer  {found['vocab_size']} tokens, sha256 {found['tokenizer']['sha256'][:12]}; stored as "
         f"{found['token_dtype']}, longest sample {found['max_length']}",
         f"encoder    {', '.join(f'{key} {_short(value)}' for key, value in encoder.items())}",
-        f"latents    {latent['tokens']} x {latent['channels']} {found['latent_dtype']}; centred rms "
-        f"{latent['rms']:.4g}, norm of the mean {latent['norm_of_mean']:.4g}, largest standardised norm "
+        f"latents    {latent['tokens']} x {latent['channels']} {found['latent_dtype']}; centerd rms "
+        f"{latent['rms']:.4g}, norm of the mean {latent['norm_of_mean']:.4g}, largest standardized norm "
         f"{latent['max_norm']:.4g} (sqrt(C) is {latent['channels'] ** 0.5:.4g})",
     ]
     for name, split in found["splits"].items():
@@ -227,7 +227,7 @@ def _encoder_identity(folder: Path) -> dict[str, Any]:
 
 
 def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
-    """Mean [C] and rms of the training split, and the largest standardised norm of all."""
+    """Mean [C] and rms of the training split, and the largest standardized norm of all."""
     total, count = np.zeros(store.manifest.latent.channels), 0
     for latents in latent_blocks(store.split("train")):
         total, count = total + latents.sum((0, 1)), count + latents.shape[0] * latents.shape[1]
@@ -241,12 +241,12 @@ def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
 # --- samples --------------------------------------------------------------------------------------
 
 
-def samples(store: Store, split_name: str, count: int, seed: int, neighbours: int) -> Iterator[str]:
+def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int) -> Iterator[str]:
     """`count` samples drawn from a split: length, latent norm, text, and the samples whose latents are nearest."""
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     rows = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
-    near = nearest(store, split, rows, neighbours) if neighbours else [[] for _ in rows]
+    near = nearest(store, split, rows, neighbors) if neighbors else [[] for _ in rows]
 
     def text(row: int) -> str:
         (found,) = tokenizer.decode_batch([split.tokens(row).tolist()], keep_special=True)
@@ -262,5 +262,5 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbours: in
 
 
 def nearest(store: Store, split: Split, rows: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
-    """For each of `rows`, the `count` other samples whose standardised latents have the largest cosine, and these."""
-    return neighbours_of(store, split, split.gather(rows)[2], count, rows.tolist())
+    """For each of `rows`, the `count` other samples whose standardized latents have the largest cosine, and these."""
+    return neighbors_of(store, split, split.gather(rows)[2], count, rows.tolist())

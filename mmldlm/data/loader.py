@@ -74,7 +74,7 @@ class Loader:
 
     The samples of a step are `order.take(position, G)`, and a sample's place in there is its slot, whatever
     the number of ranks and workers; the position rises by the step's own G. The samples are dealt in order of length,
-    so that all ranks get nearly equal numbers of tokens at every micro-step and neighbours in a micro-batch have
+    so that all ranks get nearly equal numbers of tokens at every micro-step and neighbors in a micro-batch have
     similar lengths.
     """
 
@@ -140,8 +140,8 @@ class Loader:
         A function of the order alone: only lengths are read, and no rank is asked.
         """
         _, lengths = self.order.take_sized(position, size.global_batch_size)
-        dealt = lengths[_rounds(lengths, self._steps.world_size)]
-        return dealt.reshape(-1, size.micro_batch_size, self._steps.world_size).sum(axis=1, dtype=np.int64).T
+        local_items = lengths[_rounds(lengths, self._steps.world_size)]
+        return local_items.reshape(-1, size.micro_batch_size, self._steps.world_size).sum(axis=1, dtype=np.int64).T
 
 
 def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch_size: int) -> Iterator[Batch]:
@@ -157,11 +157,11 @@ def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch
 
 
 def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
-    """One micro-batch of the rows `samples` int64 [B] of `split`, with latents standardised."""
+    """One micro-batch of the rows `samples` int64 [B] of `split`, with latents standardized."""
     tokens, lengths, latents = split.gather(samples)
     return Batch(
         tokens=torch.from_numpy(tokens),
-        latents=torch.from_numpy(split.manifest.latent.standardise(latents)),
+        latents=torch.from_numpy(split.manifest.latent.standardize(latents)),
         lengths=tuple(lengths.tolist()),
         sample_ids=torch.from_numpy(samples),
         slots=torch.from_numpy(slots),

@@ -47,8 +47,8 @@ class SplitInfo:
 class LatentInfo:
     """Shape and scale of the latents, measured on the training split (`max_norm` on all splits).
 
-    `rms` is the root mean square of the centred latents, so that `(x - mean) / rms` has norm sqrt(C)
-    on average; `max_norm` is the largest norm of a latent vector so standardised, or a bound on it.
+    `rms` is the root mean square of the centerd latents, so that `(x - mean) / rms` has norm sqrt(C)
+    on average; `max_norm` is the largest norm of a latent vector so standardized, or a bound on it.
     """
 
     tokens: int
@@ -63,12 +63,12 @@ class LatentInfo:
         values = _checked(cls, found)
         return cls(**values | {"mean": tuple(values["mean"])})
 
-    def standardise(self, latents: np.ndarray) -> np.ndarray:
+    def standardize(self, latents: np.ndarray) -> np.ndarray:
         """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
         return (latents.astype(np.float32) - np.asarray(self.mean, np.float32)) / np.float32(self.rms)
 
     def restore(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [..., M, C]: the inverse of `standardise`."""
+        """float32 [..., M, C]: the inverse of `standardize`."""
         return latents.astype(np.float32) * np.float32(self.rms) + np.asarray(self.mean, np.float32)
 
 

@@ -27,18 +27,18 @@ def latent_blocks(split: Split) -> Iterator[np.ndarray]:
             yield shard.latents[first : first + _ROWS].astype(np.float64)
 
 
-def neighbours_of(
+def neighbors_of(
     store: Store, split: Split, latents: np.ndarray, count: int, but: Sequence[int | None] = ()
 ) -> list[list[tuple[int, float]]]:
     """For each of `latents` [n, M, C], on the encoder's scale, the `count` nearest rows of `split` and their cosines.
 
-    Nearest is the largest cosine of standardised latents: without their mean, which all samples share. `but` names a
+    Nearest is the largest cosine of standardized latents: without their mean, which all samples share. `but` names a
     row for each latent that does not count, such as its own. Reads all latents of the split.
     """
-    wanted, first = directions(store.standardise(latents)), 0
+    wanted, first = directions(store.standardize(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
     for block in latent_blocks(split):
-        cosines = wanted @ directions(store.standardise(block)).T
+        cosines = wanted @ directions(store.standardize(block)).T
         for index, row in enumerate(but):
             if row is not None and first <= row < first + len(block):
                 cosines[index, row - first] = -np.inf

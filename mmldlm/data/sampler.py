@@ -15,7 +15,7 @@ _ROUNDS = 6
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection of 64-bit integers that looks random."""
+    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of 64-bit integers that looks random."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -76,7 +76,7 @@ class Lengths(Protocol):
 
 
 class _Windows:
-    """An infinite stream of samples with neighbours of similar length, in windows.
+    """An infinite stream of samples with neighbors of similar length, in windows.
 
     A window is sorted by length and cut into blocks of `block`, which are shuffled. Which samples are in it, and where
     it lies in the stream, is for the order to say.
@@ -85,7 +85,7 @@ class _Windows:
     def __init__(self, lengths: Lengths, seed: int, window: int, block: int):
         assert len(lengths) and window >= 1 and block >= 1
         self.lengths, self.seed, self.window, self.block = lengths, seed, window, block
-        # Steps walk through a window one global batch at a time: keep the one at hand, and its neighbour.
+        # Steps walk through a window one global batch at a time: keep the one at hand, and its neighbor.
         self._window = lru_cache(maxsize=2)(self._sorted_window)
 
     def take(self, start: int, count: int) -> np.ndarray:

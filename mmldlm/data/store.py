@@ -80,9 +80,9 @@ class Store:
         splits = {name: split.without(rows.get(name, ())) for name, split in self._splits.items()}
         return Store(self.manifest, self.sources, splits, self._reopen)
 
-    def described_by(self, manifest: Manifest) -> Store:
-        """The same samples under another manifest, as one that standardises their latents otherwise."""
-        splits = {name: split.described_by(manifest) for name, split in self._splits.items()}
+    def with_manifest(self, manifest: Manifest) -> Store:
+        """The same samples under another manifest, as one that standardizes their latents otherwise."""
+        splits = {name: split.with_manifest(manifest) for name, split in self._splits.items()}
         return Store(manifest, self.sources, splits, self._reopen)
 
     def split(self, name: str) -> Split:
@@ -117,12 +117,12 @@ class Store:
         for source in self.sources:
             check_sizes(source)
 
-    def standardise(self, latents: np.ndarray) -> np.ndarray:
+    def standardize(self, latents: np.ndarray) -> np.ndarray:
         """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
-        return self.manifest.latent.standardise(latents)
+        return self.manifest.latent.standardize(latents)
 
     def restore(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [..., M, C]: the inverse of `standardise`."""
+        """float32 [..., M, C]: the inverse of `standardize`."""
         return self.manifest.latent.restore(latents)
 
 
@@ -152,4 +152,4 @@ def _check_sizes(folder: Path, files: Sequence[tuple[str, FileInfo]]) -> None:
 
 def _open_store(reopen: Callable[[], Store], skipped: dict[str, list[int]], latent: LatentInfo) -> Store:
     store = reopen()
-    return store.described_by(replace(store.manifest, latent=latent)).without(skipped)
+    return store.with_manifest(replace(store.manifest, latent=latent)).without(skipped)

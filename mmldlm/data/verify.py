@@ -14,10 +14,10 @@ from mmldlm.data.store import Split, Store
 from mmldlm.data.store_writer import SPLITS
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo
-from mmldlm.utils.partition import share_out
+from mmldlm.utils.partition import partition_by_size
 
 if TYPE_CHECKING:
-    from mmldlm.distributed.engine import Runtime
+    from mmldlm.distributed.engine import Engine
 
 TRAINING = SPLITS[:2]  # what training reads
 _CHUNK = 1 << 20
@@ -32,7 +32,7 @@ class BadSample(NamedTuple):
     why: str
 
 
-def verify(store: Store, full: bool, max_bad_samples: int, runtime: Runtime) -> tuple[Store, list[str]]:
+def verify(store: Store, full: bool, max_bad_samples: int, runtime: Engine) -> tuple[Store, list[str]]:
     """Collective: the store without its bad samples, and a line about each of them.
 
     DataError on all ranks where a file is not what the manifest says, offsets do not rise, or more samples are bad.
@@ -44,7 +44,7 @@ def verify(store: Store, full: bool, max_bad_samples: int, runtime: Runtime) -> 
     places = runtime.gather([full, seen], "places of the data")
     sharing = [rank for rank, place in enumerate(places) if place == places[runtime.rank]]
     count, bad = 0, list[BadSample]()
-    with runtime.agreeing("verification of the data"):
+    with runtime.raise_on_all_ranks("verification of the data"):
         if full:
             count, bad = read_part(store, sharing.index(runtime.rank), len(sharing), max_bad_samples + 1)
     # As their hashes are equal, all copies have the same bad samples: those of rank 0's copy count.
@@ -118,7 +118,7 @@ def deal(store: Store, parts: int, splits: Sequence[str] = TRAINING) -> list[lis
     for split in splits:
         for index, shard in enumerate(store.split(split).shards):
             sizes[SPLITS.index(split), index, shard.name] = sum(info.bytes for info in shard.info.files.values())
-    return share_out(sizes, parts)
+    return partition_by_size(sizes, parts)
 
 
 def _read_shard(store: Store, number: int, index: int) -> list[BadSample]:

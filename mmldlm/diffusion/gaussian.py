@@ -17,7 +17,7 @@ from torch import Tensor
 from mmldlm.diffusion.schedule import MOST_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling, check_sampler
 from mmldlm.settings.fields import setting
 
-Parametrisation = Literal["epsilon", "x0", "v"]
+PredictionType = Literal["epsilon", "x0", "v"]
 LatentLoss = Literal["cosine", "mse", "normalized_mse", "huber"]
 LatentSampler = Literal["ddim", "euler"]
 
@@ -28,7 +28,7 @@ SIGMA_MIN = 1e-3
 @dataclass(frozen=True)
 class LatentConfig:
     process: Process = setting("vp_cosine", "noising path of the latents")
-    prediction: Parametrisation = setting("x0", "what the network predicts of them")
+    prediction: PredictionType = setting("x0", "what the network predicts of them")
     time_sampling: TimeSampling = setting(
         "uniform", "distribution of t_latent in training; logit_normal, mode: more of the middle"
     )
@@ -59,7 +59,7 @@ def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
 
 
 class GaussianDiffusion:
-    """One path and one parametrisation, behind the loss, the samplers and the evaluation alike."""
+    """One path and one parametrization, behind the loss, the samplers and the evaluation alike."""
 
     def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf, huber_delta: float = 1.0):
         """`max_norm`: norm that no x0 estimate exceeds; the largest of the training data."""

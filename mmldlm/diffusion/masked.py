@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Layout
+from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.noise import Randomness, draw_uniform
 from mmldlm.diffusion.schedule import MOST_MODE_SCALE, LogLinear, TimeSampler, check_sampler
 from mmldlm.settings.fields import setting
@@ -109,7 +109,7 @@ class MaskedDiffusion:
         noised: Tensor,
         t: float,
         s: float,
-        layout: Layout,
+        layout: PackedLayout,
         decoding: TextDecoding,
         remask: float,
         generator: Randomness,
@@ -135,7 +135,7 @@ class MaskedDiffusion:
         confidence: Tensor,
         chosen: tuple[Tensor, Tensor],
         s: float,
-        layout: Layout,
+        layout: PackedLayout,
         decoding: TextDecoding,
     ) -> Tensor:
         """Tokens [N] at time s, given what was chosen, and of what may be written a proposed token and its log
@@ -149,7 +149,7 @@ class MaskedDiffusion:
             write = write & self._surest(write, confidence, s, layout)
         return torch.where(write, proposal, noised).masked_fill(mask_again, self.mask_id)
 
-    def _surest(self, is_masked: Tensor, confidence: Tensor, s: float, layout: Layout) -> Tensor:
+    def _surest(self, is_masked: Tensor, confidence: Tensor, s: float, layout: PackedLayout) -> Tensor:
         """bool [N]: the masked tokens to write now, so that each sample keeps round(s L) masked ones."""
         choice = torch.zeros_like(is_masked)
         start = 0

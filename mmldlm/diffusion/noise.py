@@ -102,10 +102,10 @@ def draw_noise(
     """
     shared = _philox(seed, purpose=0, step=step)
     offsets = shared.random(3)
-    dealt = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
+    local_items = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
     t_mode, u_text, u_latent = (
         stratified_times(float(offset), strata, global_batch_size)
-        for offset, strata in zip(offsets, dealt, strict=True)
+        for offset, strata in zip(offsets, local_items, strict=True)
     )
     if not (text.stratified and latent.stratified):
         # After all else, so that they change nothing else.

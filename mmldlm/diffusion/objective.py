@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.batch import Batch, Layout
+from mmldlm.batch import Batch, PackedLayout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
@@ -84,7 +84,7 @@ class NoisedBatch:
     noised_latents: Tensor  # float32 [B, M, C]
     t_text: Tensor  # float32 [B]
     t_latent: Tensor  # float32 [B]
-    layout: Layout
+    layout: PackedLayout
     positions: Tensor  # int64 [P]: the masked tokens
     targets: Tensor  # int64 [P]: what they were
     token_weight: Tensor  # float32 [P]: in the loss that is shown, a bound under `loss.text: elbo`
@@ -98,7 +98,7 @@ class NoisedBatch:
     counts: Tensor  # float64 [S] on the host: what the sums of `Objective.__call__` are divided by
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout, Tensor, Tensor]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
         """The arguments of the network, in order."""
         return (
             self.noised_tokens,

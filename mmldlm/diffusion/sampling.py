@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Layout
+from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler
 from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
 from mmldlm.diffusion.noise import Mode, Randomness, draw_normal
@@ -60,7 +60,7 @@ class SamplingConfig:
 class Generation:
     tokens: Tensor  # int64 [N], on the host
     lengths: tuple[int, ...]
-    latents: Tensor  # float32 [B, M, C], on the host, standardised
+    latents: Tensor  # float32 [B, M, C], on the host, standardized
 
     def split(self) -> list[list[int]]:
         return [part.tolist() for part in self.tokens.split(self.lengths)]
@@ -76,15 +76,15 @@ class Blank:
     """
 
     places: Tensor  # int64 [F]
-    layout: Layout  # of these tokens alone
+    layout: PackedLayout  # of these tokens alone
     share: Tensor  # float32 [B]: of each sample's tokens
 
     @classmethod
-    def of(cls, tokens: Tensor, mask_id: int, layout: Layout) -> Blank:
+    def of(cls, tokens: Tensor, mask_id: int, layout: PackedLayout) -> Blank:
         places = (tokens == mask_id).nonzero().squeeze(1)
         lengths = torch.bincount(layout.sample_of_token[places], minlength=layout.num_samples).tolist()
         share = torch.tensor(lengths, device=tokens.device) / torch.tensor(layout.lengths, device=tokens.device)
-        return cls(places, Layout(tuple(lengths), layout.latent_tokens, tokens.device), share)
+        return cls(places, PackedLayout(tuple(lengths), layout.latent_tokens, tokens.device), share)
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def generate(
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     device, batch = latents.device, latents.shape[0]
-    layout = Layout(lengths, latents.shape[1], device)
+    layout = PackedLayout(lengths, latents.shape[1], device)
     decoding = config.decoding_of(mode)
     noise = draw_normal(generator, latents.shape).to(device)
     writes_text, writes_latent = mode != "t2l", mode != "l2t"
@@ -169,7 +169,7 @@ def draw_lengths(
     error; noise gives a draw from it, as lengths vary where there is no condition.
     """
     batch, device = latents.shape[0], latents.device
-    layout = Layout((1,) * batch, latents.shape[1], device)
+    layout = PackedLayout((1,) * batch, latents.shape[1], device)
     tokens = torch.full((batch,), mask_id, device=device)  # the head sees no text: one masked token stands in for it
     ones = torch.ones(batch, device=device)
     _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)

@@ -1,4 +1,4 @@
-"""`Processes`: those that the launcher started, and what they tell each other. A `Runtime` has a model beside."""
+"""`Collectives`: those that the launcher started, and what they tell each other. A `Engine` has a model beside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _left: list[Any] = []
 
 
-class Processes:
+class Collectives:
     """This process among those of a run: by itself the only one.
 
     Every method that is called collective must be called by all ranks in the same order.
@@ -37,11 +37,11 @@ class Processes:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def waiting(self, collective: str) -> contextlib.AbstractContextManager[Any]:
+    def in_collective(self, collective: str) -> contextlib.AbstractContextManager[Any]:
         """Tell the watchdog what the main thread waits for from here on."""
-        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.waiting(collective)
+        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.in_collective(collective)
 
-    def dealt(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
+    def local_items(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
         """This rank's share of `items` with their numbers, and whether each counts.
 
         Where a forward pass is collective, a rank that is out of items gets the last one again, uncounted.
@@ -57,7 +57,7 @@ class Processes:
         """Collective: sum of a small tensor, on the host in float64; every rank gets the same bits."""
         total = values.detach().to("cpu", torch.float64, copy=True)
         if self.world_size > 1:
-            with self.waiting(what):
+            with self.in_collective(what):
                 dist.all_reduce(total)
         return total
 
@@ -68,13 +68,13 @@ class Processes:
         if self.world_size == 1:
             return [json.loads(text)]
         # PyTorch's own gather of objects unpickles, and so runs, whatever comes over the network.
-        with self.waiting(what):
+        with self.in_collective(what):
             lengths = [int(length) for length in _all_gather(torch.tensor([len(text)]))]
             padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
             return [json.loads(part.numpy().tobytes()) for part in _all_gather(padded)]
 
     @contextlib.contextmanager
-    def agreeing(self, what: str) -> Iterator[None]:
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
         """Collective: a user error of one rank in the body is an error of all, so that nobody waits in vain."""
         error: MmldlmError | None = None
         try:

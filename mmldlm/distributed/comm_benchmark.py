@@ -33,7 +33,7 @@ def backend_version(backend: str) -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else torch.__version__
 
 
-class Meeting:
+class NodeRendezvous:
     """One process of each node around a TCPStore that node 0 hosts at `host:port`; JSON values go round."""
 
     def __init__(self, host: str, port: int, node: int, nodes: int, timeout_s: float):
@@ -93,7 +93,7 @@ class Speed:
     gigabytes_per_s: float
 
 
-def all_reduce_speed(meeting: Meeting, device: torch.device) -> Speed:
+def all_reduce_speed(meeting: NodeRendezvous, device: torch.device) -> Speed:
     """Measure it with one process of each node. Raises `PeerLostError` where it fails, hangs or adds up wrongly."""
     backend = backend_of(device.type)
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # an exception on timeout, not the end of the process

@@ -1,4 +1,4 @@
-"""`Runtime`: the one object through which a run reaches its processes. This is the replicated engine (one process
+"""`Engine`: the one object through which a run reaches its processes. This is the replicated engine (one process
 and DDP); FSDP2 and ZeRO override what differs.
 """
 
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.grad_scaler import LossScale
-from mmldlm.distributed.launcher import DDP, Launch
+from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.weight_average import WeightAverage
 
 T = TypeVar("T")
 
 
-def fits(norm: Tensor, limit: float) -> Tensor:
+def is_accepted(norm: Tensor, limit: float) -> Tensor:
     """Whether a step may be taken with gradients of this norm: bool, where the norm is, which nobody waits for.
 
     All judge by this one rule, on the device and on the host, in float64: a norm that is not finite is above any limit.
@@ -35,14 +35,14 @@ def fits(norm: Tensor, limit: float) -> Tensor:
     return norm.double() <= min(limit, sys.float_info.max)
 
 
-class Runtime(Processes):
+class Engine(Collectives):
     """The processes of this run, and what they do together with one model."""
 
     exchange_bytes = 0  # memory of the device that the engine takes within a backward pass and gives back after it
     average: WeightAverage | None = None  # of the trained weights, see `keep_average`
     loss_scale: LossScale | None = None  # in fp16
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, watchdog: Watchdog | None):
+    def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
         self.accelerator, self.launch, self.engine = accelerator, launch, launch.engine
         self.device: torch.device = accelerator.device
@@ -53,30 +53,34 @@ class Runtime(Processes):
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
-        with self.waiting("wrapping the model"), warnings.catch_warnings():
+        with self.in_collective("wrapping the model"), warnings.catch_warnings():
             # Accelerate knows the argument by the name that PyTorch is about to drop.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     @cached_property
-    def bare_model(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         """The model without the engine's wrapper; callable where `shards_parameters`, too, if all ranks call it."""
         return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
 
     @property
-    def bare_optimizer(self) -> torch.optim.Optimizer:
+    def unwrapped_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network, for the objective."""
         return self._call(self.model, *args, **kwargs)
 
-    def forward_bare(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same without gradients to come: for validation and samples."""
-        return self._call(self.bare_model, *args, **kwargs)
+        return self._call(self.unwrapped_model, *args, **kwargs)
 
     def _call(self, network: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with self.waiting("forward: gather of the parameters") if self.shards_parameters else contextlib.nullcontext():
+        with (
+            self.in_collective("forward: gather of the parameters")
+            if self.shards_parameters
+            else contextlib.nullcontext()
+        ):
             return network(*args, **kwargs)
 
     def rehearse(self, loss_of: Callable[[Callable[..., Any]], Tensor]) -> None:
@@ -104,7 +108,7 @@ class Runtime(Processes):
         """`loss` is this rank's share of the step's loss; data parallelism averages, we want the sum."""
         # Scaled, the mean becomes the sum in `update`: float16 has no room to spare for that.
         factor = self.world_size if self.loss_scale is None else self.loss_scale.now
-        with self.waiting("backward: reduction of the gradients"):
+        with self.in_collective("backward: reduction of the gradients"):
             self.accelerator.backward(loss * factor)
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
@@ -116,27 +120,27 @@ class Runtime(Processes):
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters(), self.world_size)
-        with self.waiting("norm of the gradients"):
+        with self.in_collective("norm of the gradients"):
             norm = self._whole(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
         self._set_lr(lr)
         self._step(norm, norm_limit)
         self._forget_errors(norm, norm_limit)
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
-            self.average.follow(fits(norm, norm_limit), decay)
+            self.average.follow(is_accepted(norm, norm_limit), decay)
         if self.loss_scale is not None:
             self.loss_scale.follow(norm)
         return norm
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
-        optimizer: Any = self.bare_optimizer
+        optimizer: Any = self.unwrapped_optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # What `GradScaler` says to fused optimizers: where it is 1, their kernel leaves all as it is.
-            optimizer.found_inf = 1 - fits(norm, norm_limit).float()
+            optimizer.found_inf = 1 - is_accepted(norm, norm_limit).float()
             self.optimizer.step()
             optimizer.found_inf = None
-        elif fits(norm, norm_limit):
-            with self.waiting("optimizer step"):  # Muon gathers what FSDP2 shards
+        elif is_accepted(norm, norm_limit):
+            with self.in_collective("optimizer step"):  # Muon gathers what FSDP2 shards
                 self.optimizer.step()
 
     def _forget_errors(self, norm: Tensor, norm_limit: float) -> None:
@@ -145,12 +149,12 @@ class Runtime(Processes):
         None of a skipped step may come back. Its hook waits for the device in each step, so we may, too.
         """
         for _, state in getattr(self.model, "_comm_hooks", ()):
-            if isinstance(state, PowerSGDState) and not fits(norm, norm_limit):
+            if isinstance(state, PowerSGDState) and not is_accepted(norm, norm_limit):
                 for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
                     memory.clear()
 
     def _set_lr(self, lr: float) -> None:
-        for group in self.bare_optimizer.param_groups:
+        for group in self.unwrapped_optimizer.param_groups:
             group["lr"] = lr
 
     # --- the average of the weights ------------------------------------------------------------------------
@@ -162,7 +166,7 @@ class Runtime(Processes):
         """
         self.average = WeightAverage(self._masters())
         self.average.exchange()
-        with self.waiting("setting the average of the weights"), torch.no_grad():
+        with self.in_collective("setting the average of the weights"), torch.no_grad():
             for name, parameter in self._trained():
                 if name in saved:
                     self._set_master(parameter, saved[name])
@@ -176,23 +180,23 @@ class Runtime(Processes):
         """
         assert self.average is not None
         self.average.exchange()
-        self._show_masters()
+        self._sync_model_from_masters()
         yield
         self.average.exchange()
-        self._show_masters()
+        self._sync_model_from_masters()
 
     def _masters(self) -> list[Tensor]:
         """This rank's tensors that the optimizer steps."""
         return self._parameters()
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.bare_optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self.unwrapped_optimizer.param_groups for parameter in group["params"]]
 
-    def _show_masters(self) -> None:
+    def _sync_model_from_masters(self) -> None:
         """Collective: have the network compute with the masters as they are now."""
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((clean_name(n), p) for n, p in self.bare_model.named_parameters() if p.requires_grad)
+        return ((clean_name(n), p) for n, p in self.unwrapped_model.named_parameters() if p.requires_grad)
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         """Collective: a trained parameter, whole, in float32."""
@@ -206,7 +210,7 @@ class Runtime(Processes):
 
     def sizes(self) -> dict[str, int]:
         """Elements of every tensor of the model, whole, by clean name; the same on every rank."""
-        return {name: tensor.numel() for name, tensor in model_state(self.bare_model).items()}
+        return {name: tensor.numel() for name, tensor in model_state(self.unwrapped_model).items()}
 
     def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
         """Collective, to be exhausted: what this rank owns of the state, as (group, entry, whole tensor).
@@ -214,12 +218,12 @@ class Runtime(Processes):
         "model": float32 weights by clean name. "optimizer": state of the weights in `owned`, see `optimizer_state`.
         "ema": the average of the trained weights, where one is kept. Each tensor is to be copied before the next.
         """
-        with self.waiting("gather of the state"):
-            for name, tensor in model_state(self.bare_model).items():
+        with self.in_collective("gather of the state"):
+            for name, tensor in model_state(self.unwrapped_model).items():
                 whole = self._whole(tensor)
                 if name in owned:
                     yield "model", name, whole
-            for entry, tensor in optimizer_state(self.bare_optimizer, self.bare_model).items():
+            for entry, tensor in optimizer_state(self.unwrapped_optimizer, self.unwrapped_model).items():
                 whole = self._whole(tensor)
                 if entry.rpartition("/")[0] in owned:
                     yield "optimizer", entry, whole
@@ -229,7 +233,7 @@ class Runtime(Processes):
         if self.average is None:
             return
         self.average.exchange()
-        with self.waiting("gather of the average of the weights"):
+        with self.in_collective("gather of the average of the weights"):
             for name, parameter in self._trained():
                 whole = self._master(parameter)
                 if name in owned:
@@ -242,10 +246,10 @@ class Runtime(Processes):
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Collective, after `prepare`: put back the "optimizer" of `gather_state`, whole; DataError if it is not."""
-        load_optimizer_state(self.bare_optimizer, self.bare_model, tensors)
+        load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, tensors)
 
     def check_precision(self) -> None:
         """Assert that what the optimizer updates is float32, whatever the matrix products run in."""
-        for group in self.bare_optimizer.param_groups:
+        for group in self.unwrapped_optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.engine}"

@@ -32,12 +32,12 @@ PATIENCE_S = 2.0  # for a process that is to end to do so by itself
 
 @dataclass(frozen=True)
 class Process:
-    """A process of any host; `machine` and `born` tell it from another that has the same number."""
+    """A process of any host; `machine` and `start_time` tell it from another that has the same number."""
 
     host: str
     machine: str
     pid: int
-    born: int
+    start_time: int
 
     @classmethod
     def own(cls) -> Process:
@@ -51,13 +51,13 @@ class Process:
         """As the kernel has it; "" for a process of another machine."""
         if not self.is_here:
             return ""
-        letter, born = _stat(self.pid)
-        if born != self.born or letter in "ZX":
+        letter, start_time = _stat(self.pid)
+        if start_time != self.start_time or letter in "ZX":
             return "gone"
         return "stopped" if letter in "Tt" else "running"
 
 
-def put_down(processes: Iterable[Process]) -> None:
+def kill_processes(processes: Iterable[Process]) -> None:
     """SIGKILL those of this machine that do not end by themselves; never a process that only has the same number."""
     patience_ends = time.monotonic() + PATIENCE_S
     for process in processes:

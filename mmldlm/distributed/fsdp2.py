@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmldlm.checkpoint.state import load_optimizer_state, model_state
-from mmldlm.distributed.engine import Runtime
+from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.grad_scaler import local
 
 
@@ -36,23 +36,23 @@ def fsdp_plugin(precision: str, wrapped: str) -> FullyShardedDataParallelPlugin:
     )
 
 
-class FSDP2Runtime(Runtime):
+class FSDP2Engine(Engine):
     shards_parameters = True
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = model_state(self.bare_model)
+        parameters = model_state(self.unwrapped_model)
         load_optimizer_state(
-            self.bare_optimizer,
-            self.bare_model,
+            self.unwrapped_optimizer,
+            self.unwrapped_model,
             {entry: _as_sharded(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
         )
 
     def _masters(self) -> list[Tensor]:
         return [local(parameter) for parameter in self._parameters()]
 
-    def _show_masters(self) -> None:
+    def _sync_model_from_masters(self) -> None:
         """What a forward pass has left gathered, as that of the root is, would be taken for the weights."""
-        for module in self.bare_model.modules():
+        for module in self.unwrapped_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

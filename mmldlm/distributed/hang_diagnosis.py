@@ -14,7 +14,7 @@ from mmldlm.distributed.exit_files import Process
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a rank says of itself every interval."""
 
     rank: int
@@ -26,7 +26,7 @@ class Beat:
     done: bool = False
 
     @classmethod
-    def parse(cls, text: bytes) -> Beat:
+    def parse(cls, text: bytes) -> Heartbeat:
         fields = json.loads(text)
         return cls(**{**fields, "process": Process(**fields["process"])})
 
@@ -41,7 +41,7 @@ class Beat:
 class Seen(NamedTuple):
     """A peer's beat, and when by our clock it was first and last read with this counter."""
 
-    beat: Beat
+    beat: Heartbeat
     first: float
     last: float
 
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
         return "silent" if self.last - self.first >= window else ""
 
 
-class Wait(NamedTuple):
+class PendingCollective(NamedTuple):
     """What the accusing rank waited for."""
 
     rank: int
@@ -81,7 +81,7 @@ class Failure:
         return cls(**{**fields, "silent": tuple(Process(**process) for process in fields["silent"])})
 
 
-def is_settled(peers: Mapping[int, Seen], counts: Mapping[int, int], window: float) -> bool:
+def is_conclusive(peers: Mapping[int, Seen], counts: Mapping[int, int], window: float) -> bool:
     """Whether more readings would show nothing new: a fault, or that all moved on from `counts`."""
     if any(seen.fault(window) for seen in peers.values()):
         return True
@@ -90,8 +90,10 @@ def is_settled(peers: Mapping[int, Seen], counts: Mapping[int, int], window: flo
     )
 
 
-def accuse(wait: Wait, world_size: int, peers: Mapping[int, Seen], window: float, deaf: str) -> Failure:
-    """The failure of the run; `deaf` is the store if it did not answer, in which case `peers` are old news."""
+def diagnose(
+    wait: PendingCollective, world_size: int, peers: Mapping[int, Seen], window: float, store_unreachable: str
+) -> Failure:
+    """Return the failure of the run. `store_unreachable` is the store if it did not answer: `peers` are then old news."""
     faults = {kind: [s for s in peers.values() if s.fault(window) == kind] for kind in ("gone", "stopped", "silent")}
     unable = tuple(seen.beat.process for kind in ("stopped", "silent") for seen in faults[kind])
     working = [seen.beat for seen in peers.values() if not seen.beat.done]
@@ -109,9 +111,9 @@ def accuse(wait: Wait, world_size: int, peers: Mapping[int, Seen], window: float
         heard = f"no heartbeat for at least {seen.last - seen.first:.1f} s"
         why = "its process is stopped" if faults["stopped"] else heard
         rank, text = seen.beat.rank, f"{seen.beat} is not answering ({why}), last seen {seen.beat.place}{_more(found)}"
-    elif deaf:
+    elif store_unreachable:
         host = f"{peers[0].beat}, last seen {peers[0].beat.place}," if 0 in peers else "rank 0"
-        rank, text = None, f"{deaf} does not answer; {host} or the launcher keeps it"
+        rank, text = None, f"{store_unreachable} does not answer; {host} or the launcher keeps it"
     elif absent:
         rank, text = absent[0], f"rank {absent[0]} never came" + (f", nor ranks {absent[1:]}" if absent[1:] else "")
     elif wait.is_long and outside:
@@ -128,12 +130,12 @@ def accuse(wait: Wait, world_size: int, peers: Mapping[int, Seen], window: float
     return Failure(f"{text}; {_waited(wait)}", wait.rank, rank, unable)
 
 
-def _more(beats: list[Beat]) -> str:
+def _more(beats: list[Heartbeat]) -> str:
     others = [beat.rank for beat in beats[1:]]
     return f", and ranks {', '.join(map(str, others[:8]))}{' ...' if others[8:] else ''} likewise" if others else ""
 
 
-def _waited(wait: Wait) -> str:
+def _waited(wait: PendingCollective) -> str:
     if not wait.collective:
         return f"found by rank {wait.rank} at step {wait.step}"
     detail = f" ({wait.detail})" if wait.detail else ""

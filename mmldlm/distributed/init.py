@@ -17,17 +17,17 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from mmldlm.distributed.config import DDPConfig, DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_config
-from mmldlm.distributed.engine import Runtime
+from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.grad_scaler import LossScale
-from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, Launch
+from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, LauncherEnv
 from mmldlm.distributed.process_group import join
 from mmldlm.errors import ConfigError
 
 WRAPPED = "MMDiTBlock"  # the unit of sharding
 
 
-def start(config: DistributedConfig, launch: Launch, plan: StepPlan) -> Runtime:
+def start(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan) -> Engine:
     """Join the process group that the launcher describes and build the engine's runtime on it.
 
     Raises `ConfigError` where what came is not what was asked for: another world size, rank or engine.
@@ -54,7 +54,7 @@ class _DeepSpeedPlugin(DeepSpeedPlugin):
 
 
 def _accelerator(
-    config: DistributedConfig, launch: Launch, plan: StepPlan, deepspeed: dict[str, Any] | None
+    config: DistributedConfig, launch: LauncherEnv, plan: StepPlan, deepspeed: dict[str, Any] | None
 ) -> Accelerator:
     """Precision is the model's own matter (autocast inside its forward), so Accelerate's stays "no"."""
     on_cpu = not torch.cuda.is_available()
@@ -109,16 +109,16 @@ def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
     )
 
 
-def _runtime_class(engine: str) -> type[Runtime]:
+def _runtime_class(engine: str) -> type[Engine]:
     if engine == FSDP2:
-        from mmldlm.distributed.fsdp2 import FSDP2Runtime
+        from mmldlm.distributed.fsdp2 import FSDP2Engine
 
-        return FSDP2Runtime
+        return FSDP2Engine
     if engine.startswith("zero"):
-        from mmldlm.distributed.zero import ZeroRuntime
+        from mmldlm.distributed.zero import ZeroEngine
 
-        return ZeroRuntime
-    return Runtime
+        return ZeroEngine
+    return Engine
 
 
 def _check_mixed_precision(precision: str) -> None:
@@ -130,7 +130,7 @@ def _check_mixed_precision(precision: str) -> None:
         )
 
 
-def _check_came(runtime: Runtime, launch: Launch) -> None:
+def _check_came(runtime: Engine, launch: LauncherEnv) -> None:
     """What Accelerate and torch.distributed say must be what the launcher asked for, proven by an all-reduce."""
     state = runtime.accelerator.state
     kinds = {SINGLE: "NO", FSDP2: "FSDP"}

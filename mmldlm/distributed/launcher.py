@@ -18,7 +18,7 @@ ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherEnv:
     """The place of this process in the run, as its launcher describes it."""
 
     engine: str  # SINGLE or one of ENGINES
@@ -41,11 +41,11 @@ class Launch:
         return self.deepspeed is not None and offloads_optimizer(self.deepspeed)
 
 
-def read_launch(
+def read_launcher_env(
     environment: MutableMapping[str, str],
     deepspeed_file: str | None = None,
     accelerate_file: str | None = None,
-) -> Launch:
+) -> LauncherEnv:
     """The launch that `environment` describes.
 
     `deepspeed_file` and `accelerate_file` are the program's own arguments, for launchers that set no
@@ -89,7 +89,7 @@ def read_launch(
         )
     if use_fsdp:
         _check_fsdp(environment)
-    return Launch(
+    return LauncherEnv(
         engine=engine,
         launcher=_launcher(environment),
         rank=_number(environment, "RANK", 0),

@@ -19,7 +19,7 @@ from torch.func import functional_call
 LONGEST_END_S = 10.0
 
 
-def fits_into_memory(
+def fits_in_memory(
     model: nn.Module,
     loss_of: Callable[[Callable[..., Any]], Tensor],
     device: torch.device,

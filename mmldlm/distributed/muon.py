@@ -12,7 +12,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
 class ShardedMuon(torch.optim.Muon):
-    """PyTorch's Muon, which for a sharded matrix gathers what it orthogonalises.
+    """PyTorch's Muon, which for a sharded matrix gathers what it orthogonalizes.
 
     By itself it runs the Newton-Schulz iteration on shards: 11 to 16 collectives a matrix, partial sums rounded to
     bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here one

@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.environment import export_settings
-from mmldlm.distributed.launcher import SINGLE, Launch
+from mmldlm.distributed.launcher import SINGLE, LauncherEnv
 from mmldlm.distributed.network import use_interface_towards
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import ConfigError, MmldlmError, PeerLostError, outcome
@@ -22,7 +22,7 @@ RENDEZVOUS_S = 30.0, 300.0  # shortest and longest wait for the other processes 
 NCCL_MARGIN_S = 30.0
 
 
-def join(config: DistributedConfig, launch: Launch) -> Watchdog:
+def join(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
     """Ours before any library's: the timeout of a group that others start is not the one asked for."""
     use_cuda = torch.cuda.is_available()
     if use_cuda:
@@ -58,17 +58,17 @@ def join(config: DistributedConfig, launch: Launch) -> Watchdog:
 
 
 @contextmanager
-def together(config: DistributedConfig, launch: Launch) -> Iterator[Processes]:
+def together(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Collectives]:
     """The processes that the launcher started, whatever engine it names: each has all of the model for itself.
 
     What ends the body on one rank ends it on all. `PeerLostError` where a rank is lost.
     """
     if launch.engine == SINGLE:
-        yield Processes()
+        yield Collectives()
         return
     export_settings(config)
     watchdog = join(config, launch)
-    processes = Processes(launch.rank, launch.world_size, watchdog)
+    processes = Collectives(launch.rank, launch.world_size, watchdog)
     try:
         yield processes
     except Exception as error:

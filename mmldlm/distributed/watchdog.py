@@ -25,11 +25,11 @@ from mmldlm.distributed.exit_files import (
     Process,
     dump_flight_recorder,
     dump_stacks,
+    kill_processes,
     pending_collective,
-    put_down,
     write_exit,
 )
-from mmldlm.distributed.hang_diagnosis import Beat, Failure, Seen, Wait, accuse, is_settled
+from mmldlm.distributed.hang_diagnosis import Failure, Heartbeat, PendingCollective, Seen, diagnose, is_conclusive
 from mmldlm.errors import ExitCode, PeerLostError
 
 GRACE_S = 1.0  # for a main thread to meet a failure by itself, before its watchdog ends the process
@@ -64,7 +64,7 @@ class Watchdog:
         self._store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self._window = max(3 * interval_s, 1.5)  # a counter that stands still for so long is of a silent rank
         self.step = 0
-        self._beat = Beat(rank, Process.own())
+        self._beat = Heartbeat(rank, Process.own())
         self._phase = _Phase("", time.monotonic())
         self._peers: dict[int, Seen] = {}
         self._failure: Failure | None = None  # the first of the run
@@ -72,7 +72,7 @@ class Watchdog:
         self._outgoing: Failure | None = None
         self._leaving: int | None = None  # the thread that ends this process
         self._lock = threading.Lock()
-        self._store_lost = self._curious = False
+        self._store_lost = self._poll_all_ranks = False
         self._asked = self._answered = self._census_at = time.monotonic()
         self._closed, self._wake = threading.Event(), threading.Event()
         self._threads = [
@@ -98,7 +98,7 @@ class Watchdog:
         self.step = step
 
     @contextmanager
-    def waiting(self, collective: str) -> Iterator[None]:
+    def in_collective(self, collective: str) -> Iterator[None]:
         """In the body the main thread waits for its peers; their loss is raised as `PeerLostError`."""
         outer = self._phase
         self._phase = _Phase(collective, time.monotonic())
@@ -172,16 +172,16 @@ class Watchdog:
             self._failed_at, self._failure = time.monotonic(), Failure.parse(failed)
         beats: Sequence[bytes] = [host] if host else []
         long_wait = phase.collective and now - max(phase.since, self._census_at) > max(self.timeout_s / 8, 1.0)
-        if not failed and (long_wait or self._curious):
-            beats, self._census_at = self._census(), now
-        for beat in map(Beat.parse, beats):
+        if not failed and (long_wait or self._poll_all_ranks):
+            beats, self._census_at = self._read_heartbeats(), now
+        for beat in map(Heartbeat.parse, beats):
             if beat.rank != self.rank:
                 old = self._peers.get(beat.rank)
                 first = old.first if old is not None and old.beat.count == beat.count else now
                 self._peers[beat.rank] = Seen(beat, first, now)
         self._asked, self._answered = now, time.monotonic()
 
-    def _census(self) -> Sequence[bytes]:
+    def _read_heartbeats(self) -> Sequence[bytes]:
         keys = [f"beat/{rank}" for rank in range(self.world_size)]
         if not self._store.check(keys):  # a read of what is not there would wait for it
             keys = [key for key in keys if self._store.check([key])]
@@ -245,9 +245,9 @@ class Watchdog:
         """The failure of the run: what a rank has published, or what the beats show; `failed`: a collective raised."""
         phase, seconds = self._phase, time.monotonic() - self._phase.since
         detail = pending_collective(or_latest=failed)
-        wait = Wait(self.rank, self.step, phase.collective, detail, seconds, seconds > self.timeout_s / 2)
+        wait = PendingCollective(self.rank, self.step, phase.collective, detail, seconds, seconds > self.timeout_s / 2)
         time.sleep(min(0.01 * self.rank, 1.0))  # of a thousand ranks the first few find out
-        self._curious = True  # what is read from now on is of all ranks
+        self._poll_all_ranks = True  # what is read from now on is of all ranks
         asked_at = time.monotonic()
         self._wake.set()
         counts: dict[int, int] = {}
@@ -255,11 +255,11 @@ class Watchdog:
             peers, fresh = dict(self._peers), self._asked > asked_at
             if fresh and not counts:
                 counts = {rank: seen.beat.count for rank, seen in peers.items()}
-            if (fresh or not self._responds()) and is_settled(peers, counts, self._window):
+            if (fresh or not self._responds()) and is_conclusive(peers, counts, self._window):
                 break
             time.sleep(0.05)
-        deaf = "" if self._asked > asked_at else f"the store at {self._address}"
-        return self._failure or accuse(wait, self.world_size, dict(self._peers), self._window, deaf)
+        store_unreachable = "" if self._asked > asked_at else f"the store at {self._address}"
+        return self._failure or diagnose(wait, self.world_size, dict(self._peers), self._window, store_unreachable)
 
     def _publish(self, failure: Failure) -> Failure:
         """The failure that the run takes for its first: `failure`, unless another rank was quicker."""
@@ -283,7 +283,7 @@ class Watchdog:
             place = f"step {self.step}, {self._phase.collective or 'outside of any collective'}"
             dump_stacks(self.folder, self.rank, f"{place}: {cause}", error)
             dump_flight_recorder(self.folder, self.rank)
-        put_down(process for process in failure.silent if process != self._beat.process)
+        kill_processes(process for process in failure.silent if process != self._beat.process)
         return cause
 
 

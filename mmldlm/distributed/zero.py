@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Runtime, fits
+from mmldlm.distributed.engine import Engine, is_accepted
 
 T = TypeVar("T")
 
 
-class ZeroRuntime(Runtime):
+class ZeroEngine(Engine):
     _norm_limit = math.inf
 
     @property
@@ -46,7 +46,7 @@ class ZeroRuntime(Runtime):
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
         }
-        with self.waiting("setting the master weights"):
+        with self.in_collective("setting the master weights"):
             for name, parameter in self._trained():
                 self._set_master(parameter, initial[name])
         self._judge_steps()
@@ -68,7 +68,7 @@ class ZeroRuntime(Runtime):
             return found
 
         def judge(overflow: bool) -> None:
-            optimizer.overflow = overflow or not fits(self._norm, self._norm_limit)
+            optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
             update_scale(optimizer.overflow)
 
         setattr(optimizer, name, norm)
@@ -80,7 +80,7 @@ class ZeroRuntime(Runtime):
         return self.model
 
     @property
-    def bare_model(self) -> nn.Module:
+    def unwrapped_model(self) -> nn.Module:
         return self.deepspeed.module
 
     @property
@@ -89,7 +89,7 @@ class ZeroRuntime(Runtime):
         return self.deepspeed.optimizer
 
     @property
-    def bare_optimizer(self) -> torch.optim.Optimizer:
+    def unwrapped_optimizer(self) -> torch.optim.Optimizer:
         return self.zero_optimizer.optimizer
 
     @property
@@ -107,26 +107,26 @@ class ZeroRuntime(Runtime):
             yield micro_batch
 
     def backward(self, loss: Tensor) -> None:
-        with self.waiting("backward: reduction of the gradients"):
+        with self.in_collective("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
         """The norm is that before clipping, infinite where DeepSpeed finds one that is not finite; it waits for it."""
         self._set_lr(lr)
         self._norm_limit = norm_limit
-        with self.waiting("optimizer step: overflow, norm and new parameters"):
+        with self.in_collective("optimizer step: overflow, norm and new parameters"):
             self.deepspeed.step()
         if self.average is not None:
-            self.average.follow(fits(self._norm, norm_limit), decay)
+            self.average.follow(is_accepted(self._norm, norm_limit), decay)
         return self._norm.to(self.device, non_blocking=True)
 
     def _masters(self) -> list[Tensor]:
         return self._partitions()
 
-    def _show_masters(self) -> None:
+    def _sync_model_from_masters(self) -> None:
         """As DeepSpeed does after a step: the weights that the network computes with are rounded from the masters."""
         optimizer = self.zero_optimizer
-        with self.waiting("gather of the weights"):
+        with self.in_collective("gather of the weights"):
             if self.stage < 3:
                 optimizer.update_lp_params()
                 return
@@ -144,19 +144,19 @@ class ZeroRuntime(Runtime):
         safe_set_full_fp32_param(parameter, whole.to(self.device))
 
     def sizes(self) -> dict[str, int]:
-        parameters = {clean_name(n): self._shape(p).numel() for n, p in self.bare_model.named_parameters()}
+        parameters = {clean_name(n): self._shape(p).numel() for n, p in self.unwrapped_model.named_parameters()}
         return {**super().sizes(), **parameters}
 
     def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-        buffers = {clean_name(name) for name, _ in self.bare_model.named_buffers()}
-        state = model_state(self.bare_model)
+        buffers = {clean_name(name) for name, _ in self.unwrapped_model.named_buffers()}
+        state = model_state(self.unwrapped_model)
         for name, tensor in {**self._frozen, **{name: state[name] for name in state if name in buffers}}.items():
             if name in owned:
                 yield "model", name, tensor
         step, keys = self._optimizer_layout()
         if step is not None:
             self._link_optimizer_state()
-        with self.waiting("gather of the state"):
+        with self.in_collective("gather of the state"):
             for name, parameter in self._trained():
                 found = [("model", name, self._master(parameter))]
                 found += [("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys]
@@ -179,7 +179,7 @@ class ZeroRuntime(Runtime):
             return
         step = next(tensor for entry, tensor in tensors.items() if entry.endswith("/step"))
         self._create_optimizer_state(step, keys)
-        with self.waiting("setting the optimizer state"):
+        with self.in_collective("setting the optimizer state"):
             for name, parameter in trained.items():
                 for key in keys if name not in new else ():
                     safe_set_full_optimizer_state(parameter, tensors[f"{name}/{key}"].to(self.device), key)
@@ -193,7 +193,7 @@ class ZeroRuntime(Runtime):
 
     def _optimizer_layout(self) -> tuple[Tensor | None, list[str]]:
         """Step count and names of the moments; (None, []) before the first step."""
-        state = self.bare_optimizer.state.get(self._partitions()[0], {})
+        state = self.unwrapped_optimizer.state.get(self._partitions()[0], {})
         moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if not moments:
             return None, []
@@ -201,12 +201,12 @@ class ZeroRuntime(Runtime):
 
     def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
         """What the inner optimizer would create at its first step; DeepSpeed's own count steps in Python."""
-        in_tensors = isinstance(self.bare_optimizer, torch.optim.AdamW)
+        in_tensors = isinstance(self.unwrapped_optimizer, torch.optim.AdamW)
         for partition in self._partitions():
             state = {key: torch.zeros_like(partition) for key in keys}
-            self.bare_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
+            self.unwrapped_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
         if not in_tensors:
-            replay_steps(self.bare_optimizer, int(step))
+            replay_steps(self.unwrapped_optimizer, int(step))
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:

@@ -21,7 +21,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import without_bad
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
 from mmldlm.utils.progress import Progress
@@ -48,7 +48,7 @@ class EvaluationConfig:
 class Written:
     """What was generated, in order of the documents."""
 
-    latents: np.ndarray  # float32 [n, M, C], standardised
+    latents: np.ndarray  # float32 [n, M, C], standardized
     tokens: list[list[int]]
 
 
@@ -65,14 +65,14 @@ class Evaluation:
         self,
         run: LoadedRun,
         config: EvaluationConfig,
-        processes: Processes | None = None,
+        processes: Collectives | None = None,
         ids: Sequence[int] | None = None,
         progress: Progress | None = None,
     ):
         """`ids`: rows of the split to measure on, known to be good; otherwise they are drawn by the seed. DataError
         where the split has fewer than two to draw. `progress` is told of this rank's batches, by default silently."""
         self.progress = progress or Progress(shown=False)
-        self.run, self.config, self.processes = run, config, processes or Processes()
+        self.run, self.config, self.processes = run, config, processes or Collectives()
         store = run.store if ids is not None else without_bad(run.store, config.split, run.config.data.max_bad_samples)
         self.split = store.split(config.split)
         rng = np.random.default_rng(config.seed)
@@ -82,18 +82,18 @@ class Evaluation:
             check_count(count, config.split, store)
         tokens, self.lengths, self.raw_latents = self.split.gather(self.ids)
         self.tokens: list[list[int]] = [part.tolist() for part in np.split(tokens, self.lengths.cumsum()[:-1])]
-        latents = run.store.standardise(self.raw_latents)
+        latents = run.store.standardize(self.raw_latents)
         cycle = rng.permutation(count)
         other = np.empty(count, np.int64)
         other[cycle] = np.roll(cycle, 1)  # one cycle through all: nobody keeps his own
         self.latents: dict[Condition, np.ndarray] = {
             "own": latents,
             "shuffled": latents[other],
-            "mean": np.zeros_like(latents),  # the mean is the origin of the standardised space
+            "mean": np.zeros_like(latents),  # the mean is the origin of the standardized space
         }
 
     def _draw(self, rng: np.random.Generator) -> np.ndarray:
-        # Neighbours in a store come from one source: a fixed draw, also of the first few, is a fair sample.
+        # Neighbors in a store come from one source: a fixed draw, also of the first few, is a fair sample.
         drawn = rng.permutation(len(self.split))
         return drawn[~np.isin(drawn, self.split.skipped)][: self.config.samples]
 
@@ -133,13 +133,13 @@ class Evaluation:
 
     def _shared(self, lengths: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
         """This rank's part of samples of these lengths: places of a micro-batch, and whether it counts."""
-        dealt = self._dealt(lengths)
-        return self.progress.over(dealt, MICRO_BATCHES, len(dealt))
+        local_items = self._dealt(lengths)
+        return self.progress.over(local_items, MICRO_BATCHES, len(local_items))
 
     def _dealt(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
         size, order = self.config.batch, np.argsort(lengths, kind="stable")
         cuts = [order[start : start + size] for start in range(0, len(order), size)]
-        return [(counts, slots) for _, slots, counts in self.processes.dealt(cuts)]
+        return [(counts, slots) for _, slots, counts in self.processes.local_items(cuts)]
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Collective: float64; what each rank has filled in of an array of zeros, together."""
@@ -152,7 +152,7 @@ class Evaluation:
         return self._generated(mode, self.batches(condition, count), self.lengths[:count], sampling)
 
     def latents_of(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:
-        """Collective: standardised latents [n, M, C] that the network finds for texts of its tokens."""
+        """Collective: standardized latents [n, M, C] that the network finds for texts of its tokens."""
         shape, lengths = self.raw_latents.shape[1:], np.array([len(text) for text in tokens])
 
         def batches() -> Iterator[tuple[bool, Batch]]:

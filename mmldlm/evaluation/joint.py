@@ -31,7 +31,7 @@ def variety(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def frechet_metrics(evaluation: Evaluation, made: np.ndarray) -> dict[str, Any]:
-    """The Frechet distance of standardised latents [n, M, C] to the true ones of the same documents' texts.
+    """The Frechet distance of standardized latents [n, M, C] to the true ones of the same documents' texts.
 
     Beside it that of as many other documents' latents, and that of white noise. All None where n is too small.
     """

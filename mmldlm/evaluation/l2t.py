@@ -29,7 +29,7 @@ def likeness(
         "token_accuracy": accuracy.value,
         "token_accuracy_ci95": list(accuracy.interval),
         "exact_match": float(np.mean([own == true for own, true in zip(texts, references, strict=True)])),
-        # `force` only silences a warning of references that look tokenised.
+        # `force` only silences a warning of references that look tokenized.
         "bleu": sacrebleu.corpus_bleu(list(texts), [list(references)], force=True).score,
         "chrf": sacrebleu.corpus_chrf(list(texts), [list(references)]).score,
     }

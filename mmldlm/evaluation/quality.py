@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmldlm.diffusion.noise import Mode, trained_modes
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig, check_count
 from mmldlm.evaluation.joint import frechet_metrics, variety
 from mmldlm.evaluation.l2t import likeness
@@ -21,7 +21,7 @@ SEED = 20_260  # of all draws: every time in every run sees the same
 BATCH = 16  # samples at a time, beside all that training holds
 
 
-def quality(run: LoadedRun, ids: Sequence[int], processes: Processes) -> dict[str, float]:
+def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[str, float]:
     """Collective: `quality/MODE_METRIC` of each trained mode, on the rows `ids` of the validation split.
 
     DataError where they are fewer than two.

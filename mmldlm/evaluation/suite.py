@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.diffusion.noise import Mode, trained_modes
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.l2t import text_metrics
@@ -33,18 +33,18 @@ def evaluate(
     config: EvaluationConfig,
     modes: Sequence[Mode] | None = None,
     extras: Extras = Extras(),
-    processes: Processes | None = None,
+    processes: Collectives | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Collective: the metrics of `modes`, by default those that the run trained; the same on every rank.
 
     What cannot be measured is refused before anything is.
     """
-    processes = processes or Processes()
+    processes = processes or Collectives()
     trained = trained_modes(run.config.mode, run.config.mode_schedule)
     modes = tuple(modes or trained)
     model = None
-    with processes.agreeing("opening of what is to be evaluated"):
+    with processes.raise_on_all_ranks("opening of what is to be evaluated"):
         progress = progress or Progress(shown=False)
         progress.phase("opening documents and encoder")
         evaluation = Evaluation(run, config, processes, progress=progress)

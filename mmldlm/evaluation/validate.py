@@ -19,7 +19,7 @@ from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights, trained_mode
 from mmldlm.diffusion.objective import Objective
 
 if TYPE_CHECKING:
-    from mmldlm.distributed.engine import Runtime
+    from mmldlm.distributed.engine import Engine
 
 MICRO_BATCH = 64
 SEED = 20_260  # of times, masks and noise: every validation of every run sees the same
@@ -28,7 +28,7 @@ LEVELS_DRAWN = 30  # noise levels of a curve over t, at least: as many as Tensor
 
 
 def validation_ids(split: Split, count: int) -> list[int]:
-    """A fixed draw, of several stores by their shares: neighbours in a store come from one source."""
+    """A fixed draw, of several stores by their shares: neighbors in a store come from one source."""
     found: list[int] = []
     for (_, first, stop), share in zip(split.parts(), shared_out(count, split), strict=True):
         skipped = split.skipped_in(first, stop)
@@ -63,7 +63,7 @@ class HeldOut:
 
 
 def validation_losses(
-    objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Runtime
+    objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Engine
 ) -> HeldOut:
     """Collective: mean losses over `ids` of the validation split, every trained mode alike, whatever its share in
     training. Of several stores, those of each as well.
@@ -80,10 +80,10 @@ def validation_losses(
         if mode not in trained:
             continue
         weights = mode_weights(mode)
-        for _, (source, batch), counted in runtime.dealt(list(_batches(split, ids))):
+        for _, (source, batch), counted in runtime.local_items(list(_batches(split, ids))):
             noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
-            _, own = objective(runtime.forward_bare, noised.to(runtime.device), noised.counts.tolist())
+            _, own = objective(runtime.eval_forward, noised.to(runtime.device), noised.counts.tolist())
             if counted:
                 sums[source] += own.double().cpu()
                 counts[source] += noised.counts

@@ -18,12 +18,12 @@ from mmldlm.data.nearest import directions
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import trained_modes
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.statistics import ranks_of_own
 from mmldlm.evaluation.validate import SEED, validation_ids
 from mmldlm.run.load import LoadedRun
-from mmldlm.telemetry.figure_data import Pictures
+from mmldlm.telemetry.figure_data import FigureData
 
 SPLIT = "validation"
 AT_ONCE, TOKENS_AT_ONCE = 16, 2048  # samples and tokens of a forward pass: its logits are all there at once
@@ -33,7 +33,7 @@ MADE = 8  # latents from noise: with each of them a text is written, which is de
 STEPS, TOKENS_A_STEP = 8, 4
 
 
-def pictures_due(step: int, config: RunConfig) -> bool:
+def figures_due(step: int, config: RunConfig) -> bool:
     """Whether the validation after optimizer step `step` comes with pictures: a function of the step alone."""
     every = config.log.figures_every
     if not config.log.tensorboard or not every:
@@ -42,7 +42,7 @@ def pictures_due(step: int, config: RunConfig) -> bool:
     return step == config.train.steps or step // every > before // every
 
 
-def quality_of(pictures: Pictures) -> dict[str, float]:
+def quality_of(pictures: FigureData) -> dict[str, float]:
     """Of these few samples; `validation.quality_every` measures what is generated from more, under other names."""
     values: dict[str, float] = {}
     if pictures.hits is not None:
@@ -55,7 +55,7 @@ def quality_of(pictures: Pictures) -> dict[str, float]:
     return values
 
 
-def take_pictures(run: LoadedRun, processes: Processes) -> Pictures:
+def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     """Collective: of `log.figure_samples`, in the modes that the run trains."""
     config = run.config
     evaluation = _evaluation(run, config.log.figure_samples, processes)
@@ -70,7 +70,7 @@ def take_pictures(run: LoadedRun, processes: Processes) -> Pictures:
         sampling = replace(config.sampling, guidance=1.0)
         joint = evaluation.write("joint", "none", few, _brief(sampling, int(evaluation.lengths[:few].max())))
         made, written = _flat(joint.latents), joint.tokens
-    return Pictures(
+    return FigureData(
         tokens=[np.array(tokens) for tokens in evaluation.tokens],
         truth=_flat(evaluation.latents["own"]),
         found=None if found is None else _flat(found),
@@ -82,7 +82,9 @@ def take_pictures(run: LoadedRun, processes: Processes) -> Pictures:
     )
 
 
-def text_samples(run: LoadedRun, processes: Processes, pictures: Pictures | None) -> dict[str, list[dict[str, str]]]:
+def text_samples(
+    run: LoadedRun, processes: Collectives, pictures: FigureData | None
+) -> dict[str, list[dict[str, str]]]:
     """Collective: by tag, a few texts that the run writes, each beside one to compare it with.
 
     In l2t that is the document whose latent it was given. Where there are `pictures`, also texts that came out of noise
@@ -114,7 +116,7 @@ def _brief(sampling: SamplingConfig, longest: int) -> SamplingConfig:
     return replace(sampling, steps=min(sampling.steps, max(STEPS, -(-longest // TOKENS_A_STEP))))
 
 
-def _evaluation(run: LoadedRun, count: int, processes: Processes) -> Evaluation:
+def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluation:
     """Of the first `count` samples of every validation's draw."""
     split = run.store.split(SPLIT)
     ids = validation_ids(split, count)
@@ -150,10 +152,10 @@ def _guess(run: LoadedRun, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(latents: np.ndarray, store: Store, count: int) -> list[int]:
-    """For each of the standardised `latents` [n, D] that of `count` held-out rows whose latent is nearest."""
+    """For each of the standardized `latents` [n, D] that of `count` held-out rows whose latent is nearest."""
     split = store.split(SPLIT)
     ids = validation_ids(split, count)
-    candidates = directions(store.standardise(split.gather(np.asarray(ids, np.int64))[2]))
+    candidates = directions(store.standardize(split.gather(np.asarray(ids, np.int64))[2]))
     return [ids[place] for place in (latents @ candidates.T).argmax(1)]
 
 

@@ -87,7 +87,7 @@ def edit(
     The tokens are the same in every step and in the result.
     """
     check_guidance(run, "l2t", config)
-    latents = torch.from_numpy(run.store.standardise(raw_latents)).repeat_interleave(count, 0)
+    latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
     lengths, kept = (len(row),) * len(latents), torch.tensor(row * len(latents))
     generator = torch.Generator().manual_seed(seed)
     return produce(run, "l2t", config, generator, latents, lengths, kept=kept, watch=watch)

@@ -48,7 +48,7 @@ def sample(
         return produce(run, mode, config, generator, empty, tuple(map(len, ids)), tokens=tokens)
     if mode == "l2t":
         assert raw_latents is not None
-        latents = torch.from_numpy(run.store.standardise(raw_latents)).repeat_interleave(count, 0)
+        latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
     else:
         latents = torch.randn(count, *shape, generator=generator)
     if length:
@@ -69,7 +69,7 @@ def produce(
     kept: Tensor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Generation, list[str]]:
-    """`generate`, from standardised `latents` [B, M, C] on the host; its latents on the encoder's scale, its texts."""
+    """`generate`, from standardized `latents` [B, M, C] on the host; its latents on the encoder's scale, its texts."""
 
     def on_step(t: float, now: Tensor) -> None:
         assert watch is not None
@@ -95,7 +95,7 @@ def produce(
 
 
 def lengths_for(run: LoadedRun, latents: Tensor, generator: torch.Generator, t_latent: float = 0.0) -> tuple[int, ...]:
-    """A length for each of the standardised `latents` [B, M, C], drawn from the length head."""
+    """A length for each of the standardized `latents` [B, M, C], drawn from the length head."""
     return draw_lengths(run.model, run.store.manifest.mask_id, latents.to(run.device), t_latent, generator)
 
 

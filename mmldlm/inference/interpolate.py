@@ -19,7 +19,7 @@ def between(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
     """float32 [P, M, C] from `a` to `b` [M, C], both included, in equal parts of the angle.
 
     Of each latent token the direction goes along the great circle (Shoemake, SIGGRAPH 1985; for generative models:
-    White, arXiv 1609.04468), the norm from the one to the other. Standardised latents lie near the sphere of norm
+    White, arXiv 1609.04468), the norm from the one to the other. Standardized latents lie near the sphere of norm
     sqrt(C) around the mean latent: a straight line would cut through the inside, towards the latent of all texts and of
     none. Where the directions are the same, opposite or none, and no one great circle leads on, the line is straight.
     """
@@ -45,11 +45,11 @@ def interpolate(
 ) -> tuple[Generation, list[str]]:
     """A text for each of `points` between two latents [2, M, C] on the encoder's scale.
 
-    All are of one length and written with the same random numbers, so that neighbours differ by their latents alone.
+    All are of one length and written with the same random numbers, so that neighbors differ by their latents alone.
     The length is drawn from the length head in the middle, unless `length` fixes it.
     """
     check_guidance(run, "l2t", config)
-    a, b = run.store.standardise(raw_latents)
+    a, b = run.store.standardize(raw_latents)
     if not length:
         middle = torch.from_numpy(between(a, b, 3)[1:2])
         (length,) = lengths_for(run, middle, torch.Generator().manual_seed(seed))

@@ -2,7 +2,7 @@
 
 Each backend computes the same numbers:
 
-- `sdpa`: samples of equal length form groups (neighbours in a length-sorted batch); one
+- `sdpa`: samples of equal length form groups (neighbors in a length-sorted batch); one
   scaled-dot-product attention a group. The fastest on a CPU, where varlen and FlexAttention's backward
   are missing, and right on every device.
 - `varlen`: one call of `torch.nn.attention.varlen` for the whole micro-batch; CUDA in half precision.
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mmldlm.batch import Layout, LengthGroup
+from mmldlm.batch import LengthGroup, PackedLayout
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import setting
 
@@ -50,7 +50,9 @@ def resolve_backend(asked: str, device_type: str, half_precision: bool) -> Backe
     return asked  # type: ignore[return-value]
 
 
-def joint_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
+def joint_attention(
+    latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend
+) -> tuple[Tensor, Tensor]:
     """Attention of each sample over its own latents and tokens.
 
     Takes q, k and v as [B*M, 3, H, K] of the latent stream and [R, 3, H, K] of the text stream; gives
@@ -60,11 +62,11 @@ def joint_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backen
     return latent.to(latent_qkv.dtype), text
 
 
-def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout, backend: Backend) -> tuple[Tensor, Tensor]:
+def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend) -> tuple[Tensor, Tensor]:
     if backend == "sdpa" and text_qkv.device.type == "cpu" and text_qkv.dtype in (torch.bfloat16, torch.float16):
         latent, text = _HalfOnCPU.apply(latent_qkv, text_qkv, layout)
         return latent, text
-    assert not layout.rows_of_none, "only half precision on a CPU gains by them"
+    assert not layout.num_padding_rows, "only half precision on a CPU gains by them"
     if backend == "sdpa":
         return _by_groups(latent_qkv, text_qkv, layout)
     attend = _varlen if backend == "varlen" else _math
@@ -89,7 +91,7 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def _by_groups(latent_qkv: Tensor, text_qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _by_groups(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
     m, (heads, head_width) = layout.latent_tokens, text_qkv.shape[-2:]
     counts = [group.last - group.first for group in layout.groups]
     # Split, not sliced: the gradient of a slice is as large as the whole.
@@ -110,7 +112,7 @@ class _HalfOnCPU(torch.autograd.Function):
     """`_by_groups` with PyTorch's kernel for CPUs, its backward in float32, where it takes 0.3 to 0.7 of the time."""
 
     @staticmethod
-    def forward(ctx: Any, latent_qkv: Tensor, text_qkv: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         latent_out, text_out = torch.empty_like(latent_qkv[:, 0]), torch.empty_like(text_qkv[:, 0])
         text_out[layout.num_tokens :] = 0
         saved: list[Tensor] = []
@@ -140,7 +142,7 @@ class _HalfOnCPU(torch.autograd.Function):
         return latent_qkv, text_qkv, None
 
 
-def _samples(group: LengthGroup, layout: Layout, latents: Tensor, texts: Tensor) -> list[Tensor]:
+def _samples(group: LengthGroup, layout: PackedLayout, latents: Tensor, texts: Tensor) -> list[Tensor]:
     """The group's [samples, M, ...] and [samples, length, ...] in the rows of both streams."""
     count, m = group.last - group.first, layout.latent_tokens
     latents, texts = latents[group.first * m : group.last * m], texts[group.start : group.stop]
@@ -152,13 +154,13 @@ def _heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
     return qkv.permute(2, 0, 3, 1, 4).unbind()
 
 
-def _parts(heads_first: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _parts(heads_first: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
     """What belongs to latents [samples, M, H, K] and text [samples, length, H, K] in [samples, H, S, K]."""
     rows = heads_first.transpose(1, 2)
     return rows[:, : layout.latent_tokens], rows[:, layout.latent_tokens :]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
 
     offsets, longest = layout.joint_offsets, layout.max_length + layout.latent_tokens
@@ -167,7 +169,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
     return out
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+def _math(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
     lengths = layout.joint_offsets.diff().long()
     sample = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
     scores = torch.einsum("qhk,shk->hqs", q.float(), k.float()) * q.shape[-1] ** -0.5

@@ -18,7 +18,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.settings.fields import setting
 
-REGIONS = ("project", "normalise", "branch", "finish")
+REGIONS = ("project", "normalize", "branch", "finish")
 
 
 @dataclass(frozen=True)

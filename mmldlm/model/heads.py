@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.model.cpu_linear import Linear
 
 CHUNK_ROWS = 256  # rows of logits alive at a time: a sixth of the memory of all at once, at 1.1x the time
-NEVER = -1e9  # logit of a token that no text contains; finite, so that 0 * logit stays 0
+MASKED_LOGIT = -1e9  # logit of a token that no text contains; finite, so that 0 * logit stays 0
 
 
 def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class TextHead(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
         bias = torch.zeros(vocab_size)
-        bias[list(never)] = NEVER
+        bias[list(never)] = MASKED_LOGIT
         self.register_buffer("bias", bias, persistent=False)
         self.bias: Tensor
 

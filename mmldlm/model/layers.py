@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.model.cpu_linear import Linear
-from mmldlm.model.ops import modulated_linear, normalise_heads, swiglu, swiglu_linear
+from mmldlm.model.ops import modulated_linear, normalize_heads, swiglu, swiglu_linear
 
 TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
 
@@ -28,7 +28,7 @@ class HeadNorm(nn.Module):
         self.k = nn.Parameter(torch.ones(head_width))
 
     def forward(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        return normalise_heads(qkv_T3HK, torch.stack([self.q, self.k]).float(), rotary)
+        return normalize_heads(qkv_T3HK, torch.stack([self.q, self.k]).float(), rotary)
 
 
 def rotary_angles(position_N: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ class TimeEmbedding(nn.Module):
         return self.out(F.silu(self.hidden(waves)))
 
 
-class Adaptation(NamedTuple):
+class ModulationOut(NamedTuple):
     """What one branch of a block gets from the noise times of each sample: each [B, D]."""
 
     shift: Tensor
@@ -78,19 +78,19 @@ class Modulation(nn.Module):
         self.down = Linear(conditioning, rank, bias=False) if rank else None
         self.up = Linear(rank or conditioning, 3 * branches * width)
 
-    def forward(self, conditioning_BT: Tensor) -> list[Adaptation]:
-        """One `Adaptation` a branch."""
+    def forward(self, conditioning_BT: Tensor) -> list[ModulationOut]:
+        """One `ModulationOut` a branch."""
         hidden = F.silu(conditioning_BT)
         if self.down is not None:
             hidden = self.down(hidden)
         table = self.up(hidden)
-        return [Adaptation(*part.chunk(3, dim=-1)) for part in table.chunk(self.branches, dim=-1)]
+        return [ModulationOut(*part.chunk(3, dim=-1)) for part in table.chunk(self.branches, dim=-1)]
 
 
 class ModulatedLinear(nn.Linear):
     """A linear map of a layer norm that the noise times scale and shift."""
 
-    def forward(self, x_TD: Tensor, by: Adaptation, rows_T: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(self, x_TD: Tensor, by: ModulationOut, rows_T: Tensor | None) -> Tensor:  # type: ignore[override]
         return modulated_linear(x_TD, by.shift, by.scale, rows_T, self.weight, self.bias)
 
 
@@ -121,5 +121,5 @@ class FeedForward(nn.Module):
         self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
         self.down = Activated(hidden, width, kind, keeps_activation)
 
-    def forward(self, x_TD: Tensor, by: Adaptation, rows_T: Tensor | None) -> Tensor:
+    def forward(self, x_TD: Tensor, by: ModulationOut, rows_T: Tensor | None) -> Tensor:
         return self.down(self.up(x_TD, by, rows_T))

@@ -16,21 +16,21 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from mmldlm.batch import Layout, filled_up
+from mmldlm.batch import PackedLayout, pad_rows
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, Recompute, recomputed
 from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.cpu_linear import Linear
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
 from mmldlm.model.layers import (
-    Adaptation,
     FeedForward,
     HeadNorm,
     ModulatedLinear,
     Modulation,
+    ModulationOut,
     TimeEmbedding,
     rotary_angles,
 )
-from mmldlm.model.ops import add_gated, modulate, of_rows
+from mmldlm.model.ops import add_gated, gather_rows, modulate
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.fields import setting
 
@@ -79,7 +79,7 @@ class Prediction(NamedTuple):
     """All float32."""
 
     text: Tensor  # [P] negative log likelihoods where targets were given, [P, 3] with `text_terms`, else logits [P, V]
-    latent: Tensor  # [B, M, C], in the configured parametrisation
+    latent: Tensor  # [B, M, C], in the configured parametrization
     length_logits: Tensor  # [B, max_length]; column i stands for length i + 1
     log_variances: Tensor | None = None  # [2] of text and latent loss, in training, where they are learned
 
@@ -98,23 +98,23 @@ class BlockStream(nn.Module):
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, keeps_activation=recompute == "full")
         self.dropout = nn.Dropout(config.dropout)
 
-    def project(self, x_TD: Tensor, attention: Adaptation, rows: Tensor | None) -> Tensor:
-        """q, k and v [T, 3, H, K], as `normalise` takes them."""
+    def project(self, x_TD: Tensor, attention: ModulationOut, rows: Tensor | None) -> Tensor:
+        """q, k and v [T, 3, H, K], as `normalize` takes them."""
         return self.qkv(x_TD, attention, rows).unflatten(-1, (3, self.heads, -1))
 
-    def normalise(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """q and k normalised and, with `rotary`, turned by position; [T, 3, H, K]."""
+    def normalize(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """q and k normalized and, with `rotary`, turned by position; [T, 3, H, K]."""
         return self.head_norm(qkv_T3HK, rotary)
 
     def branch(
-        self, x_TD: Tensor, attended_THK: Tensor, by: list[Adaptation], rows: Tensor | None
+        self, x_TD: Tensor, attended_THK: Tensor, by: list[ModulationOut], rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The stream with what it attended to [T, D], and what the feed-forward makes of it [T, D]."""
         attention, mlp = by
         x_TD = add_gated(x_TD, attention.gate, self.dropout(self.out(attended_THK.flatten(1))), rows)
         return x_TD, self.dropout(self.mlp(x_TD, mlp, rows))
 
-    def finish(self, x_TD: Tensor, attended_THK: Tensor, by: list[Adaptation], rows: Tensor | None) -> Tensor:
+    def finish(self, x_TD: Tensor, attended_THK: Tensor, by: list[ModulationOut], rows: Tensor | None) -> Tensor:
         """`branch`, its second result added to the first."""
         x_TD, hidden_TD = BlockStream.branch(self, x_TD, attended_THK, by, rows)
         return add_gated(x_TD, by[1].gate, hidden_TD, rows)
@@ -133,7 +133,7 @@ class MMDiTBlock(nn.Module):
         latent_TE: Tensor,
         conditioning_BT: Tensor,
         rotary: tuple[Tensor, Tensor],
-        layout: Layout,
+        layout: PackedLayout,
         backend: Backend,
         read_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -175,9 +175,9 @@ class MMDiTBlock(nn.Module):
         latent_TE: Tensor,
         conditioning_BT: Tensor,
         rotary: tuple[Tensor, Tensor],
-        layout: Layout,
+        layout: PackedLayout,
         backend: Backend,
-    ) -> tuple[Tensor, Tensor, list[Adaptation], list[Adaptation]]:
+    ) -> tuple[Tensor, Tensor, list[ModulationOut], list[ModulationOut]]:
         """What text [N, H, K] and latents [B*M, H, K] attend to, and the modulation of both."""
         text_by, latent_by = self.text.modulation(conditioning_BT), self.latent.modulation(conditioning_BT)
         text_qkv = self.text.project(text_ND, text_by[0], layout.sample_of_token)
@@ -192,10 +192,10 @@ class MMDiTBlock(nn.Module):
         text_qkv: Tensor,
         latent_qkv: Tensor,
         rotary: tuple[Tensor, Tensor],
-        layout: Layout,
+        layout: PackedLayout,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        text, latent = self.text.normalise(text_qkv, rotary), self.latent.normalise(latent_qkv, None)
+        text, latent = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, None)
         latent_out, text_out = joint_attention(latent, text, layout, backend)
         return text_out, latent_out
 
@@ -241,7 +241,7 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """All initialisation, in float32.
+        """All initialization, in float32.
 
         | part                                      | value                                          |
         |-------------------------------------------|------------------------------------------------|
@@ -280,7 +280,7 @@ class MMDiT(nn.Module):
         noised_latents: Tensor,
         t_text: Tensor,
         t_latent: Tensor,
-        layout: Layout,
+        layout: PackedLayout,
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> Prediction:
@@ -292,8 +292,8 @@ class MMDiT(nn.Module):
         dtype, predicted = DTYPES[self.precision], len(positions)
         if dtype != torch.float32 and noised_latents.device.type == "cpu" and self.backend == "sdpa":
             # A CPU's kernels for half precision are made anew for each shape, which takes as long as a few products.
-            layout, noised_tokens, positions = layout.filled_up, filled_up(noised_tokens), filled_up(positions)
-            targets = None if targets is None else filled_up(targets)
+            layout, noised_tokens, positions = layout.padded, pad_rows(noised_tokens), pad_rows(positions)
+            targets = None if targets is None else pad_rows(targets)
         # In here, so that it is the same under every engine, in training and after.
         with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):
             latent_time = self.latent_time(t_latent)
@@ -312,11 +312,11 @@ class MMDiT(nn.Module):
             rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
             hidden = self.text_out(text, text_final, rows)
             # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
-            hidden = hidden * of_rows(1 + text_final.gate, rows)
+            hidden = hidden * gather_rows(1 + text_final.gate, rows)
             terms = self.training and self.text_terms
             text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)[:predicted]
             latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
-            latent_hidden = latent_hidden * of_rows(1 + latent_final.gate, latent_rows)
+            latent_hidden = latent_hidden * gather_rows(1 + latent_final.gate, latent_rows)
             latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2])
             if self.latent_skip is not None:
                 # Epsilon and v hold a part of z in full precision, no norm may touch it (EDM, arXiv 2206.00364).

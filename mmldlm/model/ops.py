@@ -39,13 +39,13 @@ def in_pieces(most: int) -> Iterator[None]:
         _most_pieces.reset(token)
 
 
-def of_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
+def gather_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
     """[T, D]: the sample's entry for each row; without `rows_T`, rows are samples."""
     return table_BD if rows_T is None else table_BD.index_select(0, rows_T)
 
 
-def _add_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -> None:
-    """The adjoint of `of_rows`."""
+def _scatter_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -> None:
+    """The adjoint of `gather_rows`."""
     if rows_T is None:
         sums_BD.add_(values_TD)
     else:
@@ -62,7 +62,7 @@ def _pieces(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
-def _normalised(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+def _normalized(x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """x with mean 0 and variance 1 along D, float32, and the factor [T, 1] that was needed."""
     normal, _, rstd = torch.native_layer_norm(x_TD.float(), x_TD.shape[-1:], None, None, EPSILON)
     return normal, rstd
@@ -73,7 +73,7 @@ def _modulated(
 ) -> Tensor:
     out_TD = torch.empty_like(normal_TD, dtype=dtype)
     for normal, rows, out in _pieces(normal_TD, rows_T, out_TD):
-        torch.addcmul(of_rows(shift_BD, rows), normal, of_rows(scale_BD, rows), out=out)
+        torch.addcmul(gather_rows(shift_BD, rows), normal, gather_rows(scale_BD, rows), out=out)
     return out_TD
 
 
@@ -94,7 +94,7 @@ class _ModulatedLinear(Function):
         weight_OD: Tensor,
         bias_O: Tensor | None,
     ) -> Tensor:
-        normal, rstd = _normalised(x_TD)
+        normal, rstd = _normalized(x_TD)
         shift, scale = shift_BD.float(), scale_BD.float() + 1
         ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
         ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
@@ -123,13 +123,13 @@ def _modulation_gradients(
     shift_grad, scale_grad = torch.zeros_like(scale_BD), torch.zeros_like(scale_BD)
     for half, normal, rstd, rows, out in _pieces(grad_TD, normal_TD, rstd_T1, rows_T, x_grad_TD):
         grad = half.float()
-        _add_to_samples(shift_grad, rows, grad)
-        _add_to_samples(scale_grad, rows, grad * normal)
-        torch.mul(_normalised_gradient(grad * of_rows(scale_BD, rows), normal), rstd, out=out)
+        _scatter_to_samples(shift_grad, rows, grad)
+        _scatter_to_samples(scale_grad, rows, grad * normal)
+        torch.mul(_normalized_gradient(grad * gather_rows(scale_BD, rows), normal), rstd, out=out)
     return x_grad_TD, shift_grad, scale_grad
 
 
-def _normalised_gradient(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
+def _normalized_gradient(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
     """What layer norm's gradient is but for the factor: of something with mean 0 and variance 1."""
     mean, width = normal_TD.new_zeros(len(normal_TD), 1), normal_TD.shape[-1:]
     found: Tensor = torch.ops.aten.native_layer_norm_backward(
@@ -146,7 +146,7 @@ def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
     """Layer norm without parameters, then scaled by 1 + scale and shifted as the row's sample says; [T, D] float32."""
     normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
-    return normal * of_rows(scale_BD.float() + 1, rows_T) + of_rows(shift_BD.float(), rows_T)
+    return normal * gather_rows(scale_BD.float() + 1, rows_T) + gather_rows(shift_BD.float(), rows_T)
 
 
 def modulated_linear(
@@ -171,7 +171,7 @@ class _AddGated(Function):
         gate = gate_BD.float()
         out_TD = torch.empty_like(x_TD)
         for x, branch, rows, out in _pieces(x_TD, branch_TD, rows_T, out_TD):
-            torch.addcmul(x, of_rows(gate, rows), branch.float(), out=out)
+            torch.addcmul(x, gather_rows(gate, rows), branch.float(), out=out)
         return out_TD
 
     @staticmethod
@@ -181,15 +181,15 @@ class _AddGated(Function):
         gate = gate_BD.float()
         gate_grad, branch_grad = torch.zeros_like(gate), torch.empty_like(branch_TD)
         for part, branch, rows, out in _pieces(grad, branch_TD, rows_T, branch_grad):
-            _add_to_samples(gate_grad, rows, part * branch)
-            torch.mul(part, of_rows(gate, rows), out=out)
+            _scatter_to_samples(gate_grad, rows, part * branch)
+            torch.mul(part, gather_rows(gate, rows), out=out)
         return grad, gate_grad.to(gate_BD.dtype), branch_grad, None
 
 
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
     """x + gate * branch, the gate as the row's sample says; x and result [T, D] float32."""
     if torch.compiler.is_compiling():
-        return x_TD + of_rows(gate_BD.float(), rows_T) * branch_TD.float()
+        return x_TD + gather_rows(gate_BD.float(), rows_T) * branch_TD.float()
     return _AddGated.apply(x_TD, gate_BD, branch_TD, rows_T)
 
 
@@ -242,7 +242,7 @@ class _NormaliseHeads(Function):
         for qkv, cosine, sine, out in _pieces(qkv_T3HK, cos, sin, out_T3HK):
             out[:, 2] = qkv[:, 2]
             qk = qkv[:, :2].float()
-            _turn((qk * _inverse_rms(qk)).mul_(weight_2K[:, None]), cosine, sine, out[:, :2])
+            _apply_rotary((qk * _inverse_rms(qk)).mul_(weight_2K[:, None]), cosine, sine, out[:, :2])
         return out_T3HK
 
     @staticmethod
@@ -256,8 +256,8 @@ class _NormaliseHeads(Function):
             rstd = _inverse_rms(qk)
             normal = qk * rstd
             inner = torch.empty_like(normal)
-            _turn(grad[:, :2].float(), cosine, sine, inner)
-            # Rows first: a sum over two dimensions that are not neighbours takes eight times as long on a CPU.
+            _apply_rotary(grad[:, :2].float(), cosine, sine, inner)
+            # Rows first: a sum over two dimensions that are not neighbors takes eight times as long on a CPU.
             weight_grad += (inner * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
             inner.mul_(weight[:, None])
             along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / qk.shape[-1]
@@ -271,7 +271,7 @@ def _inverse_rms(x: Tensor) -> Tensor:
     return norm.square_().div_(x.shape[-1]).add_(EPSILON).rsqrt_()
 
 
-def _turn(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: Tensor) -> None:
+def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: Tensor) -> None:
     """Write `x` (float32), turned by the angles if there are any, to `out`."""
     if cos is None or sin is None:
         out.copy_(x_T2HK)
@@ -285,8 +285,8 @@ def _turn(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: Tensor) -
         out.copy_(exact)
 
 
-def normalise_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """q and k normalised to unit root mean square and scaled (arXiv 2302.05442), then turned; v as it is.
+def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """q and k normalized to unit root mean square and scaled (arXiv 2302.05442), then turned; v as it is.
 
     `weight_2K` scales q and k. `rotary`, cosine and sine [T, K/2] of each row's position, turns each pair
     (k, k + K/2) of a head (RoFormer, arXiv 2104.09864, eq. 34).

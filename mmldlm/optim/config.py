@@ -12,9 +12,9 @@ OptimizerName = Literal["adamw", "muon", "deepspeed_adam"]
 
 @dataclass(frozen=True)
 class MuonConfig:
-    momentum: float = setting(0.95, "decay of the mean of gradients that is orthogonalised", above=0, below=1)
-    nesterov: bool = setting(True, "orthogonalise the mean as the next step would see it")
-    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", at_least=1, at_most=99)
+    momentum: float = setting(0.95, "decay of the mean of gradients that is orthogonalized", above=0, below=1)
+    nesterov: bool = setting(True, "orthogonalize the mean as the next step would see it")
+    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalization", at_least=1, at_most=99)
 
 
 @dataclass(frozen=True)

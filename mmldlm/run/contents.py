@@ -100,7 +100,7 @@ def saved_tensors(checkpoint: Checkpoint, group: str, config: RunConfig) -> Tens
 
 
 def latents_of(checkpoint: Checkpoint, store: Store) -> LatentInfo:
-    """How latents were standardised in training; DataError where that is no standardisation of `store`'s.
+    """How latents were standardized in training; DataError where that is no standardization of `store`'s.
 
     One that was saved before checkpoints held it was trained on its store's own.
     """
@@ -120,15 +120,15 @@ def latents_of(checkpoint: Checkpoint, store: Store) -> LatentInfo:
     return found
 
 
-def as_trained(checkpoint: Checkpoint, store: Store) -> Store:
-    """`store` as the checkpoint's network knows data: by its standardisation, and with room for as long samples."""
+def match_training_data(checkpoint: Checkpoint, store: Store) -> Store:
+    """`store` as the checkpoint's network knows data: by its standardization, and with room for as long samples."""
     saved = checkpoint.info.get("identity")
     data = saved.get("data") if isinstance(saved, dict) else None
     longest = data.get("max_length") if isinstance(data, dict) else None
     manifest = replace(store.manifest, latent=latents_of(checkpoint, store))
     if type(longest) is int and longest > manifest.max_length:
         manifest = replace(manifest, max_length=longest)
-    return store.described_by(manifest)
+    return store.with_manifest(manifest)
 
 
 def _plain(value: Any) -> Any:
@@ -138,7 +138,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def small_files(config: RunConfig, store: Store) -> dict[str, bytes]:
+def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
     """What a checkpoint holds beside its tensors and `state.json`: the same throughout a run."""
     tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
     return {
@@ -154,7 +154,7 @@ class Restored:
 
     state: TrainState
     notes: list[str]  # for the user
-    latents: LatentInfo  # how they are standardised: as they have been from step 0 on
+    latents: LatentInfo  # how they are standardized: as they have been from step 0 on
     moments: Mapping[str, Tensor] | None = None  # the optimizer's state; None for a run from step 0
     average: Mapping[str, Tensor] = field(default_factory=dict)  # of the weights; those not in it begin theirs anew
 
@@ -194,7 +194,7 @@ def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store
         notes.append(f"{anew} parameters train from here on, with optimizer state of their own that starts anew")
     latents = latents_of(found, store)
     if latents != store.manifest.latent:
-        notes.append("latents are standardised as in the checkpoint, by other statistics than those of the data now")
+        notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
     average = saved_average(found, model, config)
     if not config.ema.decay:
         if average is not None:

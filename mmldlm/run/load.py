@@ -17,7 +17,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import DataError
 from mmldlm.optim.ema import WORDS, Weights
-from mmldlm.run.contents import as_trained, check_fits, saved_average, saved_tensors
+from mmldlm.run.contents import check_fits, match_training_data, saved_average, saved_tensors
 from mmldlm.run.factory import build_model, build_objective
 
 
@@ -72,7 +72,7 @@ def load_run(
     for path in config.data.mixture or [config.data.path]:
         if not Path(path).is_dir():
             raise DataError(f"{path}: the run's data store is not there; name its place with --data")
-    store = as_trained(found, open_data(config.data.place))
+    store = match_training_data(found, open_data(config.data.place))
     check_fits(found, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(config, store.manifest, device.type)

@@ -24,7 +24,7 @@ class _Extending:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """One file."""
 
     path: Path
@@ -32,24 +32,24 @@ class Layer:
     tree: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, most: int = MAX_BYTES) -> Layer:
+    def read(cls, path: Path, most: int = MAX_BYTES) -> ConfigLayer:
         text = read_text(path, most)
         return cls(path, text, parse_mapping(text, str(path)))
 
 
-def read_layers(path: Path) -> list[Layer]:
+def read_layers(path: Path) -> list[ConfigLayer]:
     """`path`, which comes last, and all files that it extends, without their `extends`.
 
     Each comes behind those that it extends itself, and files of one list in the order of the list. A file that is
     reached twice comes once, at its first place, so that what two presets have in common undoes neither of them.
     ConfigError naming the files where they go round in a circle, or are too many or too large to be meant.
     """
-    layers: dict[str, Layer] = {}
+    layers: dict[str, ConfigLayer] = {}
     _read(path, [], layers, {})
     return list(layers.values())
 
 
-def _read(path: Path, above: Sequence[Path], layers: dict[str, Layer], begun: dict[str, int]) -> None:
+def _read(path: Path, above: Sequence[Path], layers: dict[str, ConfigLayer], begun: dict[str, int]) -> None:
     """Add `path` to `layers`, behind what it extends; `above` leads to it, `begun` has the size of each file."""
     chain = [*above, path]
     place = str(path) if "\0" in str(path) else os.path.realpath(path)  # such a name is refused by whoever opens it
@@ -66,16 +66,16 @@ def _read(path: Path, above: Sequence[Path], layers: dict[str, Layer], begun: di
         raise ConfigError(f"{where}expected a file, found none at {named(str(path))}")
     left = MAX_BYTES - sum(begun.values())
     try:
-        layer = Layer.read(path, left)
+        layer = ConfigLayer.read(path, left)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}" if above else str(error)) from None
     begun[place] = len(layer.text.encode())
     for name in _extended(layer):
         _read(path.parent / name, chain, layers, begun)
-    layers[place] = Layer(path, layer.text, {key: value for key, value in layer.tree.items() if key != EXTENDS})
+    layers[place] = ConfigLayer(path, layer.text, {key: value for key, value in layer.tree.items() if key != EXTENDS})
 
 
-def _extended(layer: Layer) -> list[str]:
+def _extended(layer: ConfigLayer) -> list[str]:
     if EXTENDS not in layer.tree:
         return []
     try:
@@ -92,7 +92,7 @@ def _arrows(chain: Sequence[Path]) -> str:
 # --- one tree of several ------------------------------------------------------------------------------------
 
 
-def merged(cls: type, layers: Sequence[Layer]) -> dict[str, Any]:
+def merged(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
     """One tree of settings of `cls`, in which later layers win: groups key by key, values as a whole, maps too.
 
     ConfigError naming the file where one of several has an unknown key or a wrong value, even if another wins.
@@ -124,12 +124,12 @@ def _groups(cls: type) -> set[str]:
     return {key[:at] for key, _ in leaves(cls) for at, letter in enumerate(key) if letter == "."}
 
 
-class Origins:
+class Provenance:
     """Where each value comes from: `FILE:LINE` or `command line`; a key that is not in here has its default."""
 
     DEFAULT, COMMAND_LINE = "default", "command line"
 
-    def __init__(self, cls: type, layers: Sequence[Layer], overrides: Sequence[str], tree: Mapping[str, Any]):
+    def __init__(self, cls: type, layers: Sequence[ConfigLayer], overrides: Sequence[str], tree: Mapping[str, Any]):
         """`tree` is what the layers, and then the overrides, have come to."""
         self._cls, self._layers, self._tree = cls, layers, tree
         self._assigned = [assignment.partition("=")[0].strip() for assignment in overrides]

@@ -1,6 +1,6 @@
 """What a run says about itself: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
 
-from mmldlm.telemetry.meter import Meter, StepNumbers
+from mmldlm.telemetry.meter import StepNumbers, StepStats
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
@@ -10,13 +10,13 @@ from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 
 __all__ = [
-    "Meter",
     "MetricsFile",
     "Notices",
     "ProfileConfig",
     "Progress",
     "StepNumbers",
     "StepProfiler",
+    "StepStats",
     "TensorBoard",
     "Tracker",
     "cuda_memory_mib",

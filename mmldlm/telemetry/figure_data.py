@@ -8,10 +8,10 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Pictures:
+class FigureData:
     """Of n held-out samples, and of what the run makes of them in the modes that it trains.
 
-    Latents are standardised, D = M x C numbers each.
+    Latents are standardized, D = M x C numbers each.
     """
 
     tokens: list[np.ndarray]  # n of int64 [L]

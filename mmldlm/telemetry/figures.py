@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mmldlm.telemetry.figure_data import Pictures
+    from mmldlm.telemetry.figure_data import FigureData
 
 # What the user is told where nothing can be drawn.
 MISSING = (
@@ -21,18 +21,18 @@ MISSING = (
     else "figures: none in TensorBoard, since matplotlib is not installed; pip install 'mmldlm[figures]'"
 )
 
-COLOURS = {"true": "0.45", "t2l": "tab:blue", "joint": "tab:orange", "l2t": "tab:green"}
+COLORS = {"true": "0.45", "t2l": "tab:blue", "joint": "tab:orange", "l2t": "tab:green"}
 MOST_BARS = 64  # of the accuracy over positions
 FEWEST = 0.05  # of the tokens at the first position: with fewer, a position has no bar
 
 
-def latents(pictures: Pictures) -> dict[str, np.ndarray]:
+def latents(pictures: FigureData) -> dict[str, np.ndarray]:
     """[n, D] each: the true latents, and those that the run has made."""
     parts = {"true": pictures.truth, "t2l": pictures.found, "joint": pictures.made}
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def distributions(pictures: Pictures) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
+def distributions(pictures: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
     """Values of histograms by tag, and the range that those of one kind have in common."""
     norms = {name: np.linalg.norm(part, axis=1) for name, part in latents(pictures).items()}
     lengths = {"true": pictures.lengths, "likeliest": pictures.likely_lengths}
@@ -41,7 +41,7 @@ def distributions(pictures: Pictures) -> dict[str, tuple[np.ndarray, tuple[float
     return found | {f"lengths/{name}": (each, (0, longest)) for name, each in lengths.items() if each is not None}
 
 
-def draw(pictures: Pictures, levels: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+def draw(pictures: FigureData, levels: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
     """Images uint8 [height, width, 3] by tag. `levels`: losses over the noise times, by modality and mode."""
     found = {"figures/loss_over_noise_time": _loss_over_noise_time(levels)}
     if min(pictures.truth.shape) > 1:
@@ -62,7 +62,7 @@ def _loss_over_noise_time(levels: Mapping[str, Sequence[float]]) -> np.ndarray:
     for each, (modality, modes) in zip(axes, by_modality.items(), strict=True):
         for mode, heights in modes.items():
             shown = np.where(np.isfinite(heights), heights, np.nan)
-            each.stairs(shown, np.linspace(0, 1, len(heights) + 1), label=mode, color=COLOURS[mode], baseline=None)
+            each.stairs(shown, np.linspace(0, 1, len(heights) + 1), label=mode, color=COLORS[mode], baseline=None)
         each.set(title=f"{modality} loss, held out", xlabel="noise time t (0: data, 1: noise)", xlim=(0, 1))
         each.set_ylabel("nats a token" if modality == "text" else "loss a latent")
         # A few masked tokens with a weight of 1 / t, beside t = 0, are no measure for the rest.
@@ -94,15 +94,15 @@ def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return mean, axes, scales[:2] ** 2 / max(float((scales**2).sum()), 1e-12)
 
 
-def _projected(pictures: Pictures) -> np.ndarray:
+def _projected(pictures: FigureData) -> np.ndarray:
     mean, basis, shares = principal_axes(pictures.truth)
     places = {name: (part - mean) @ basis.T for name, part in latents(pictures).items()}
     figure, (axes,) = _new(5.6, 4.8)
     if "t2l" in places:
         ends = np.stack([places["true"], places["t2l"]])
-        axes.plot(ends[..., 0], ends[..., 1], color=COLOURS["t2l"], linewidth=0.5, alpha=0.4)
+        axes.plot(ends[..., 0], ends[..., 1], color=COLORS["t2l"], linewidth=0.5, alpha=0.4)
     for (name, points), marker in zip(places.items(), "o^D", strict=False):
-        axes.scatter(points[:, 0], points[:, 1], s=14, marker=marker, color=COLOURS[name], label=name, alpha=0.8)
+        axes.scatter(points[:, 0], points[:, 1], s=14, marker=marker, color=COLORS[name], label=name, alpha=0.8)
     # A frame of the data's: what lies outside is far off.
     reach = 1.5 * float(np.abs(places["true"]).max())
     axes.set(title="latents, along the true ones' main axes", xlim=(-reach, reach), ylim=(-reach, reach))
@@ -119,11 +119,11 @@ def _accuracy(hits: np.ndarray, of: np.ndarray) -> np.ndarray:
     enough = of >= max(1, FEWEST * of.max())
     share = np.divide(hits, of, out=np.full(len(of), np.nan), where=enough)
     figure, (axes,) = _new(6.4, 3.6)
-    axes.stairs(share, edges, color=COLOURS["l2t"], fill=True, alpha=0.8)
+    axes.stairs(share, edges, color=COLORS["l2t"], fill=True, alpha=0.8)
     axes.set(title="l2t: tokens right at first guess, from the latent alone", xlabel="position", ylabel="share")
     axes.set(xlim=(0, edges[-1]), ylim=(0, None))
     beside = axes.twinx()
-    beside.stairs(of, edges, color=COLOURS["true"], baseline=None)
+    beside.stairs(of, edges, color=COLORS["true"], baseline=None)
     beside.set(ylabel="tokens there (line)", ylim=(0, None))
     return _pixels(figure)
 

@@ -27,11 +27,11 @@ class StepNumbers:
     counts: Tensor  # float64 [micro-batches, S] on the host
 
 
-class Meter:
+class StepStats:
     """Steps whose numbers are still to be fetched; sums of those that were taken since the last log record."""
 
     def __init__(self) -> None:
-        self.waiting: list[StepNumbers] = []
+        self.pending: list[StepNumbers] = []
         self._step: list[tuple[Tensor, Tensor, Tensor]] = []
         self.clear()
 
@@ -59,13 +59,13 @@ class Meter:
     ) -> None:
         losses, sums, counts = (torch.stack(parts) for parts in zip(*self._step, strict=True))
         self._step.clear()
-        self.waiting.append(
+        self.pending.append(
             StepNumbers(step, norm, loss_scale, tokens, flops, samples, sample_ids, losses, sums, counts)
         )
 
     def fetch(self) -> list[StepNumbers]:
         """The steps that were waiting, in order, on the host in float64: one transfer, for which the host waits."""
-        steps, self.waiting = self.waiting, []
+        steps, self.pending = self.pending, []
         parts = [part for step in steps for part in (step.norm, step.loss_scale, step.losses, step.sums)]
         sizes = [part.numel() for part in parts]
         numbers = torch.cat([part.reshape(-1) for part in parts]).to("cpu", torch.float64).split(sizes)
@@ -75,7 +75,7 @@ class Meter:
             found.append(replace(step, norm=norm[0], loss_scale=scale[0], losses=losses, sums=sums))
         return found
 
-    def take(self, numbers: StepNumbers) -> None:
+    def accumulate(self, numbers: StepNumbers) -> None:
         """A fetched step that was taken: those that were skipped are no part of any mean."""
         for sums, counts in zip(numbers.sums, numbers.counts, strict=True):
             self.sums = self.sums + sums

@@ -20,7 +20,7 @@ from mmldlm.telemetry.progress import Progress
 from mmldlm.telemetry.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
-    from mmldlm.telemetry.figure_data import Pictures
+    from mmldlm.telemetry.figure_data import FigureData
 
 HPARAM_METRICS = (
     "loss/total",
@@ -127,7 +127,7 @@ class Tracker:
             self._board.samples(step, rows, tag)
 
     def pictures(
-        self, step: int, pictures: Pictures, levels: Mapping[str, Sequence[float]], texts: Sequence[str] | None
+        self, step: int, pictures: FigureData, levels: Mapping[str, Sequence[float]], texts: Sequence[str] | None
     ) -> None:
         """Figures and histograms of held-out samples, to TensorBoard only; with their `texts` its projector, too."""
         board = self._board

@@ -13,7 +13,7 @@ import yaml
 from mmldlm.config import CONFIG_NAME, RunConfig, load_config, load_with_origins, split_arguments, with_absolute_paths
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.settings.fields import dump
-from mmldlm.settings.layers import Origins, values
+from mmldlm.settings.layers import Provenance, values
 from mmldlm.utils.short_repr import named
 
 _WIDEST = 64  # columns of settings before their origins are no longer put below each other
@@ -39,7 +39,7 @@ def annotated(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[s
             if above[: depth + 1] != groups[: depth + 1]:
                 lines.append(("  " * depth + f"{group}:", ""))
         above = groups
-        lines.append(("  " * len(groups) + _one_line({name: value})[1:-1], origins.get(key, Origins.DEFAULT)))
+        lines.append(("  " * len(groups) + _one_line({name: value})[1:-1], origins.get(key, Provenance.DEFAULT)))
     width = max((len(line) for line, origin in lines if origin and len(line) <= _WIDEST), default=0)
     return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]
 
@@ -101,7 +101,9 @@ def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_jso
         defaults = dict(values(dump(RunConfig()), RunConfig))
         settings = {key: value for key, value in settings.items() if value != defaults[key]}
     if as_json:
-        told = {key: {"value": value, "origin": origins.get(key, Origins.DEFAULT)} for key, value in settings.items()}
+        told = {
+            key: {"value": value, "origin": origins.get(key, Provenance.DEFAULT)} for key, value in settings.items()
+        }
         print(json.dumps(told, indent=1))
     else:
         print("\n".join(annotated(settings, origins)))

@@ -19,8 +19,8 @@ from mmldlm.data.batch_schedule import BatchSize, TrainConfig
 from mmldlm.data.loader import Loader
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.distributed.engine import Runtime
-from mmldlm.distributed.memory_probe import fits_into_memory
+from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def capped(size: BatchSize, limit: int, world_size: int) -> BatchSize:
 class AutoMicroBatch:
     """The sizes of a run whose micro-batches are known to fit."""
 
-    def __init__(self, config: TrainConfig, state: TrainState, objective: Objective, runtime: Runtime, loader: Loader):
+    def __init__(self, config: TrainConfig, state: TrainState, objective: Objective, runtime: Engine, loader: Loader):
         """Has `loader` ask here from now on."""
         self.config, self.state, self.objective, self.runtime, self.loader = config, state, objective, runtime, loader
         # int64 [world_size]: places of the largest that fitted on each rank, alone and with gradients beside it.
@@ -77,7 +77,7 @@ class AutoMicroBatch:
         largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
         fits = not new[runtime.rank] or self._rehearse(largest, accumulating)
         # The optimizer's state comes with the first step: what fits before it may not fit beside it.
-        settled = bool(runtime.bare_optimizer.state)
+        settled = bool(runtime.unwrapped_optimizer.state)
         verdicts = np.array(runtime.gather((fits, settled), "gather of what fits into memory"))
         for beside in {False, accumulating}:
             np.maximum(self._proven[beside], places, out=self._proven[beside], where=verdicts.all(axis=1))
@@ -101,7 +101,7 @@ class AutoMicroBatch:
             return self.objective(network, noised, noised.counts.tolist())[0]
 
         runtime = self.runtime
-        return fits_into_memory(runtime.bare_model, loss_of, runtime.device, accumulating, runtime.exchange_bytes)
+        return fits_in_memory(runtime.unwrapped_model, loss_of, runtime.device, accumulating, runtime.exchange_bytes)
 
 
 def _all_masked(objective: Objective, batch: Batch) -> NoisedBatch:

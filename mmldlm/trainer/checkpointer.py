@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mmldlm.checkpoint import CheckpointStore, file_name, write_files, write_tensors
-from mmldlm.distributed.engine import Runtime
+from mmldlm.distributed.engine import Engine
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.files import FileInfo
-from mmldlm.utils.partition import share_out
+from mmldlm.utils.partition import partition_by_size
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Flight:
 class Saver:
     """Writes one checkpoint at a time. Every method is collective; `ready` and `failed` are this rank's own."""
 
-    def __init__(self, runtime: Runtime, checkpoints: CheckpointStore, asynchronous: bool):
+    def __init__(self, runtime: Engine, checkpoints: CheckpointStore, asynchronous: bool):
         self.runtime, self.checkpoints, self.asynchronous = runtime, checkpoints, asynchronous
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
@@ -86,7 +86,7 @@ class Saver:
         groups = self._stage()
         needed = sum(runtime.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
         name = ""
-        with runtime.agreeing("beginning of the checkpoint"):
+        with runtime.raise_on_all_ranks("beginning of the checkpoint"):
             if runtime.is_main:
                 name = str(self.checkpoints.begin(step, needed))
         temporary = Path(runtime.gather(name, "name of the checkpoint")[0])
@@ -125,7 +125,7 @@ class Saver:
         flight, runtime, waited = self._flight, self.runtime, time.perf_counter()
         assert flight is not None
         try:
-            with runtime.agreeing("writing of the checkpoint"):
+            with runtime.raise_on_all_ranks("writing of the checkpoint"):
                 result = flight.task.result()
         except MmldlmError:  # of any rank; by now none writes any more
             self._flight = None
@@ -151,7 +151,7 @@ class Saver:
     @cached_property
     def _owned(self) -> set[str]:
         """Names of the weights that this rank writes, throughout the run."""
-        return set(share_out(self.runtime.sizes(), self.runtime.world_size)[self.runtime.rank])
+        return set(partition_by_size(self.runtime.sizes(), self.runtime.world_size)[self.runtime.rank])
 
     def _stage(self) -> dict[str, dict[str, Tensor]]:
         """Copies on the host of the tensors that this rank writes, by group; page-locked where they come from a GPU."""

@@ -1,4 +1,4 @@
-"""`RunLifecycle`: what a run opens before its first step, and leaves behind after its last."""
+"""`RunContext`: what a run opens before its first step, and leaves behind after its last."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from mmldlm.config import RunConfig, write_config
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.grad_scaler import check_fp16
 from mmldlm.distributed.init import start
-from mmldlm.distributed.launcher import Launch, read_launch
+from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.distributed.optimizers import check_optimizer
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, outcome
 from mmldlm.model.compile import check_compile
 from mmldlm.model.flops import UsefulFlops, peak_flops
 from mmldlm.optim.ema import check_ema
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
-from mmldlm.run.contents import check_resume, choose, identity, restore, small_files
+from mmldlm.run.contents import check_resume, choose, identity, metadata_files, restore
 from mmldlm.settings.fields import dump
-from mmldlm.telemetry import Meter, Notices, StepProfiler, Tracker
+from mmldlm.telemetry import Notices, StepProfiler, StepStats, Tracker
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, check_auto_micro_batch
 from mmldlm.trainer.checkpointer import Saved, Saver
 from mmldlm.trainer.save_schedule import SaveSchedule
 from mmldlm.trainer.setup import (
+    build_components,
     check_shared_folder,
     compare_ranks,
     create_run_folder,
-    open_parts,
     report_lines,
-    standardised_by,
     startup_report,
     step_plan,
+    with_latent_stats,
 )
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.step_guard import Guard, skips_file
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class RunLifecycle:
+class RunContext:
     """Context manager around a run: opens and locks its folder, restores it, and leaves it complete."""
 
-    def __init__(self, config: RunConfig, launch: Launch | None = None):
+    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
         self.config = config
-        self.launch = launch or read_launch(os.environ)
+        self.launch = launch or read_launcher_env(os.environ)
         self.run_dir = Path(config.run.dir)
         self._stack = ExitStack()
         self._holds_run = False
         self.state = TrainState()
         self.saved_at: int | None = None
-        self._rehearsed = False
+        self._is_warm = False
 
     def __enter__(self) -> Self:
         try:
@@ -93,7 +93,7 @@ class RunLifecycle:
         alone = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
         if hasattr(self, "saver") and (code == ExitCode.NUMERICAL or alone):
             with suppress(MmldlmError):  # all ranks are here: what was good before the fault is kept
-                self.note_saved(self.saver.finish())
+                self.log_checkpoint(self.saver.finish())
         if watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
             watchdog.fail(code, cause)
         if self._holds_run:
@@ -119,11 +119,11 @@ class RunLifecycle:
         plan = step_plan(config, self.launch.world_size)
         self.runtime = runtime = start(config.distributed, self.launch, plan)
         self._stack.callback(runtime.close)
-        with runtime.agreeing("opening of the data"):
-            self.parts = open_parts(config, runtime)
+        with runtime.raise_on_all_ranks("opening of the data"):
+            self.parts = build_components(config, runtime)
         self.store = self.parts.store
         fingerprint = compare_ranks(runtime, config, self.store)
-        with runtime.agreeing("opening of the run folder"):
+        with runtime.raise_on_all_ranks("opening of the run folder"):
             if runtime.is_main:
                 create_run_folder(self.run_dir)
                 self._stack.enter_context(RunLock(self.run_dir))
@@ -140,13 +140,13 @@ class RunLifecycle:
         config, runtime = self.config, self.runtime
         self.checkpoints = CheckpointStore(self.run_dir / "checkpoints", config.checkpoint.retention)
         chosen = None
-        with runtime.agreeing("choice of the checkpoint"):
+        with runtime.raise_on_all_ranks("choice of the checkpoint"):
             if runtime.is_main:
                 chosen = choose(self.checkpoints, config)
         chosen = runtime.gather(chosen and str(chosen), "choice of the checkpoint")[0]
-        with runtime.agreeing("loading of the checkpoint"):
+        with runtime.raise_on_all_ranks("loading of the checkpoint"):
             restored = restore(chosen and Path(chosen), self.parts.model, config, self.store)
-        self.parts = standardised_by(restored.latents, self.parts, config, runtime)
+        self.parts = with_latent_stats(restored.latents, self.parts, config, runtime)
         self.store = self.parts.store
         self.useful_flops = UsefulFlops.of(self.parts.model)
         runtime.prepare(self.parts.model, self.parts.optimizer)
@@ -193,19 +193,19 @@ class RunLifecycle:
     def _begin(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
         config, runtime = self.config, self.runtime
         runtime.model.train()
-        self.meter = Meter()
+        self.meter = StepStats()
         self._unscaled = torch.ones((), device=runtime.device)  # the loss scale without fp16
         name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else ""
         self.peak_flops = peak_flops(name, config.precision)
-        self.settles_late = runtime.device.type != "cpu"  # there what a step came to is read without a wait
+        self.defer_fetch = runtime.device.type != "cpu"  # there what a step came to is read without a wait
         self.signals = self._stack.enter_context(SignalRequests())
         self.save_schedule = SaveSchedule(config.checkpoint, self.run_dir, self.signals, runtime.is_main)
         self.saver = Saver(runtime, self.checkpoints, config.checkpoint.async_)
         self._stack.callback(self.saver.close)
         report = startup_report(runtime, config, self.parts, fingerprint)
-        self.made_by = {key: report[key] for key in ("engine", "world_size", "versions", "git", "data_manifest")}
-        self.made_by["identity"] = identity(config, self.store)
-        self.small_files = small_files(config, self.store) if runtime.is_main else {}
+        self.provenance = {key: report[key] for key in ("engine", "world_size", "versions", "git", "data_manifest")}
+        self.provenance["identity"] = identity(config, self.store)
+        self.metadata_files = metadata_files(config, self.store) if runtime.is_main else {}
         # A run that died before its first checkpoint goes on from step 0: its records are dropped likewise.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
         self.tracker = self._stack.enter_context(
@@ -225,7 +225,7 @@ class RunLifecycle:
         lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
         print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
 
-    def note_saved(self, checkpoints: list[Saved]) -> None:
+    def log_checkpoint(self, checkpoints: list[Saved]) -> None:
         """Tell of checkpoints that are there now."""
         for saved in checkpoints:
             seconds = {"stall_s": saved.stall_s, "seconds": saved.seconds}

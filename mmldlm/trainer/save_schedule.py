@@ -13,7 +13,7 @@ LOOK_EVERY_S = 1.0  # a look at a network file system takes its time
 
 
 class SaveSchedule:
-    """`due` is the same on every rank; `wished` is this rank's own, for all to agree on."""
+    """`due` is the same on every rank; `save_requested` is this rank's own, for all to agree on."""
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, signals: SignalRequests, is_main: bool):
         self.config, self.signals, self.is_main = config, signals, is_main
@@ -27,7 +27,7 @@ class SaveSchedule:
         every = self.config.every_steps
         return bool(every and step % every == 0) or self._retention.is_permanent(step)
 
-    def wished(self) -> bool:
+    def save_requested(self) -> bool:
         """Whether SIGUSR1 came to this process, or on rank 0 the file `CHECKPOINT` or the minute."""
         return self.signals.save or (self.is_main and (self._is_time() or self._is_requested()))
 

@@ -23,7 +23,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
 from mmldlm.distributed.deepspeed_config import StepPlan
-from mmldlm.distributed.engine import Runtime
+from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import settings_to_export, unread_names
 from mmldlm.distributed.optimizers import build_optimizer, implementation, resolve_fused
 from mmldlm.errors import ConfigError, StorageError
@@ -37,7 +37,7 @@ from mmldlm.telemetry import memory_limits
 from mmldlm.trainer.auto_batch_size import halved
 from mmldlm.trainer.consistency import disagreements, fingerprint
 from mmldlm.trainer.onednn import multiplies_bf16
-from mmldlm.utils.files import comes_into_sight, make_folder, token
+from mmldlm.utils.files import make_folder, token, wait_until_visible
 from mmldlm.utils.host_cpus import spinning
 
 SHARED_FOLDER_PATIENCE_S = 5.0
@@ -46,7 +46,7 @@ SHARED_FOLDER_PATIENCE_S = 5.0
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
     """Of batches that are known to divide by `world_size` and the micro-batch.
 
-    It is that of the stage with the most micro-batches: `ZeroRuntime` says itself which is a step's last, but DeepSpeed
+    It is that of the stage with the most micro-batches: `ZeroEngine` says itself which is a step's last, but DeepSpeed
     may leave out what it needs to add gradients up where it is told that there is nothing to add. So it is told of two
     micro-batches, too, where one may turn out too large.
     """
@@ -63,7 +63,7 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a run is made of, before an engine wraps it."""
 
     store: Store
@@ -79,15 +79,15 @@ class Parts:
     trainable: int
 
 
-def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
+def build_components(config: RunConfig, runtime: Engine) -> Components:
     """Collective. Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
-    with runtime.agreeing("opening of the data store"):
+    with runtime.raise_on_all_ranks("opening of the data store"):
         store = open_data(config.data.place)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, runtime)
     validation, device_type = store.split("validation"), runtime.device.type
     model = build_model(config, store.manifest, device_type).to(runtime.device)
     compiled = compile_regions(model, config.compile, runtime.device)
-    return Parts(
+    return Components(
         store=store,
         loader=_loader(config, runtime, store),
         objective=build_objective(config, store.manifest),
@@ -102,22 +102,22 @@ def open_parts(config: RunConfig, runtime: Runtime) -> Parts:
     )
 
 
-def _loader(config: RunConfig, runtime: Runtime, store: Store) -> Loader:
+def _loader(config: RunConfig, runtime: Engine, store: Store) -> Loader:
     batch_at = partial(config.train.batch_at, world_size=runtime.world_size)
     rank, world_size, device_type = runtime.rank, runtime.world_size, runtime.device.type
     return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type)
 
 
-def standardised_by(latents: LatentInfo, parts: Parts, config: RunConfig, runtime: Runtime) -> Parts:
-    """The same parts with another standardisation of latents, before the loader has read any."""
+def with_latent_stats(latents: LatentInfo, parts: Components, config: RunConfig, runtime: Engine) -> Components:
+    """The same parts with another standardization of latents, before the loader has read any."""
     if latents == parts.store.manifest.latent:
         return parts
-    store = parts.store.described_by(replace(parts.store.manifest, latent=latents))
+    store = parts.store.with_manifest(replace(parts.store.manifest, latent=latents))
     loader, objective = _loader(config, runtime, store), build_objective(config, store.manifest)
     return replace(parts, store=store, loader=loader, objective=objective)
 
 
-def compare_ranks(runtime: Runtime, config: RunConfig, store: Store) -> dict[str, str]:
+def compare_ranks(runtime: Engine, config: RunConfig, store: Store) -> dict[str, str]:
     """Collective: this run's fingerprint; `ConfigError` naming rank and key where a rank has another one."""
     fingerprints = runtime.gather(fingerprint(config, store), "comparison of configs, versions and data")
     found = disagreements(fingerprints)
@@ -134,14 +134,14 @@ def create_run_folder(run_dir: Path) -> None:
         raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
 
 
-def check_shared_folder(runtime: Runtime, run_dir: Path) -> None:
+def check_shared_folder(runtime: Engine, run_dir: Path) -> None:
     """Collective: `ConfigError` on all ranks where one does not see what rank 0 wrote into the run folder."""
     if runtime.world_size == 1:
         return
     with ExitStack() as stack:
         name = stack.enter_context(token(run_dir)) if runtime.is_main else None
         name = runtime.gather(name, "name of a file in the run folder")[0]
-        seen = comes_into_sight(run_dir / name, SHARED_FOLDER_PATIENCE_S)
+        seen = wait_until_visible(run_dir / name, SHARED_FOLDER_PATIENCE_S)
         sees = runtime.gather((seen, socket.gethostname()), "sight of a file in the run folder")
     blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(sees) if not seen]
     if blind:
@@ -152,9 +152,9 @@ def check_shared_folder(runtime: Runtime, run_dir: Path) -> None:
 
 
 def startup_report(
-    runtime: Runtime,
+    runtime: Engine,
     config: RunConfig,
-    parts: Parts,
+    parts: Components,
     fingerprint: Mapping[str, str],
 ) -> dict[str, Any]:
     """Collective: all that was resolved, in the order in which it is read."""
@@ -186,7 +186,7 @@ def startup_report(
         "nodes": runtime.launch.nodes,
         "ranks": ranks,
         "precision": config.precision,
-        "attention": getattr(runtime.bare_model, "backend", ""),
+        "attention": getattr(runtime.unwrapped_model, "backend", ""),
         "compile": parts.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
         "optimizer": _optimizer_name(runtime, config),
@@ -216,7 +216,7 @@ def startup_report(
     return report
 
 
-def _mixture(config: RunConfig, parts: Parts) -> list[dict[str, Any]]:
+def _mixture(config: RunConfig, parts: Components) -> list[dict[str, Any]]:
     """Where samples come from if from several stores, and how often the run will have read each of them."""
     split = parts.store.split("train")
     epochs = parts.loader.order.epochs(config.train.samples_before(config.train.steps))
@@ -233,9 +233,9 @@ def _mixture(config: RunConfig, parts: Parts) -> list[dict[str, Any]]:
     return found if len(found) > 1 else []
 
 
-def _optimizer_name(runtime: Runtime, config: RunConfig) -> str:
+def _optimizer_name(runtime: Engine, config: RunConfig) -> str:
     """The implementation that really steps."""
-    name = implementation(runtime.bare_optimizer)
+    name = implementation(runtime.unwrapped_optimizer)
     fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, runtime.device.type)
     assert (", fused" in name) == fused, f"{name} is not the implementation asked for"
     return name

@@ -31,7 +31,7 @@ FILE_NAME = "skipped_steps.jsonl"
 WARM_UP = 20  # accepted norms that must be known first: those of a run's first steps fall fast
 
 
-def poisoned(loss: Tensor) -> Tensor:
+def propagate_nonfinite(loss: Tensor) -> Tensor:
     """`loss`, whose gradients are all NaN where it is not finite: 0 * inf and 0 * NaN are NaN, all else gives a 1."""
     return loss * (1 + 0 * loss.detach())
 
@@ -79,7 +79,7 @@ class Guard:
             return math.inf
         return times * statistics.median(norms) or math.inf
 
-    def take(self, norm: float) -> None:
+    def record_accepted(self, norm: float) -> None:
         """A step was taken."""
         self.state.skipped_in_a_row = 0
         self.state.accepted_norms = [*self.state.accepted_norms, norm][-NORM_WINDOW:]

@@ -1,4 +1,4 @@
-"""`Training`: the verbs of the loop between the first step and the last; the loop itself is in `train.py`."""
+"""`Trainer`: the verbs of the loop between the first step and the last; the loop itself is in `train.py`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 from mmldlm.batch import Batch
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.distributed.engine import fits
+from mmldlm.distributed.engine import is_accepted
 from mmldlm.errors import StoppedBySignal
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
-from mmldlm.evaluation.visualize import pictures_due, quality_of, take_pictures, text_samples
+from mmldlm.evaluation.visualize import collect_figure_data, figures_due, quality_of, text_samples
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.run.load import LoadedRun
 from mmldlm.telemetry import StepNumbers, load_values, memory_values, phase
-from mmldlm.trainer.lifecycle import RunLifecycle
-from mmldlm.trainer.step_guard import Skip, account, poisoned
+from mmldlm.trainer.lifecycle import RunContext
+from mmldlm.trainer.step_guard import Skip, account, propagate_nonfinite
 
 
-class Training(RunLifecycle):
+class Trainer(RunContext):
     """A run that is open: the verbs of its loop."""
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
@@ -87,7 +87,12 @@ class Training(RunLifecycle):
             sum(layout.num_pairs for layout in layouts),
             sum(len(batch.positions) for batch in noised),
         ]
-        wishes = [self.signals.stop is not None, self.save_schedule.wished(), self.saver.ready, self.saver.failed]
+        wishes = [
+            self.signals.stop is not None,
+            self.save_schedule.save_requested(),
+            self.saver.ready,
+            self.saver.failed,
+        ]
         own = torch.cat([total_counts(noised), torch.tensor([*work, *wishes], dtype=torch.float64)])
         totals = self.runtime.sum(own, "all-reduce of the step's counts").tolist()
         counts, (tokens, pairs, masked, stop, save, ready, failed) = totals[:-7], map(int, totals[-7:])
@@ -95,10 +100,10 @@ class Training(RunLifecycle):
         self._step_tokens = tokens
         self._step_flops = self.useful_flops.of_step(tokens, masked, samples, latent_tokens, pairs)
         self._stop_agreed, self._save_agreed = bool(stop), bool(save)
-        self.note_saved(self.saver.advance(ready, failed))
+        self.log_checkpoint(self.saver.advance(ready, failed))
         on_device = [batch.to(self.runtime.device) for batch in noised]
-        if not self._rehearsed:
-            self._rehearsed = True
+        if not self._is_warm:
+            self._is_warm = True
             self.runtime.rehearse(lambda network: self.parts.objective(network, on_device[0], counts)[0])
         return on_device, counts
 
@@ -110,7 +115,7 @@ class Training(RunLifecycle):
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
         """A loss that is not finite makes all gradients NaN, on which no rank takes the step."""
-        self.runtime.backward(poisoned(loss))
+        self.runtime.backward(propagate_nonfinite(loss))
 
     def learning_rate(self, step: int) -> float:
         """Of the step whose batch was corrupted last."""
@@ -137,10 +142,10 @@ class Training(RunLifecycle):
         scale = self._unscaled if self.runtime.loss_scale is None else self.runtime.loss_scale.last
         self.meter.end_step(state.step, norm, scale, self._step_tokens, self._step_flops, samples, sample_ids)
         # The limit of a spike follows from the norm of the step before.
-        at_once = not self.settles_late or config.guard.grad_norm_spike is not None
+        at_once = not self.defer_fetch or config.guard.grad_norm_spike is not None
         at_once = at_once or (self.plateau is not None and self.plateau.due(state.step))
-        if at_once or len(self.meter.waiting) >= config.guard.max_consecutive:
-            self.settle()
+        if at_once or len(self.meter.pending) >= config.guard.max_consecutive:
+            self.fetch_step_stats()
         if config.train.due(state.step, config.log.every):
             self._log(lr)
         if config.train.due(state.step, config.validation.every):
@@ -150,28 +155,28 @@ class Training(RunLifecycle):
         if (self.save_schedule.due(state.step) or self._save_agreed) and state.step < config.train.steps:
             self.save()
 
-    def settle(self) -> None:
+    def fetch_step_stats(self) -> None:
         """Collective: fetch the numbers of the steps since the last time, and count them as taken or as skipped.
 
         What the device is asked here is all that a run waits for it, so it is done late: whoever needs what follows
         from those numbers (curves, counters, the guard's verdict) settles first.
         """
-        if not self.meter.waiting:
+        if not self.meter.pending:
             return
-        with self.runtime.waiting("numbers of the last steps"):
+        with self.runtime.in_collective("numbers of the last steps"):
             steps = self.meter.fetch()
         followed = self._losses_to_follow(steps)
         for numbers, loss in zip(steps, followed, strict=True):
             norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
-            taken = fits(numbers.norm, self.guard.norm_limit)
+            taken = is_accepted(numbers.norm, self.guard.norm_limit)
             if self.plateau is not None and self.plateau.of_training:
                 self.plateau.train(numbers.step, loss if taken else None)
             if not taken:
                 self._skip(numbers, norm)
                 continue
             assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
-            self.guard.take(norm)
-            self.meter.take(numbers)
+            self.guard.record_accepted(norm)
+            self.meter.accumulate(numbers)
             self.state.samples_seen += numbers.samples
             self.state.tokens_seen += numbers.tokens
         self._norm = norm
@@ -192,7 +197,7 @@ class Training(RunLifecycle):
         self.guard.check(skip, self.run_dir)
 
     def _log(self, lr: float) -> None:
-        self.settle()
+        self.fetch_step_stats()
         meter = self.meter
         if not meter.steps:  # every step since the last record was skipped: there is no loss to show
             return
@@ -242,14 +247,14 @@ class Training(RunLifecycle):
     def _measuring(self, what: str) -> Iterator[None]:
         """The network as it is measured: without dropout and gradients, by its average where `ema.evaluate` says so.
         The time belongs to no step."""
-        self.settle()
+        self.fetch_step_stats()
         paused = time.perf_counter()
         self.tracker.heartbeat(self.state.step, what)
         runtime = self.runtime
-        runtime.bare_model.eval()
+        runtime.unwrapped_model.eval()
         with torch.no_grad(), runtime.averaged() if self.config.ema.measured == "ema" else nullcontext():
             yield
-        runtime.bare_model.train()
+        runtime.unwrapped_model.train()
         self.meter.began += time.perf_counter() - paused
 
     def _validate(self) -> None:
@@ -257,7 +262,7 @@ class Training(RunLifecycle):
         with self._measuring("validation"):
             held_out = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
             run = self._measured()
-            pictures = take_pictures(run, runtime) if pictures_due(step, config) else None
+            pictures = collect_figure_data(run, runtime) if figures_due(step, config) else None
             texts = text_samples(run, runtime, pictures)
             values = {**held_out.values, **(quality_of(pictures) if pictures else {})}
             self.tracker.validation(step, {**values, "weights": config.ema.measured}, held_out.levels)
@@ -283,7 +288,7 @@ class Training(RunLifecycle):
             config=config,
             store=parts.store,
             tokenizer=parts.tokenizer,
-            model=runtime.forward_bare,
+            model=runtime.eval_forward,
             objective=parts.objective,
             device=runtime.device,
             step=self.state.step,
@@ -301,21 +306,21 @@ class Training(RunLifecycle):
 
         With its `validation_loss`, it may be among the best that are kept.
         """
-        self.settle()
+        self.fetch_step_stats()
         if self.saved_at != self.state.step:
             paused = time.perf_counter()
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
             self.tracker.heartbeat(self.state.step, "saving")
             if self.runtime.loss_scale is not None:
                 self.state.loss_scale, self.state.steps_at_scale = self.runtime.loss_scale.read()
-            info = {**self.made_by, "validation_loss": validation_loss}
-            files = {**self.small_files, "state.json": self.state.to_json().encode()}
-            self.note_saved(self.saver.start(self.state.step, files, info))
+            info = {**self.provenance, "validation_loss": validation_loss}
+            files = {**self.metadata_files, "state.json": self.state.to_json().encode()}
+            self.log_checkpoint(self.saver.start(self.state.step, files, info))
             self.saved_at = self.state.step
             self.save_schedule.saved()
             self.meter.began += time.perf_counter() - paused
         if wait:
-            self.note_saved(self.saver.finish())
+            self.log_checkpoint(self.saver.finish())
 
     def _raise_if_stopped(self) -> None:
         if not self._stop_agreed:

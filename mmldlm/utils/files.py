@@ -64,7 +64,7 @@ def token(folder: Path) -> Iterator[str]:
         (folder / name).unlink(missing_ok=True)
 
 
-def comes_into_sight(path: Path, seconds: float) -> bool:
+def wait_until_visible(path: Path, seconds: float) -> bool:
     """Whether a file that another machine has made is seen here in time: network file systems show it late."""
     deadline = time.monotonic() + seconds
     while not path.exists():

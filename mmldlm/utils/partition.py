@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 Item = TypeVar("Item", bound=Any)
 
 
-def share_out(sizes: Mapping[Item, int], parts: int) -> list[list[Item]]:
+def partition_by_size(sizes: Mapping[Item, int], parts: int) -> list[list[Item]]:
     """The items in `parts` of nearly equal size: the largest first, each to whoever has least.
 
     Items of one size go in their own order, so the result does not depend on that of `sizes`.

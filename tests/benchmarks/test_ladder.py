@@ -106,7 +106,7 @@ def test_what_compiles_is_compiled_until_it_is_counted(tiny_store: Path, tmp_pat
     variant = variants("fp32", "cpu")["trainer-compiled"]
     with opened(variant, task, rows, tmp_path / "run") as run:
         regions = compiled_regions_of(run, 0)
-        assert regions >= 2 * 2 * 3, "of two streams in two blocks: project, normalise, finish"
+        assert regions >= 2 * 2 * 3, "of two streams in two blocks: project, normalize, finish"
         assert counted(Here(run), variant, 1, 1, 99)["counts"].keys() == {"host_syncs", "logit_rows", "fill"}
         assert compiled_regions_of(run, 3) == 0
 

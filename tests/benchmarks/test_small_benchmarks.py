@@ -163,7 +163,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], expe
 def test_busy(tables: Callable[..., Tables]) -> None:
     """With one thread, so that it is quick on a busy machine, too."""
     small = ("model={depth: 1, width: 64, num_heads: 1}", "train.global_batch_size=4")
-    alone, beside = tables("busy", "--threads", 1, "--loops", 1, *small)["Training"]
+    alone, beside = tables("busy", "--threads", 1, "--loops", 1, *small)["Trainer"]
     assert (alone["busy loops"], alone["goal"], beside["busy loops"], beside["goal"]) == (0, 0.97, 1, 2.5)
     for row in (alone, beside):
         assert positive(row["default, tokens/s"]) and positive(row["chosen, tokens/s"])
@@ -181,5 +181,5 @@ def test_prepare(tables: Callable[..., Tables]) -> None:
         assert row["documents"] == 2000 and positive(row["documents/s"]) and row["bytes as the first"]
         assert 50 < row["peak resident, MiB"] < 2048
     stages = {row["stage"]: row["documents/s"] for row in found["Stages, one process, by the clock"]}
-    assert list(stages) == ["read", "fit", "tokenise", "encode", "measure", "merge"]
+    assert list(stages) == ["read", "fit", "tokenize", "encode", "measure", "merge"]
     assert all(positive(rate) for rate in stages.values())

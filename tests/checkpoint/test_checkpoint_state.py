@@ -20,7 +20,7 @@ from mmldlm.checkpoint import (
 )
 from mmldlm.distributed.muon import MuonAdamW
 from mmldlm.errors import DataError, NumericalError
-from mmldlm.utils.partition import share_out
+from mmldlm.utils.partition import partition_by_size
 
 pytestmark = pytest.mark.quick
 
@@ -188,8 +188,8 @@ def test_tensors_round_trip(tmp_path):
 
 def test_tensors_of_several_files_and_their_owners(tmp_path):
     sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0, "f": 0}
-    owned = share_out(sizes, 2)
-    assert owned == share_out(dict(reversed(sizes.items())), 2), "the same on every rank, whatever its order"
+    owned = partition_by_size(sizes, 2)
+    assert owned == partition_by_size(dict(reversed(sizes.items())), 2), "the same on every rank, whatever its order"
     assert [sum(sizes[name] for name in names) for names in owned] == [110, 110]
     tensors = {name: torch.full((2,), float(size)) for name, size in sizes.items()}
     for rank in (0, 1):

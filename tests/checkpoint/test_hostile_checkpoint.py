@@ -30,7 +30,7 @@ from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.store import Store
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
-from mmldlm.run.contents import identity, restore, small_files
+from mmldlm.run.contents import identity, metadata_files, restore
 from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
 
@@ -57,7 +57,7 @@ def run(tiny_config: Path, tiny_store: Path) -> Run:
             "optimizer.safetensors": lambda path: write_tensors(path, optimizer_state(optimizer, model)),
             "ema.safetensors": lambda path: write_tensors(path, dict(model.named_parameters())),
             "state.json": TrainState(step=1).to_json().encode(),
-            **small_files(config, store),
+            **metadata_files(config, store),
         },
         {"identity": identity(config, store)},
     )

@@ -45,7 +45,7 @@ def test_second_run_is_refused_and_a_killed_one_frees_the_folder(tmp_path, caplo
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == child
     finally:
         kill(child)
-    with RunLock(tmp_path) as lock:  # the file is still there, and recognised as stale
+    with RunLock(tmp_path) as lock:  # the file is still there, and recognized as stale
         assert lock.previous["pid"] == child and "ended without a word" in caplog.text
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 

@@ -23,14 +23,14 @@ def encoder() -> LsaEncoder:
 
 
 def fitting_store(
-    path: Path, samples: int, seed: int, centre: float = 0.0, spread: float = 1.0, longest: int = 20, shard: int = 50
+    path: Path, samples: int, seed: int, center: float = 0.0, spread: float = 1.0, longest: int = 20, shard: int = 50
 ) -> Path:
     """A store of `samples` for training, 24 for validation, 8 for test, of 1 to `longest` random letters each."""
     draw = np.random.default_rng(seed)
     with StoreWriter(path, Tokenizer.characters(), encoder(), "float32", shard_samples=shard) as writer:
         for split, count in [("train", samples), ("validation", 24), ("test", 8)]:
             tokens = [draw.integers(0, 27, draw.integers(1, longest + 1)) for _ in range(count)]
-            latents = (draw.normal(size=(count, 1, 4)) * spread + centre).astype(np.float32)
+            latents = (draw.normal(size=(count, 1, 4)) * spread + center).astype(np.float32)
             writer.add(split, tokens, latents, [len(sample) for sample in tokens])
         writer.finish([], {}, {}, {})
     return path

@@ -47,7 +47,7 @@ def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: 
         assert part in told, told
 
 
-def test_sample_shows_texts_lengths_norms_and_neighbours(
+def test_sample_shows_texts_lengths_norms_and_neighbors(
     store: Store, store_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["data", "sample", str(store_path), "-n", "3", "--split", "validation", "--neighbours", "2"]
@@ -61,7 +61,7 @@ def test_sample_shows_texts_lengths_norms_and_neighbours(
     row = int(heads[0].split(":")[0].removeprefix("validation "))
     split = store.split("validation")
     assert f"{split.lengths[np.array([row])][0]} tokens, {split.characters[row]} characters, latent norm " in heads[0]
-    standard = store.standardise(np.stack([split.latents(index) for index in range(len(split))])).reshape(
+    standard = store.standardize(np.stack([split.latents(index) for index in range(len(split))])).reshape(
         len(split), -1
     )
     standard /= np.linalg.norm(standard, axis=1, keepdims=True)

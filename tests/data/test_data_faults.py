@@ -48,7 +48,9 @@ def copy(tiny_store: Path, tmp_path: Path) -> Path:
 
 def alone(store: Store, max_bad_samples: int = 0, full: bool = True) -> tuple[Store, list[str]]:
     """`verify` in a run of one process."""
-    runtime: Any = SimpleNamespace(rank=0, gather=lambda value, what: [value], agreeing=lambda what: nullcontext())
+    runtime: Any = SimpleNamespace(
+        rank=0, gather=lambda value, what: [value], raise_on_all_ranks=lambda what: nullcontext()
+    )
     return verify(store, full, max_bad_samples, runtime)
 
 
@@ -104,10 +106,10 @@ def test_only_full_verification_sees_what_opening_does_not(shards: Path) -> None
 def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards: Path) -> None:
     manifest = (store := Store.open(shards)).manifest
     for parts in (1, 2, 3, 50):
-        dealt = deal(store, parts)
-        names = sorted(name for part in dealt for _, _, name in part)
+        local_items = deal(store, parts)
+        names = sorted(name for part in local_items for _, _, name in part)
         assert names == sorted([*manifest.files, *(f"train-0000{i}" for i in range(6)), "validation-00000"])
-        assert len(dealt) == parts
+        assert len(local_items) == parts
     write_so(shards, "train-00002.latents", (3, 1, 2), np.inf)
     write_so(shards, "validation-00000.tokens", 0, 999)
     found = [read_part(Store.open(shards), part, 3, keep=5) for part in range(3)]

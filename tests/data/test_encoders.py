@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sample_corpus import small_config, write_corpus
 
-from mmldlm.data.encoders import LsaEncoder, SentenceTransformerEncoder, StretchEncoder, load_encoder
+from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.inspect import faults
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
@@ -31,9 +31,9 @@ TEXTS = [
 def test_latent_tokens_are_latents_of_stretches_in_their_order(tmp_path: Path) -> None:
     texts = write_corpus(tmp_path / "corpus.txt").read_text().splitlines()
     inner = LsaEncoder.fit(texts, 8)
-    encoder = StretchEncoder(inner, 3)
+    encoder = ChunkedEncoder(inner, 3)
     assert encoder.stretches("a b c d e f g") == ["a b", "c d", "e f g"]
-    assert encoder.stretches("a b") == ["a", "a", "b"] and StretchEncoder(inner, 1).stretches("a  b") == ["a b"]
+    assert encoder.stretches("a b") == ["a", "a", "b"] and ChunkedEncoder(inner, 1).stretches("a  b") == ["a b"]
     found = encoder.encode(["rose tulip whale coral oven knife", "rose rose", "rose tulip ... ... oven knife"])
     assert found.shape == (3, 3, 8)
     assert np.allclose(found[0], inner.encode(["rose tulip", "whale coral", "oven knife"])[:, 0], atol=1e-6)
@@ -41,7 +41,7 @@ def test_latent_tokens_are_latents_of_stretches_in_their_order(tmp_path: Path) -
     encoder.save(tmp_path / "encoder")
     loaded = load_encoder(tmp_path / "encoder")
     assert np.array_equal(loaded.encode(texts[:9]), encoder.encode(texts[:9])) and loaded.identity == encoder.identity
-    assert encoder.identity != inner.identity != StretchEncoder(inner, 2).identity
+    assert encoder.identity != inner.identity != ChunkedEncoder(inner, 2).identity
 
 
 @pytest.mark.quick
@@ -110,7 +110,7 @@ def test_encoder_batch_size_and_device_change_no_latent(folder: Path, tmp_path: 
     assert np.allclose(found, SentenceTransformerEncoder(str(folder), batch_size=32).encode(TEXTS), atol=1e-5)
     with pytest.raises(DataError, match="cannot load the model"):
         SentenceTransformerEncoder(str(folder), device="nonsense")
-    StretchEncoder(encoder, 2).save(tmp_path / "encoder")
+    ChunkedEncoder(encoder, 2).save(tmp_path / "encoder")
     assert load_encoder(tmp_path / "encoder", batch_size=3).inner.batch_size == 3  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="cannot load the model"):
         load_encoder(tmp_path / "encoder", device="nonsense")

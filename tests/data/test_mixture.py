@@ -126,8 +126,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("stores")
     sizes = [("one", 300, 0.0, 1.0, 20), ("two", 40, 3.0, 2.0, 9), ("three", 7, -5.0, 0.5, 15)]
     return [
-        fitting_store(folder / name, samples, seed, centre, spread, longest)
-        for seed, (name, samples, centre, spread, longest) in enumerate(sizes)
+        fitting_store(folder / name, samples, seed, center, spread, longest)
+        for seed, (name, samples, center, spread, longest) in enumerate(sizes)
     ]
 
 
@@ -145,7 +145,7 @@ def test_what_holds_for_all_follows_from_the_manifests(weighed: dict[str, float]
     square = sum(share * np.square(part - mean).mean() for share, part in zip((0.7, 0.2, 0.1), latents, strict=True))
     found = store.manifest.latent
     assert np.allclose(found.mean, mean, atol=1e-6) and found.rms == pytest.approx(square**0.5, rel=1e-6)
-    longest = max(np.linalg.norm(store.standardise(part), axis=-1).max() for part in latents)
+    longest = max(np.linalg.norm(store.standardize(part), axis=-1).max() for part in latents)
     assert longest <= found.max_norm * (1 + 1e-6) < 2 * longest
     assert store.manifest.max_length == max(Store.open(path).manifest.max_length for path in three)
     drawn = store.split("train").lengths[Loader(store, "train", DataConfig(), 0, always(64, 64)).order.take(0, 200_000)]
@@ -190,7 +190,7 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
                         assert len(batch.lengths) == 4
                         slots.update(zip((16 * step + batch.slots).tolist(), batch.sample_ids.tolist(), strict=True))
                         raw = store.split("train").gather(batch.sample_ids.numpy())[2]
-                        assert torch.equal(batch.latents, torch.from_numpy(latent.standardise(raw)))
+                        assert torch.equal(batch.latents, torch.from_numpy(latent.standardize(raw)))
             assert [slots[place] for place in range(16 * start, 16 * stop)] == stream[16 * start : 16 * stop].tolist()
     found = Counter(np.searchsorted([300, 340], stream, side="right").tolist())
     assert [found[number] for number in range(3)] == drawn_before(len(stream), shares((0.7, 0.2, 0.1)))

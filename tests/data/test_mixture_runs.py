@@ -35,7 +35,7 @@ SIZES = {"one": 90, "two": 25, "three": 6}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("stores")
     for seed, (name, samples) in enumerate(SIZES.items()):
-        fitting_store(made / name, samples, seed, centre=seed, spread=1 + seed, longest=20 - 5 * seed)
+        fitting_store(made / name, samples, seed, center=seed, spread=1 + seed, longest=20 - 5 * seed)
     return made
 
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
     assert cli.main(arguments) == 0
     capsys.readouterr()
     run("run", "train.steps=12", shares={"one": 0.1, "two": 0.2, "three": 0.7})
-    assert "latents are standardised as in the checkpoint" in capsys.readouterr().out
+    assert "latents are standardized as in the checkpoint" in capsys.readouterr().out
     saved = json.loads((found / "checkpoints/step-00000012" / LATENTS_NAME).read_text())
     assert saved == {**asdict(pooled.latent), "mean": list(pooled.latent.mean)}
     run("run", "train.steps=12", shares={"one": 0.1, "two": 0.2, "three": 0.7})
@@ -118,25 +118,25 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
 def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(
     run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmldlm.trainer.trainer import Training
+    from mmldlm.trainer.trainer import Trainer
 
     run("run", "train.steps=2")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    corrupt = Training.corrupt
+    corrupt = Trainer.corrupt
 
-    def recorded(self: Training, step: int, micro_batches: list[Any]) -> Any:
+    def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
         seen.extend((batch.sample_ids, batch.latents) for batch in micro_batches)
         assert self.parts.objective.latent.max_norm == self.store.manifest.latent.max_norm
         return corrupt(self, step, micro_batches)
 
-    monkeypatch.setattr(Training, "corrupt", recorded)
+    monkeypatch.setattr(Trainer, "corrupt", recorded)
     found = run("run", "train.steps=3", shares={"one": 0.1, "two": 0.2, "three": 0.7})
     store = open_data(load_config(found / "config.yaml").data.place)
     scale = load_run(found).store.manifest.latent
     assert scale != store.manifest.latent and len(seen) == 1
     for rows, latents in seen:
         raw = store.split("train").gather(rows.numpy())[2]
-        assert torch.equal(latents, torch.from_numpy(scale.standardise(raw)))
+        assert torch.equal(latents, torch.from_numpy(scale.standardize(raw)))
 
 
 @pytest.mark.quick

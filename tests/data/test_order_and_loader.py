@@ -50,7 +50,7 @@ def test_each_sample_once_per_epoch_and_any_cut_agrees(n: int, window: int, bloc
         assert np.array_equal(SampleOrder(lengths, 7, window, block).take(start, count), stream[start : start + count])
 
 
-def test_neighbours_have_similar_lengths() -> None:
+def test_neighbors_have_similar_lengths() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, 8192).astype(np.int32)
     stream = lengths[SampleOrder(lengths, seed=0).take(0, 8192)].reshape(-1, 64)
     assert np.ptp(stream, axis=1).mean() < 12
@@ -116,7 +116,7 @@ def test_each_rank_knows_the_tokens_of_all_ranks_micro_batches(store: Store, wor
             assert found[rank] == [len(batch.tokens) for batch in batches]
 
 
-def test_batches_hold_the_stored_samples_standardised(store: Store) -> None:
+def test_batches_hold_the_stored_samples_standardized(store: Store) -> None:
     split = store.split("train")
     squares = []
     for _, batches in loader(store).steps(0, 6):

@@ -13,7 +13,7 @@ from mmldlm import train
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 
 def in_order(batches: list[Any]) -> list[int]:
@@ -45,13 +45,13 @@ def test_a_resumed_run_reads_each_sample_once(
 ) -> None:
     """8 steps of 8, resumed with 4, with 256 across the end of an epoch, and with 128 into the third."""
     read: list[int] = []
-    corrupt = Training.corrupt
+    corrupt = Trainer.corrupt
 
-    def recorded(self: Training, step: int, micro_batches: list[Any]) -> Any:
+    def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
         read.extend(in_order(micro_batches))
         return corrupt(self, step, micro_batches)
 
-    monkeypatch.setattr(Training, "corrupt", recorded)
+    monkeypatch.setattr(Trainer, "corrupt", recorded)
     split = Store.open(tiny_store).split("train")
     order = SampleOrder(split.lengths, 3)
     samples = done = 0

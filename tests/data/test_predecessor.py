@@ -91,7 +91,7 @@ def predecessor_shapes(options: dict):  # type: ignore[no-untyped-def]
     return DatShapes(**{name.removeprefix("dat_"): value for name, value in options.items()})
 
 
-def test_the_command_recognises_the_layout_and_takes_its_latents(samples: Samples, tmp_path: Path) -> None:
+def test_the_command_recognizes_the_layout_and_takes_its_latents(samples: Samples, tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "old", samples)
     arguments = [str(folder), "--format", "predecessor", "--tokenizer", str(samples.tokenizer), "--latents-of", "E5"]
     assert main([*arguments, "--out", str(tmp_path / "store"), "--test-fraction", "0.1"]) == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_pairs import MASK, PROCESSES, WORDS, gaussian
 
-from mmldlm.batch import Layout
+from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.schedule import Process
 
@@ -55,7 +55,7 @@ def test_ancestral_steps_keep_the_masked_share(start: float, remask: float) -> N
     """From the forward marginal at `start`, every reverse step lands on the forward marginal."""
     count = 50_000
     text, generator = MaskedDiffusion(MASK, "elbo"), torch.Generator().manual_seed(0)
-    layout = Layout((count,), 1)
+    layout = PackedLayout((count,), 1)
     truth = torch.randint(0, WORDS, (count,), generator=generator)
     sample = layout.sample_of_token
     noised = text.corrupt(truth, text.masked(torch.rand(count, generator=generator), torch.tensor([start]), sample))
@@ -81,7 +81,7 @@ def test_reverse_probabilities_are_probabilities(remask: float) -> None:
 
 
 def test_confidence_writes_the_surest_tokens_and_keeps_the_schedule_in_each_sample() -> None:
-    text, layout = MaskedDiffusion(MASK, "elbo"), Layout((5, 12, 1), 1)
+    text, layout = MaskedDiffusion(MASK, "elbo"), PackedLayout((5, 12, 1), 1)
     generator = torch.Generator().manual_seed(0)
     truth = torch.randint(0, WORDS, (18,), generator=generator)
     confidence = torch.rand(18, generator=generator)

@@ -20,7 +20,7 @@ from toy_pairs import (
     random_pairs,
 )
 
-from mmldlm.diffusion.gaussian import LatentLoss, Parametrisation
+from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion, Masks
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import total_counts
@@ -44,7 +44,7 @@ def uniform_words(tokens, latents, t_text, t_latent, layout, positions, targets)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("process", PROCESSES)
 def test_a_perfect_denoiser_has_no_loss(
-    process: Process, prediction: Parametrisation, loss: LatentLoss, text: str
+    process: Process, prediction: PredictionType, loss: LatentLoss, text: str
 ) -> None:
     latent = gaussian(process, prediction, loss)
     total = objective(latent, text=text)

@@ -26,7 +26,7 @@ def model() -> MMDiT:
         ModelConfig(depth=2, width=32, num_heads=2, conditioning_width=16), DataShape(VOCAB, MASK, PAD, 9, 2, 6)
     )
     with torch.no_grad():
-        for parameter in model.parameters():  # at initialisation the blocks are switched off
+        for parameter in model.parameters():  # at initialization the blocks are switched off
             parameter += 0.1 * torch.randn_like(parameter)
     return model
 

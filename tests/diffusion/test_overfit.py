@@ -1,4 +1,4 @@
-"""64 pairs are learnt by heart, and sampling gives them back: both ways, by every process, prediction and loss."""
+"""64 pairs are learned by heart, and sampling gives them back: both ways, by every process, prediction and loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toy_pairs import (
     select,
 )
 
-from mmldlm.diffusion.gaussian import LatentConfig, LatentLoss, LatentSampler, Parametrisation
+from mmldlm.diffusion.gaussian import LatentConfig, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.noise import Mode, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
@@ -33,7 +33,7 @@ COPIES = 4  # of each pair in a step's batch: as many noise times
 SAMPLERS: tuple[LatentSampler, ...] = get_args(LatentSampler)
 PEAK_LR, WARMUP = 1e-2, 20
 # Steps, and the share of l2t in them. Epsilon is the harder to learn: near t = 0 it is what little is left of z.
-RECIPES: dict[Parametrisation, tuple[int, float]] = {"epsilon": (320, 0.5), "x0": (200, 0.75), "v": (200, 0.75)}
+RECIPES: dict[PredictionType, tuple[int, float]] = {"epsilon": (320, 0.5), "x0": (200, 0.75), "v": (200, 0.75)}
 
 # Two of 48, of predictions that the runs of test_learning.py do not have.
 COVERING = {("vp_linear", "v", "mse"), ("vp_sigmoid", "epsilon", "normalized_mse")}
@@ -56,7 +56,7 @@ def noise_of(step: int, share: float) -> Noise:
     return draw_noise(BATCH, 0, step, len(BATCH.lengths), mode_weights({"l2t": share, "t2l": 1 - share}))
 
 
-def learnt_by_heart(total: Objective, steps: int, share: float) -> MMDiT:
+def learned_by_heart(total: Objective, steps: int, share: float) -> MMDiT:
     torch.manual_seed(0)
     config = ModelConfig(depth=1, width=48, latent_width=128, num_heads=2, conditioning_width=128, modulation_rank=0)
     shape = DataShape(VOCAB, MASK, PAD, max(PAIRS.lengths), 1, CHANNELS)
@@ -73,11 +73,11 @@ def learnt_by_heart(total: Objective, steps: int, share: float) -> MMDiT:
     return model.eval()
 
 
-def memorise(process: Process, prediction: Parametrisation, loss: LatentLoss) -> tuple[float, dict[str, float]]:
+def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> tuple[float, dict[str, float]]:
     """Token accuracy of l2t and, by sampler, mean cosine of t2l after learning the 64 pairs."""
     latent = gaussian(process, prediction, loss, CHANNELS)
     total = objective(latent, latent_weight=1.0)
-    model = learnt_by_heart(total, *RECIPES[prediction])
+    model = learned_by_heart(total, *RECIPES[prediction])
 
     def sample(mode: Mode, config: SamplingConfig) -> Generation:
         generator = torch.Generator().manual_seed(1)
@@ -96,9 +96,9 @@ def memorise(process: Process, prediction: Parametrisation, loss: LatentLoss) ->
     ("process", "prediction", "loss"),
     [pytest.param(*names, marks=[] if names in COVERING else pytest.mark.slow) for names in COMBINATIONS],
 )
-def test_pairs_learnt_by_heart_are_sampled_back(
-    process: Process, prediction: Parametrisation, loss: LatentLoss
+def test_pairs_learned_by_heart_are_sampled_back(
+    process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
-    accuracy, cosines = memorise(process, prediction, loss)
+    accuracy, cosines = memorize(process, prediction, loss)
     assert accuracy >= 0.95
     assert min(cosines.values()) >= 0.95

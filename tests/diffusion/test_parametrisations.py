@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from toy_pairs import COMBINATIONS, PREDICTIONS, PROCESSES, gaussian
 
-from mmldlm.diffusion.gaussian import ALPHA_MIN, SIGMA_MIN, LatentLoss, Parametrisation
+from mmldlm.diffusion.gaussian import ALPHA_MIN, SIGMA_MIN, LatentLoss, PredictionType
 from mmldlm.diffusion.schedule import Process
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def orthogonal_pair(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 @every_combination
 def test_a_right_prediction_gives_back_data_and_noise(
-    process: Process, prediction: Parametrisation, loss: LatentLoss
+    process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
     """Also for a cosine-trained prediction of arbitrary magnitude, since data and noise lie on their sphere."""
     diffusion = gaussian(process, prediction, loss, CHANNELS)
@@ -48,7 +48,7 @@ def test_a_right_prediction_gives_back_data_and_noise(
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("first", PREDICTIONS)
 @pytest.mark.parametrize("second", PREDICTIONS)
-def test_predictions_convert_into_each_other(process: Process, first: Parametrisation, second: Parametrisation) -> None:
+def test_predictions_convert_into_each_other(process: Process, first: PredictionType, second: PredictionType) -> None:
     """first -> (x0, epsilon) -> second -> (x0, epsilon), for predictions that are not right."""
     one, other = gaussian(process, first, "mse"), gaussian(process, second, "mse")
     one.max_norm = other.max_norm = math.inf
@@ -65,7 +65,7 @@ def test_predictions_convert_into_each_other(process: Process, first: Parametris
 @every_combination
 @pytest.mark.parametrize("bounded", [True, False])
 def test_everything_is_finite_at_both_ends(
-    process: Process, prediction: Parametrisation, loss: LatentLoss, bounded: bool
+    process: Process, prediction: PredictionType, loss: LatentLoss, bounded: bool
 ) -> None:
     diffusion = gaussian(process, prediction, loss, CHANNELS)
     if not bounded:
@@ -87,7 +87,7 @@ def test_everything_is_finite_at_both_ends(
 
 @every_combination
 def test_losses_are_zero_for_the_target_and_bounded_as_documented(
-    process: Process, prediction: Parametrisation, loss: LatentLoss
+    process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
     diffusion = gaussian(process, prediction, loss, CHANNELS)
     x0, epsilon = (part.float() for part in orthogonal_pair(16))
@@ -104,7 +104,7 @@ def test_losses_are_zero_for_the_target_and_bounded_as_documented(
 
 @every_combination
 def test_the_zero_of_an_untrained_network_has_a_moderate_gradient(
-    process: Process, prediction: Parametrisation, loss: LatentLoss
+    process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
     """Or it alone would fill the first clipped step, and Adam's second moments for hundreds more."""
     diffusion = gaussian(process, prediction, loss, CHANNELS)

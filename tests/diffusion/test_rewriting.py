@@ -118,7 +118,7 @@ def test_a_text_of_masks_alone_is_any_text(config: SamplingConfig) -> None:
 
 
 def test_what_was_kept_decides_what_is_written() -> None:
-    """Given a model that writes its left neighbour again."""
+    """Given a model that writes its left neighbor again."""
 
     def echo(tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
         before = tokens[(positions - 1).clamp_min(0)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from toy_pairs import COMBINATIONS, MASK, PerfectDenoiser, gaussian, random_pairs
 
-from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss, LatentSampler, Parametrisation
+from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
 from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
@@ -36,7 +36,7 @@ def recovered(latent: GaussianDiffusion, mode: Mode, config: SamplingConfig) -> 
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
 @pytest.mark.parametrize(("process", "prediction", "loss"), COMBINATIONS)
 def test_latents_are_recovered(
-    process: Process, prediction: Parametrisation, loss: LatentLoss, sampler: LatentSampler
+    process: Process, prediction: PredictionType, loss: LatentLoss, sampler: LatentSampler
 ) -> None:
     """To float32 by DDIM, to the error of 40 straight steps by Euler.
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from toy_pairs import MASK, PAD, PREDICTIONS, PROCESSES, VOCAB, WORDS, gaussian, objective, random_pairs, select
 
 from mmldlm.config import load_config
-from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig, Parametrisation
+from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig, PredictionType
 from mmldlm.diffusion.noise import MODES, Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch, Objective, total_counts
 from mmldlm.diffusion.schedule import Process
@@ -122,7 +122,7 @@ def test_loss_text_weight_limit_bounds_what_is_trained_and_not_what_is_shown() -
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_loss_latent_time_weighting_min_snr_weighs_the_same_error_of_x0(
-    process: Process, prediction: Parametrisation
+    process: Process, prediction: PredictionType
 ) -> None:
     """Whatever is predicted: weight x squared error of it = min(SNR, gamma) x squared error of x0."""
     diffusion, gamma = gaussian(process, prediction, "mse"), 5.0

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.batch import Batch, Layout
+from mmldlm.batch import Batch, PackedLayout
 from mmldlm.diffusion.gaussian import (
     SIGMA_MIN,
     GaussianDiffusion,
     LatentConfig,
     LatentLoss,
-    Parametrisation,
+    PredictionType,
     per_sample,
 )
 from mmldlm.diffusion.masked import MaskedDiffusion, Masks
@@ -24,7 +24,7 @@ from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.diffusion.schedule import Process
 
 PROCESSES: tuple[Process, ...] = get_args(Process)
-PREDICTIONS: tuple[Parametrisation, ...] = get_args(Parametrisation)
+PREDICTIONS: tuple[PredictionType, ...] = get_args(PredictionType)
 LOSSES: tuple[LatentLoss, ...] = get_args(LatentLoss)
 COMBINATIONS = list(product(PROCESSES, PREDICTIONS, LOSSES))
 
@@ -53,7 +53,7 @@ def select(batch: Batch, rows: list[int]) -> Batch:
     )
 
 
-def gaussian(process: Process, prediction: Parametrisation, loss: LatentLoss, channels: int = 16) -> GaussianDiffusion:
+def gaussian(process: Process, prediction: PredictionType, loss: LatentLoss, channels: int = 16) -> GaussianDiffusion:
     """The diffusion of latents from `random_pairs`, none of which is longer than sqrt(C)."""
     return GaussianDiffusion(LatentConfig(process, prediction), loss, max_norm=math.sqrt(channels) * (1 + 1e-6))
 
@@ -81,7 +81,7 @@ class PerfectDenoiser:
         noised_latents: Tensor,
         t_text: Tensor,
         t_latent: Tensor,
-        layout: Layout,
+        layout: PackedLayout,
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,43 +20,43 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from mmldlm import train
-from mmldlm.distributed.engine import Runtime
-from mmldlm.trainer.trainer import Training
+from mmldlm.distributed.engine import Engine
+from mmldlm.trainer.trainer import Trainer
 
 SKIPPED = json.loads(os.environ["SKIPPED"])
 reference: list[torch.Tensor] = []
-_open, _backward, _finish_step, _averaged = Training._open, Training.backward, Training.finish_step, Runtime.averaged
+_open, _backward, _finish_step, _averaged = Trainer._open, Trainer.backward, Trainer.finish_step, Engine.averaged
 
 
-def masters(runtime: Runtime) -> list[torch.Tensor]:
+def masters(runtime: Engine) -> list[torch.Tensor]:
     """This rank's part of the weights, in float64."""
     return [master.detach().double() for master in runtime._masters()]
 
 
-def computed_with(runtime: Runtime) -> list[torch.Tensor]:
+def computed_with(runtime: Engine) -> list[torch.Tensor]:
     """This rank's part of what the network's next forward pass is made of."""
-    parameters: list[Any] = list(runtime.bare_model.parameters())
+    parameters: list[Any] = list(runtime.unwrapped_model.parameters())
     held = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
     return [(each.to_local() if isinstance(each, DTensor) else each).detach().clone() for each in held]
 
 
-def whole_reference(runtime: Runtime) -> dict[str, torch.Tensor]:
+def whole_reference(runtime: Engine) -> dict[str, torch.Tensor]:
     """Collective: the reference by name, by way of the weights, which are lost."""
     for master, mean in zip(runtime._masters(), reference, strict=True):
         master.detach().copy_(mean)
     return {name: runtime._master(parameter).detach().clone() for name, parameter in runtime._trained()}
 
 
-def opened(self: Training) -> None:
+def opened(self: Trainer) -> None:
     _open(self)
     reference.extend(masters(self.runtime))
 
 
-def backward(self: Training, loss: torch.Tensor) -> None:
+def backward(self: Trainer, loss: torch.Tensor) -> None:
     _backward(self, loss * (math.nan if self.state.step in SKIPPED else 1.0))
 
 
-def finish_step(self: Training, lr: float, norm: torch.Tensor, micro_batches: list[Any]) -> None:
+def finish_step(self: Trainer, lr: float, norm: torch.Tensor, micro_batches: list[Any]) -> None:
     step, limit = self.state.step, self.config.ema.decay
     decay = min(limit, (1 + step) / (10 + step)) if self.config.ema.warmup else limit
     if step not in SKIPPED:
@@ -71,7 +71,7 @@ def finish_step(self: Training, lr: float, norm: torch.Tensor, micro_batches: li
 
 
 @contextlib.contextmanager
-def averaged(self: Runtime) -> Iterator[None]:
+def averaged(self: Engine) -> Iterator[None]:
     before, trained = computed_with(self), masters(self)
     with _averaged(self):
         for mean, master in zip(reference, masters(self), strict=True):
@@ -82,8 +82,8 @@ def averaged(self: Runtime) -> Iterator[None]:
     assert all(map(torch.equal, trained, masters(self)))
 
 
-Training._open, Training.backward, Training.finish_step = opened, backward, finish_step  # type: ignore[method-assign]
-Runtime.averaged = averaged  # type: ignore[method-assign]
+Trainer._open, Trainer.backward, Trainer.finish_step = opened, backward, finish_step  # type: ignore[method-assign]
+Engine.averaged = averaged  # type: ignore[method-assign]
 status = train.main()
 sys.stdout.flush()
 sys.stderr.flush()

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from mmldlm import train
-from mmldlm.distributed.engine import Runtime
-from mmldlm.trainer.trainer import Training
+from mmldlm.distributed.engine import Engine
+from mmldlm.trainer.trainer import Trainer
 
 FAULT, STEP, RANK = os.environ["FAULT"], int(os.environ["FAULT_STEP"]), int(os.environ.get("FAULT_RANK", "1"))
-_corrupt, _backward = Training.corrupt, Runtime.backward
+_corrupt, _backward = Trainer.corrupt, Engine.backward
 
 
-def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
+def corrupt(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
     if step == STEP and self.runtime.rank == RANK:
         if FAULT == "raise":
             raise ValueError("planted in the data of this rank")
@@ -30,7 +30,7 @@ def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
     return found
 
 
-Training.corrupt = corrupt  # type: ignore[method-assign]
+Trainer.corrupt = corrupt  # type: ignore[method-assign]
 status = train.main()
 sys.stdout.flush()
 sys.stderr.flush()

@@ -22,9 +22,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmldlm import train
-from mmldlm.distributed.engine import Runtime
-from mmldlm.telemetry import Meter
-from mmldlm.trainer.trainer import Training
+from mmldlm.distributed.engine import Engine
+from mmldlm.telemetry import StepStats
+from mmldlm.trainer.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
@@ -32,18 +32,18 @@ REFERENCE, LATE = "REFERENCE" in os.environ, "LATE" in os.environ
 FACTORS = {"bad_gradient": math.nan, "huge": 1e6}
 facts: dict[str, Any] = {"digests": [], "planted": {}, "settled": []}
 fault: dict[str, Any] = {}  # of this rank in the step at hand
-_open, _corrupt, _forward = Training._open, Training.corrupt, Training.forward
-_update, _finish_step, _fetch = Training.update, Training.finish_step, Meter.fetch
+_open, _corrupt, _forward = Trainer._open, Trainer.corrupt, Trainer.forward
+_update, _finish_step, _fetch = Trainer.update, Trainer.finish_step, StepStats.fetch
 
 
-def tensors(runtime: Runtime) -> Iterator[torch.Tensor]:
+def tensors(runtime: Engine) -> Iterator[torch.Tensor]:
     """This rank's weights, masters and moments."""
-    parameters = list(runtime.bare_model.parameters())
+    parameters = list(runtime.unwrapped_model.parameters())
     partitions = runtime._partitions() if hasattr(runtime, "_partitions") else []
     yield from (getattr(parameter, "ds_tensor", parameter) for parameter in parameters)
     yield from partitions
     for owner in partitions or parameters:
-        state = runtime.bare_optimizer.state.get(owner, {})
+        state = runtime.unwrapped_optimizer.state.get(owner, {})
         yield from (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
 
 
@@ -52,7 +52,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return found.detach().reshape(-1)
 
 
-def digest(runtime: Runtime) -> str:
+def digest(runtime: Engine) -> str:
     found = hashlib.sha256()
     for tensor in map(local, tensors(runtime)):
         if tensor.any():  # moments begin as zeros: the same as none
@@ -60,15 +60,15 @@ def digest(runtime: Runtime) -> str:
     return found.hexdigest()
 
 
-def opened(self: Training) -> None:
+def opened(self: Trainer) -> None:
     _open(self)
     facts["digests"].append(digest(self.runtime))
-    self.runtime.bare_model.text_out.register_forward_pre_hook(poison)
+    self.runtime.unwrapped_model.text_out.register_forward_pre_hook(poison)
     self.runtime.accumulate = left_out(self.runtime.accumulate)  # type: ignore[method-assign]
-    self.settles_late = LATE
+    self.defer_fetch = LATE
 
 
-def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
+def corrupt(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
     fault.clear()
     if not REFERENCE and FAULTS.get(step, {}).get("rank") == RANK:
         fault.update(FAULTS[step])
@@ -84,7 +84,7 @@ def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
     return _corrupt(self, step, micro_batches)
 
 
-def forward(self: Training, batch: Any, totals: list[float]) -> Any:
+def forward(self: Trainer, batch: Any, totals: list[float]) -> Any:
     loss, sums = _forward(self, batch, totals)
     if fault and fault["kind"] == "loss":
         loss = loss + (math.inf if fault["calls"] == fault["micro_batch"] else 0.0)
@@ -110,11 +110,11 @@ def left_out(accumulate: Any) -> Any:
     return found
 
 
-def update(self: Training, lr: float) -> torch.Tensor:
+def update(self: Trainer, lr: float) -> torch.Tensor:
     return torch.tensor(math.nan) if REFERENCE and self.state.step in FAULTS else _update(self, lr)
 
 
-def finish_step(self: Training, lr: float, norm: torch.Tensor, micro_batches: list[Any]) -> None:
+def finish_step(self: Trainer, lr: float, norm: torch.Tensor, micro_batches: list[Any]) -> None:
     facts["digests"].append(digest(self.runtime))
     if REFERENCE and self.state.step in FAULTS:
         self.state.step += 1
@@ -122,13 +122,13 @@ def finish_step(self: Training, lr: float, norm: torch.Tensor, micro_batches: li
         _finish_step(self, lr, norm, micro_batches)
 
 
-def fetch(self: Meter) -> Any:
-    facts["settled"].append(self.waiting[-1].step)
+def fetch(self: StepStats) -> Any:
+    facts["settled"].append(self.pending[-1].step)
     return _fetch(self)
 
 
-Training._open, Training.corrupt, Training.update = opened, corrupt, update  # type: ignore[method-assign]
-Training.forward, Training.finish_step, Meter.fetch = forward, finish_step, fetch  # type: ignore[method-assign]
+Trainer._open, Trainer.corrupt, Trainer.update = opened, corrupt, update  # type: ignore[method-assign]
+Trainer.forward, Trainer.finish_step, StepStats.fetch = forward, finish_step, fetch  # type: ignore[method-assign]
 status = train.main()
 (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
 sys.stdout.flush()

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.engines import tensor_bytes
 from mmldlm import train
-from mmldlm.distributed.engine import Runtime
-from mmldlm.trainer.trainer import Training
+from mmldlm.distributed.engine import Engine
+from mmldlm.trainer.trainer import Trainer
 
 facts: dict[str, Any] = {"steps": []}
-_open = Training._open
+_open = Trainer._open
 
 
 def collectives() -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def large(found: list[dict[str, Any]]) -> int:
     return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
 
 
-def opened(self: Training) -> None:
+def opened(self: Trainer) -> None:
     _open(self)
     runtime = self.runtime
     group = dist.distributed_c10d._get_default_group()
@@ -41,9 +41,9 @@ def opened(self: Training) -> None:
         name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
     }
     facts["fsdp_modules"] = [
-        name for name, module in runtime.bare_model.named_modules() if isinstance(module, FSDPModule)
+        name for name, module in runtime.unwrapped_model.named_modules() if isinstance(module, FSDPModule)
     ]
-    facts["parameters"] = sorted({str(parameter.dtype) for parameter in runtime.bare_model.parameters()})
+    facts["parameters"] = sorted({str(parameter.dtype) for parameter in runtime.unwrapped_model.parameters()})
     for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap"):
         facts[name] = getattr(runtime.model, name, None)
     facts["broadcast_buffers"] = getattr(
@@ -52,30 +52,30 @@ def opened(self: Training) -> None:
     runtime.check_precision()
 
 
-def corrupt(self: Training, step: int, micro_batches: list[Any]) -> Any:
+def corrupt(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
     facts["steps"].append({"before": len(collectives())})
     return _corrupt(self, step, micro_batches)
 
 
-def backward(self: Runtime, loss: torch.Tensor) -> None:
+def backward(self: Engine, loss: torch.Tensor) -> None:
     start = len(collectives())
     _backward(self, loss)
     facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
 
-def update(self: Runtime, *arguments: float) -> Any:
-    trained = sum(parameter.numel() for parameter in self.bare_model.parameters() if parameter.requires_grad)
-    facts["held"] = tensor_bytes(self.bare_model) / trained
+def update(self: Engine, *arguments: float) -> Any:
+    trained = sum(parameter.numel() for parameter in self.unwrapped_model.parameters() if parameter.requires_grad)
+    facts["held"] = tensor_bytes(self.unwrapped_model) / trained
     return _update(self, *arguments)
 
 
-_corrupt = Training.corrupt
-Training._open, Training.corrupt = opened, corrupt  # type: ignore[method-assign]
-kind = Runtime
+_corrupt = Trainer.corrupt
+Trainer._open, Trainer.corrupt = opened, corrupt  # type: ignore[method-assign]
+kind = Engine
 if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
-    from mmldlm.distributed.zero import ZeroRuntime
+    from mmldlm.distributed.zero import ZeroEngine
 
-    kind = ZeroRuntime
+    kind = ZeroEngine
 _backward, _update = kind.backward, kind.update
 kind.backward, kind.update = backward, update  # type: ignore[method-assign]
 status = train.main()

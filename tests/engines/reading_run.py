@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm import train
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2}
@@ -51,9 +51,9 @@ class Methods(TorchFunctionMode):
 
 
 def watched(name: str) -> Callable[..., Any]:
-    method = getattr(Training, name)
+    method = getattr(Trainer, name)
 
-    def watch(self: Training, *arguments: Any) -> Any:
+    def watch(self: Trainer, *arguments: Any) -> Any:
         global step, verb
         step, verb = self.state.step + 1, name
         reads.setdefault(step, [])
@@ -63,15 +63,15 @@ def watched(name: str) -> Callable[..., Any]:
     return watch
 
 
-def begin(self: Training, *arguments: Any) -> None:
+def begin(self: Trainer, *arguments: Any) -> None:
     _begin(self, *arguments)
-    self.settles_late = True
+    self.defer_fetch = True
 
 
-_begin = Training._begin
-Training._begin = begin  # type: ignore[method-assign]
+_begin = Trainer._begin
+Trainer._begin = begin  # type: ignore[method-assign]
 for name in ("forward", "backward", "update", "finish_step"):
-    setattr(Training, name, watched(name))
+    setattr(Trainer, name, watched(name))
 status = train.main()
 (Path(os.environ["FACTS"]) / f"reads.rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
 sys.stdout.flush()

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from mmldlm import train
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 STEP = int(os.environ["RUINED_AFTER"])
-_finish_step = Training.finish_step
+_finish_step = Trainer.finish_step
 
 
-def finish_step(self: Training, *arguments: Any) -> None:
+def finish_step(self: Trainer, *arguments: Any) -> None:
     if self.state.step + 1 == STEP:
         with torch.no_grad():
-            self.runtime.bare_model.text_out.weight[0, 0] = math.nan
+            self.runtime.unwrapped_model.text_out.weight[0, 0] = math.nan
     _finish_step(self, *arguments)
 
 
-Training.finish_step = finish_step  # type: ignore[method-assign]
+Trainer.finish_step = finish_step  # type: ignore[method-assign]
 status = train.main()
 sys.stdout.flush()
 sys.stderr.flush()

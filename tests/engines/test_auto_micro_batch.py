@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mmldlm.data.batch_schedule import BatchSize, TrainConfig
 from mmldlm.distributed.launcher import ENGINES, SINGLE
-from mmldlm.distributed.memory_probe import fits_into_memory
+from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.auto_batch_size import capped, check_auto_micro_batch, halved
 
@@ -184,7 +184,7 @@ def test_a_rehearsal_tells_memory_from_faults_and_touches_nothing() -> None:
         seen.append(torch.rand(1))
         return network(torch.rand(2, 4)).sum()
 
-    assert fits_into_memory(model, loss_of, cpu, False) and fits_into_memory(model, loss_of, cpu, True)
+    assert fits_in_memory(model, loss_of, cpu, False) and fits_in_memory(model, loss_of, cpu, True)
     assert len(seen) == 2 and torch.equal(torch.get_rng_state(), state) and not heard
     assert model.weight.grad is kept and torch.equal(kept, torch.ones(4, 4)) and model.bias.grad is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -195,9 +195,9 @@ def test_a_rehearsal_tells_memory_from_faults_and_touches_nothing() -> None:
     def wrong(network: Any) -> torch.Tensor:
         return network(torch.rand(2, 5)).sum()
 
-    assert not fits_into_memory(model, too_large, cpu, False)
+    assert not fits_in_memory(model, too_large, cpu, False)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        fits_into_memory(model, wrong, cpu, False)
+        fits_in_memory(model, wrong, cpu, False)
 
 
 class Kept(torch.autograd.Function):
@@ -232,5 +232,5 @@ def test_a_backward_pass_that_fails_holds_no_memory() -> None:
         rows = network(torch.rand(2, 4))
         return Kept.apply(rows).sum() + OutOfMemory.apply(rows).sum()
 
-    assert not fits_into_memory(torch.nn.Linear(4, 4), loss_of, torch.device("cpu"), False)
+    assert not fits_in_memory(torch.nn.Linear(4, 4), loss_of, torch.device("cpu"), False)
     assert Kept.held() is None

@@ -19,7 +19,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.model.compile import REGIONS, CompileConfig, check_compile, compile_regions
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from mmldlm.train import train_step
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 REGIONAL = CompileConfig("regional")
@@ -79,7 +79,7 @@ def test_the_curve_is_the_same_and_nothing_is_compiled_again(
     shutil.move(tmp_path / "run", tmp_path / "plain")
     torch._dynamo.reset()
     graphs = []
-    with Training(load_config(tiny_config, [*given, "compile.scope=regional"])) as run:
+    with Trainer(load_config(tiny_config, [*given, "compile.scope=regional"])) as run:
         assert run.parts.compiled == "regional, mode default"
         shapes = set()
         for step, batches in run.steps():

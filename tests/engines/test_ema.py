@@ -15,7 +15,7 @@ from test_parity import state
 from mmldlm import cli, train
 from mmldlm.config import load_config
 from mmldlm.distributed.init import start
-from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.optim import weight_average as average
@@ -142,7 +142,7 @@ def measured(folder: Path, weights: str) -> float:
     """The validation loss of the run's last checkpoint, from its files."""
     run = load_run(folder, weights=weights)  # type: ignore[arg-type]
     assert run.weights == weights and run.has_average
-    runtime = start(run.config.distributed, read_launch({}), step_plan(run.config, 1))
+    runtime = start(run.config.distributed, read_launcher_env({}), step_plan(run.config, 1))
     runtime.model = run.model
     ids = validation_ids(run.store.split("validation"), run.config.validation.samples)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from waiting import PATIENCE_S
 SCRIPT = "faulty_rank.py"
 ENDLESS = ["distributed.timeout_s=5", "train.steps=100000", "validation.every=0", "checkpoint.every_steps=0"]
 
-# What the ranks may be waiting for in this run, as `Runtime.waiting` names it.
+# What the ranks may be waiting for in this run, as `Engine.waiting` names it.
 COLLECTIVES = (
     "all-reduce of the step's counts",
     "all-reduce of the losses to log",

@@ -21,7 +21,7 @@ from mmldlm.distributed import grad_scaler as loss_scale
 from mmldlm.distributed.grad_scaler import FIRST, HIGHEST, LOWEST, LossScale, check_fp16
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 FP16 = 5e-3  # against fp32; bf16, with 3 bits less, is held to 2e-2
 SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16, text_samples: 0}")
@@ -34,7 +34,7 @@ def test_gradients_are_those_of_a_multiple_of_the_loss(tiny_config: Path) -> Non
     norms: dict[str, float] = {}
     for precision in ("fp32", "fp16"):
         settings = ["data.num_workers=0", f"precision={precision}", f"run.dir={tiny_config.parent / precision}"]
-        with Training(load_config(tiny_config, settings)) as run:
+        with Trainer(load_config(tiny_config, settings)) as run:
             assert run.runtime.accelerator.scaler is None, "Accelerate would scale once more"
             step, micro_batches = next(run.steps())
             (noised,), totals = run.corrupt(step, micro_batches)

@@ -17,7 +17,7 @@ from forked_runs import ForkedRuns
 from mmldlm import train
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.config import GuardConfig
-from mmldlm.distributed.engine import Runtime
+from mmldlm.distributed.engine import Engine
 from mmldlm.errors import DataError, NumericalError
 from mmldlm.trainer.step_guard import FILE_NAME, WARM_UP, Guard, Skip
 
@@ -122,10 +122,10 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(
 def test_a_resumed_run_knows_the_same_spikes(
     tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward, folder = Runtime.backward, tmp_path / "run"
+    backward, folder = Engine.backward, tmp_path / "run"
     steps = iter([*range(1, 41), *range(31, 41)])  # one backward each: the whole run, then its end again
     monkeypatch.setattr(
-        Runtime, "backward", lambda self, loss: backward(self, loss * (1e4 if next(steps) == 34 else 1.0))
+        Engine, "backward", lambda self, loss: backward(self, loss * (1e4 if next(steps) == 34 else 1.0))
     )
     settings = ["train.steps=40", "checkpoint.every_steps=30", "validation.every=0", "guard.grad_norm_spike=20"]
     assert train.main([str(tiny_config), *settings]) == 0
@@ -147,9 +147,9 @@ def test_a_resumed_run_knows_the_same_spikes(
 def test_stop_ends_the_run_at_the_first_number_that_is_not_finite(
     tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward, calls = Runtime.backward, iter(range(100))
+    backward, calls = Engine.backward, iter(range(100))
     monkeypatch.setattr(
-        Runtime, "backward", lambda self, loss: backward(self, loss * (math.nan if next(calls) == 4 else 1.0))
+        Engine, "backward", lambda self, loss: backward(self, loss * (math.nan if next(calls) == 4 else 1.0))
     )
     assert train.main([str(tiny_config), "guard.nonfinite=stop"]) == 70
     assert list(skipped_steps(tmp_path / "run")) == [5]
@@ -160,17 +160,17 @@ def test_stop_ends_the_run_at_the_first_number_that_is_not_finite(
 def test_the_limit_follows_the_median_of_the_last_accepted_norms() -> None:
     guard = Guard(GuardConfig(grad_norm_spike=3.0), TrainState())
     for norm in range(1, WARM_UP):
-        guard.take(float(norm))
+        guard.record_accepted(float(norm))
         assert guard.norm_limit == math.inf
-    guard.take(float(WARM_UP))
+    guard.record_accepted(float(WARM_UP))
     assert guard.norm_limit == 3 * (WARM_UP + 1) / 2
     guard.skip(Skip(21, 1e9, "spike"), [])
     assert guard.norm_limit == 3 * (WARM_UP + 1) / 2
     for _ in range(NORM_WINDOW // 2 + 1):
-        guard.take(100.0)
+        guard.record_accepted(100.0)
     assert guard.norm_limit == 300
     for _ in range(NORM_WINDOW):
-        guard.take(0.5)
+        guard.record_accepted(0.5)
     assert guard.norm_limit == 1.5 and len(guard.state.accepted_norms) == NORM_WINDOW
     assert Guard(GuardConfig(), guard.state).norm_limit == math.inf
     assert Guard(GuardConfig(grad_norm_spike=3.0), TrainState(accepted_norms=[0.0] * WARM_UP)).norm_limit == math.inf
@@ -187,7 +187,7 @@ def test_when_a_run_must_not_go_on(tmp_path: Path) -> None:
 
     skip(guard, math.nan, "loss")
     skip(guard, math.inf, "norm")
-    guard.take(1.0)
+    guard.record_accepted(1.0)
     skip(guard, math.nan, "loss")
     skip(guard, math.inf, "norm")
     with pytest.raises(NumericalError, match=r"step 7: the gradient norm 8 is above .* row: 3 .*" + FILE_NAME):

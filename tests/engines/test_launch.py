@@ -14,7 +14,7 @@ from forked_runs import ForkedRuns
 from waiting import PATIENCE_S
 
 from mmldlm.distributed.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
-from mmldlm.distributed.launcher import read_launch
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError
 
 LAUNCHED = {
@@ -30,7 +30,7 @@ PLAN = StepPlan(micro_batch_size=2, accumulation=4, global_batch_size=16, clip_n
 
 @pytest.mark.quick
 def test_no_launcher_is_one_process() -> None:
-    launch = read_launch({})
+    launch = read_launcher_env({})
     assert (launch.engine, launch.rank, launch.world_size, launch.nodes) == ("single", 0, 1, 1)
 
 
@@ -38,13 +38,13 @@ def test_no_launcher_is_one_process() -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
 def test_the_config_file_picks_the_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    launch = read_launch(dict(LAUNCHED), accelerate_file=f"accelerate_configs/{engine}.yaml")
+    launch = read_launcher_env(dict(LAUNCHED), accelerate_file=f"accelerate_configs/{engine}.yaml")
     assert (launch.engine, launch.rank, launch.world_size) == (engine, 1, 2)
 
 
 @pytest.mark.quick
 def test_nodes_follow_from_the_local_world_size() -> None:
-    assert read_launch({**LAUNCHED, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}).nodes == 2
+    assert read_launcher_env({**LAUNCHED, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}).nodes == 2
 
 
 @pytest.mark.quick
@@ -78,7 +78,7 @@ def test_nodes_follow_from_the_local_world_size() -> None:
 )
 def test_refused_launches(changes: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint.replace("(", r"\(")):
-        read_launch(dict(changes))
+        read_launcher_env(dict(changes))
 
 
 @pytest.mark.quick
@@ -100,7 +100,7 @@ def test_malformed_launcher_files(
     path = tmp_path / "file"
     path.write_text(deepspeed or accelerate_file or "")
     with pytest.raises(ConfigError, match=complaint):
-        read_launch(dict(LAUNCHED), str(path) if deepspeed else None, str(path) if accelerate_file else None)
+        read_launcher_env(dict(LAUNCHED), str(path) if deepspeed else None, str(path) if accelerate_file else None)
 
 
 @pytest.mark.quick

@@ -21,7 +21,7 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.tools.history import History
 from mmldlm.tools.monitor.alert import Alert
 from mmldlm.tools.monitor.alerts import alerts
-from mmldlm.tools.monitor.snapshot import Look
+from mmldlm.tools.monitor.snapshot import Snapshot
 
 BARE = ("data.num_workers=0", "validation.every=0", "checkpoint.every_steps=0")
 HEALTHY = ("train.steps=100", "schedule.lr=constant", "log.every=2", "checkpoint.every_steps=40", "data.num_workers=0")
@@ -43,7 +43,7 @@ def test_a_healthy_run_has_no_alert_at_any_time(forked: ForkedRuns, tiny_config:
     assert {step: found for step in steps(run) if (found := alerts_at(run, step, **BUSY_MACHINE))} == {}
     look = seen_at(run, 90)
     assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait is not None
-    finished = Look(History.read(run), 10.0)
+    finished = Snapshot(History.read(run), 10.0)
     assert finished.state.name == "finished" and finished.state.code == 0 and alerts(finished) == []
 
     # What takes a small machine or disk to happen: the same run, with other thresholds.
@@ -93,7 +93,7 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     assert "optim/grad_norm" in History.read(run).of("train")[2]["nonfinite"], "of the step that was left out"
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"skipped steps"}
     assert alerts_at(run, 8, **BUSY_MACHINE, skip_steps=2) == set(), "it is long ago"
-    ended = Look(History.read(run), 10.0)
+    ended = Snapshot(History.read(run), 10.0)
     assert ended.state.name == "failed" and ended.state.code == 70
     found = alerts(ended)
     assert [alert.name for alert in found] == ["failed", "skipped steps"]
@@ -132,7 +132,7 @@ def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path
     assert forked.wait(pids) == {pids[0]: 70}
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"not finite"}
     assert "validation/total, " in advice(alerts(seen_at(run, 6)), "not finite")
-    ended = alerts(Look(History.read(run), 10.0))
+    ended = alerts(Snapshot(History.read(run), 10.0))
     assert [alert.name for alert in ended] == ["failed", "not finite", "skipped steps"]
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
     pids = forked.start("ddp", [tiny_config, *BARE, *endless], 2, log)
 
     def found() -> dict[str, str]:
-        look = Look(History.read(run), 1.0)
+        look = Snapshot(History.read(run), 1.0)
         return {alert.name: alert.found for alert in alerts(look)}
 
     try:
@@ -215,7 +215,7 @@ def test_the_first_record_that_is_too_many(tmp_path: Path) -> None:
     file.write("start", 0, {"total_steps": 1000})
 
     def names() -> set[str]:
-        return {alert.name for alert in alerts(Look(History.read(tmp_path), 10.0))}
+        return {alert.name for alert in alerts(Snapshot(History.read(tmp_path), 10.0))}
 
     for step, loss in ((50, 4.0), (100, 3.0), (150, 3.1), (200, 3.2)):
         file.write("validation", step, {"validation/total": loss})

@@ -21,7 +21,7 @@ from waiting import wait_until
 from mmldlm import train
 from mmldlm.checkpoint import CheckpointStore, Retention
 from mmldlm.trainer import checkpointer as saving
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.files import FileInfo
 
 Single = Callable[..., Path]
@@ -45,7 +45,7 @@ def test_beside_the_training_or_not_the_same_bytes(
     settings = ("train.steps=12", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "validation.every=0")
     waiting, beside = single(*settings, "checkpoint.async=false"), tmp_path / "run"
     steps_done: list[int] = []
-    at_once, forward = saving.write_files, Training.forward
+    at_once, forward = saving.write_files, Trainer.forward
 
     def later(folder: Path, files: Mapping[str, Any]) -> dict[str, FileInfo]:
         seen = len(steps_done)
@@ -54,7 +54,7 @@ def test_beside_the_training_or_not_the_same_bytes(
         return at_once(folder, files)
 
     monkeypatch.setattr(saving, "write_files", later)
-    monkeypatch.setattr(Training, "forward", lambda *given: (steps_done.append(1), forward(*given))[1])
+    monkeypatch.setattr(Trainer, "forward", lambda *given: (steps_done.append(1), forward(*given))[1])
     assert train.main([str(parity_config), f"run.dir={beside}", *settings]) == 0
     assert steps_of(beside) == steps_of(waiting) == [3, 6, 9, 12]
     assert all(files_of(beside, step) == files_of(waiting, step) for step in (3, 6, 9, 12))

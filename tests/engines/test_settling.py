@@ -17,10 +17,10 @@ from test_guards import FAULTS, skipped_steps
 
 from mmldlm import train
 from mmldlm.config import load_config
-from mmldlm.distributed.engine import Runtime, fits
+from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.telemetry import read_metrics
-from mmldlm.trainer.step_guard import poisoned
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.step_guard import propagate_nonfinite
+from mmldlm.trainer.trainer import Trainer
 
 TIMES = ("time", "stall_s", "seconds", "path")
 SETTINGS = (
@@ -108,9 +108,9 @@ def test_the_host_reads_nothing_between_two_records(
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of this process settle as on a GPU."""
-    begin = Training._begin
+    begin = Trainer._begin
     monkeypatch.setattr(
-        Training, "_begin", lambda self, *given: (begin(self, *given), setattr(self, "settles_late", True))
+        Trainer, "_begin", lambda self, *given: (begin(self, *given), setattr(self, "defer_fetch", True))
     )
 
 
@@ -118,9 +118,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stop_comes_late_and_saves_nothing_after_it(
     tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward, calls = Runtime.backward, iter(range(100))
+    backward, calls = Engine.backward, iter(range(100))
     monkeypatch.setattr(
-        Runtime, "backward", lambda self, loss: backward(self, loss * (math.nan if next(calls) == 4 else 1.0))
+        Engine, "backward", lambda self, loss: backward(self, loss * (math.nan if next(calls) == 4 else 1.0))
     )
     assert train.main([str(tiny_config), "guard.nonfinite=stop", "log.every=100"]) == 70
     assert list(skipped_steps(tmp_path / "run")) == [5]
@@ -133,9 +133,9 @@ def test_a_stop_comes_late_and_saves_nothing_after_it(
 def test_with_a_limit_for_spikes_each_step_is_settled(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit follows from the norms before."""
     waiting: list[int] = []
-    update = Training.update
+    update = Trainer.update
     monkeypatch.setattr(
-        Training, "update", lambda self, lr: (waiting.append(len(self.meter.waiting)), update(self, lr))[1]
+        Trainer, "update", lambda self, lr: (waiting.append(len(self.meter.pending)), update(self, lr))[1]
     )
     settings = ["log.every=100", "validation.every=0", "checkpoint.every_steps=0"]
     assert train.main([str(tiny_config), *settings]) == 0
@@ -163,7 +163,7 @@ def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns
 @pytest.mark.quick
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_config: Path) -> None:
-    with Training(load_config(tiny_config, ["data.num_workers=0"])) as run:
+    with Trainer(load_config(tiny_config, ["data.num_workers=0"])) as run:
         step, micro_batches = next(run.steps())
         (noised,), totals = run.corrupt(step, micro_batches)
         loss, _ = run.forward(noised, totals)
@@ -176,7 +176,7 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_con
 def test_a_finite_loss_is_left_as_it_is() -> None:
     for value in (0.1, -3.0, 0.0, 3e38, 1e-45):
         loss = torch.tensor(value, requires_grad=True)
-        found = poisoned(loss)
+        found = propagate_nonfinite(loss)
         found.backward()
         assert found == loss and loss.grad == 1
 
@@ -184,17 +184,19 @@ def test_a_finite_loss_is_left_as_it_is() -> None:
 @pytest.mark.quick
 def test_what_fits_is_the_same_in_every_precision() -> None:
     norm = torch.tensor(0.1)  # in float32 a little above 0.1
-    assert not fits(norm, 0.1) and fits(norm, float(norm)) and fits(norm.double(), float(norm))
-    assert fits(torch.tensor(3e38), math.inf) and fits(torch.tensor(1e300, dtype=torch.float64), math.inf)
-    assert not any(fits(torch.tensor(value), limit) for value in (math.nan, math.inf) for limit in (1.0, math.inf))
+    assert not is_accepted(norm, 0.1) and is_accepted(norm, float(norm)) and is_accepted(norm.double(), float(norm))
+    assert is_accepted(torch.tensor(3e38), math.inf) and is_accepted(torch.tensor(1e300, dtype=torch.float64), math.inf)
+    assert not any(
+        is_accepted(torch.tensor(value), limit) for value in (math.nan, math.inf) for limit in (1.0, math.inf)
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_not_waited_for_between_two_records(tiny_config: Path) -> None:
     settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
-    with Training(load_config(tiny_config, settings)) as run:
-        assert run.settles_late
+    with Trainer(load_config(tiny_config, settings)) as run:
+        assert run.defer_fetch
         for step, micro_batches in run.steps():
             torch.cuda.set_sync_debug_mode("error" if step + 1 in (2, 3, 5, 6, 7) else "default")
             train.train_step(run, step, micro_batches)

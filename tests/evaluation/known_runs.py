@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.batch import Layout
+from mmldlm.batch import PackedLayout
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class KnowsAll(torch.nn.Module):
         rows = range(len(documents))
         self.texts = [tuple(documents.tokens(row).tolist()) for row in rows]
         raw = torch.stack([torch.from_numpy(documents.latents(row)) for row in rows])
-        self.latents = torch.from_numpy(run.store.standardise(raw.numpy()))
+        self.latents = torch.from_numpy(run.store.standardize(raw.numpy()))
         self.by_text = {text: row for row, text in enumerate(self.texts)}
         self.vocabulary = run.store.manifest.vocab_size
         self.process: GaussianDiffusion = run.objective.latent
@@ -71,7 +71,7 @@ class KnowsAll(torch.nn.Module):
         noised_latents: Tensor,
         t_text: Tensor,
         t_latent: Tensor,
-        layout: Layout,
+        layout: PackedLayout,
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:

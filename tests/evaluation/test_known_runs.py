@@ -118,7 +118,7 @@ class Uniform(torch.nn.Module):
 
 
 def test_bound_of_a_uniform_network_is_log_v(fresh: LoadedRun) -> None:
-    """Through the evaluation's own path: the estimator, its weights and its normalisation."""
+    """Through the evaluation's own path: the estimator, its weights and its normalization."""
     evaluation = Evaluation(replace(fresh, model=Uniform()), EvaluationConfig(times=200))
     bound = text_bound(evaluation, "own")
     assert bound.nats.sum() / evaluation.lengths.sum() == pytest.approx(math.log(1000), rel=0.03)

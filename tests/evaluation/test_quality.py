@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmldlm import train
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.quality import SEED, quality
 from mmldlm.evaluation.t2l import latent_metrics
@@ -31,8 +31,8 @@ def test_quality_is_that_of_the_checkpoint(samples: int, tiny_config: Path, tmp_
     assert run.weights == "ema"
     ids = validation_ids(run.store.split("validation"), samples)
     assert len(ids) == samples
-    assert found == quality(run, ids, Processes())
-    assert found != quality(load_run(tmp_path / "run", weights="trained"), ids, Processes())
+    assert found == quality(run, ids, Collectives())
+    assert found != quality(load_run(tmp_path / "run", weights="trained"), ids, Collectives())
     assert {f"quality/{mode}_{key}" for mode, key in MODES.items()} < found.keys()
     # And the metrics are those of `mmldlm evaluate`.
     config = EvaluationConfig("validation", samples, samples, seed=SEED, batch=16)

@@ -109,7 +109,7 @@ BAD = [
     ["train", "CONFIG", "extends=nothing.yaml"],
     ["train", "CONFIG", "--deepspeed_config", "/nowhere.json"],
     ["train", "DUPLICATE"],
-    ["train", "MISSPELT"],
+    ["train", "MISSPELLED"],
     ["train", "NOTYAML"],
     ["config", "/nowhere.yaml"],
     ["data", "info", "/nowhere"],
@@ -294,7 +294,7 @@ class Recorder:
         self.curve("errors", ["train.steps=2", "validation.every=0"])
         files = {
             "DUPLICATE": "run: {dir: x}\nrun: {dir: y}\n",
-            "MISSPELT": "optimm: {lr: 1}\n",
+            "MISSPELLED": "optimm: {lr: 1}\n",
             "NOTYAML": "a: [1\nb: }",
             "EMPTY": "",
             "JSONL": '{"text": "one"}\n',

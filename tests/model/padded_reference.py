@@ -16,7 +16,7 @@ from mmldlm.model.layers import FeedForward, Modulation
 from mmldlm.model.mmdit import BlockStream, MMDiT
 
 
-def normalise(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
 
 
@@ -53,7 +53,7 @@ def feed_forward(part: FeedForward, x: Tensor) -> Tensor:
 
 
 def project(stream: BlockStream, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = ((normalise(x) * (1 + scale) + shift) @ stream.qkv.weight.T).chunk(3, -1)
+    q, k, v = ((normalize(x) * (1 + scale) + shift) @ stream.qkv.weight.T).chunk(3, -1)
     q, k, v = (part.unflatten(-1, (stream.heads, -1)) for part in (q, k, v))
     return rms(q, stream.head_norm.q), rms(k, stream.head_norm.k), v
 
@@ -74,7 +74,7 @@ def padded_block(
     results = []
     for stream, x, a, out in zip(streams, states, adapted, (joint[:, :m], joint[:, m:]), strict=True):
         x = x + a[2] * stream.out(out)
-        results.append(x + a[5] * feed_forward(stream.mlp, normalise(x) * (1 + a[4]) + a[3]))
+        results.append(x + a[5] * feed_forward(stream.mlp, normalize(x) * (1 + a[4]) + a[3]))
     return results[1], results[0]
 
 
@@ -92,12 +92,12 @@ def padded_forward(
         text, latent = padded_block(block, text, latent, conditioning, real, model.config.rope_base)
     shift, scale, gate = adaptations(model.text_final, conditioning)
     out = model.text_out
-    hidden = ((normalise(text) * (1 + scale) + shift) @ out.weight.T + out.bias) * (1 + gate)
+    hidden = ((normalize(text) * (1 + scale) + shift) @ out.weight.T + out.bias) * (1 + gate)
     weight = model.token_embedding.weight if model.text_head.weight is None else model.text_head.weight
     logits = hidden @ weight.T
     logits[..., [model.shape.mask_id, model.shape.pad_id]] = float("-inf")
     shift, scale, gate = adaptations(model.latent_final, conditioning)
-    predicted = model.latent_head((normalise(latent) * (1 + scale) + shift) * (1 + gate))
+    predicted = model.latent_head((normalize(latent) * (1 + scale) + shift) * (1 + gate))
     if model.latent_skip is not None:
         predicted = predicted + model.latent_skip(conditioning)[:, None] * latents
     return logits, predicted, lengths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Layout
+from mmldlm.batch import PackedLayout
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
@@ -24,7 +24,7 @@ def small_model(
     precision: Precision = "fp32",
     **config: object,
 ) -> MMDiT:
-    """Two blocks; `stir` is added to every parameter, for at initialisation the blocks pass their input on."""
+    """Two blocks; `stir` is added to every parameter, for at initialization the blocks pass their input on."""
     settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
     torch.manual_seed(0)
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
@@ -44,8 +44,8 @@ class Inputs:
     lengths: tuple[int, ...]
 
     @property
-    def layout(self) -> Layout:
-        return Layout(self.lengths, self.latents.shape[1], self.tokens.device)
+    def layout(self) -> PackedLayout:
+        return PackedLayout(self.lengths, self.latents.shape[1], self.tokens.device)
 
     def rows(self, order: list[int]) -> Inputs:
         """Some samples, in the order asked for."""

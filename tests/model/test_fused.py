@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.model.layers import rotary_angles
-from mmldlm.model.ops import _pieces, add_gated, in_pieces, modulated_linear, normalise_heads, swiglu, swiglu_linear
+from mmldlm.model.ops import _pieces, add_gated, in_pieces, modulated_linear, normalize_heads, swiglu, swiglu_linear
 
 pytestmark = pytest.mark.quick
 
@@ -77,12 +77,12 @@ CASES: dict[str, Case] = {
         [draw(len(ROWS), 2 * WIDTH), draw(WIDTH + 3, WIDTH)],
     ),
     "heads, turned": (
-        lambda qkv, weight: normalise_heads(qkv, weight, ROTARY),
+        lambda qkv, weight: normalize_heads(qkv, weight, ROTARY),
         lambda qkv, weight: plain_heads(qkv, weight, ROTARY),
         [draw(len(ROWS), 3, HEADS, WIDTH), draw(2, WIDTH)],
     ),
     "heads": (
-        lambda qkv, weight: normalise_heads(qkv, weight, None),
+        lambda qkv, weight: normalize_heads(qkv, weight, None),
         lambda qkv, weight: plain_heads(qkv, weight, None),
         [draw(len(ROWS), 3, HEADS, WIDTH), draw(2, WIDTH)],
     ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmldlm.batch
-from mmldlm.batch import ROWS, Layout, filled_up
+from mmldlm.batch import ROWS, PackedLayout, pad_rows
 from mmldlm.model.attention import Backend, _by_groups, joint_attention
 from mmldlm.model.mmdit import MMDiT, Precision
 
@@ -100,20 +100,20 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
 
 
 def test_what_rows_are_filled_up_with() -> None:
-    assert filled_up(torch.ones(3)).tolist() == [1.0] * 3 + [0.0] * (ROWS - 3)
-    assert len(filled_up(torch.ones(0))) == 0 and len(filled_up(torch.ones(ROWS))) == ROWS
-    layout = Layout((3, 2), 1).filled_up
-    assert layout.rows_of_none == ROWS - 5 and layout.num_tokens == 5
+    assert pad_rows(torch.ones(3)).tolist() == [1.0] * 3 + [0.0] * (ROWS - 3)
+    assert len(pad_rows(torch.ones(0))) == 0 and len(pad_rows(torch.ones(ROWS))) == ROWS
+    layout = PackedLayout((3, 2), 1).padded
+    assert layout.num_padding_rows == ROWS - 5 and layout.num_tokens == 5
     assert layout.sample_of_token.tolist() == [0, 0, 0] + [1] * (ROWS - 3)
     assert layout.position.tolist() == [0, 1, 2, 0, 1] + [0] * (ROWS - 5)
-    assert layout.to("meta").rows_of_none == ROWS - 5
+    assert layout.to("meta").num_padding_rows == ROWS - 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", [(7,), (130, 130), (1, 1, 20, 5, 5)], ids=str)
 def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     generator, latent_tokens = torch.Generator().manual_seed(sum(lengths)), 3
-    layout, heads = Layout(lengths, latent_tokens).filled_up, (2, 16)
+    layout, heads = PackedLayout(lengths, latent_tokens).padded, (2, 16)
 
     def draw(rows: int, *of_row: int) -> Tensor:
         return torch.randn(rows, *of_row, *heads, generator=generator).to(dtype)
@@ -122,13 +122,13 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
     grads = [draw(len(latents)), draw(len(texts))]
     tokens = layout.num_tokens
 
-    def run(function: Any, layout: Layout, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    def run(function: Any, layout: PackedLayout, rows: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         inputs = [each.to(dtype).requires_grad_() for each in (latents, texts[:rows])]
         outs = function(*inputs, layout)
         return outs, list(torch.autograd.grad(outs, inputs, [grads[0].to(dtype), grads[1][:rows].to(dtype)]))
 
     ours, our_grads = run(lambda *given: joint_attention(*given, "sdpa"), layout, len(texts), dtype)
-    plain = Layout(lengths, latent_tokens)
+    plain = PackedLayout(lengths, latent_tokens)
     theirs, their_grads = run(_by_groups, plain, tokens, dtype)
     _, exact = run(_by_groups, plain, tokens, torch.float32)
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1][:tokens], theirs[1])
@@ -144,4 +144,4 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
 @pytest.mark.parametrize("backend", ["math", "varlen"])
 def test_other_backends_get_no_rows_of_none(backend: Backend) -> None:
     with pytest.raises(AssertionError):
-        joint_attention(torch.ones(1, 3, 2, CHANNELS), torch.ones(ROWS, 3, 2, 6), Layout((5,), 1).filled_up, backend)
+        joint_attention(torch.ones(1, 3, 2, CHANNELS), torch.ones(ROWS, 3, 2, 6), PackedLayout((5,), 1).padded, backend)

@@ -15,7 +15,7 @@ from mmldlm.diffusion.noise import MODES, Mode
 from mmldlm.errors import ConfigError
 from mmldlm.model.layers import TIME_SCALE, TimeEmbedding, rotary_angles
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, count_parameters
-from mmldlm.model.ops import normalise_heads
+from mmldlm.model.ops import normalize_heads
 from mmldlm.settings.fields import build
 
 pytestmark = pytest.mark.quick
@@ -78,7 +78,7 @@ def test_initial_blocks_are_the_identity() -> None:
     assert torch.equal(states[0], before)
 
 
-def test_initialisation_is_a_function_of_the_seed() -> None:
+def test_initialization_is_a_function_of_the_seed() -> None:
     first, second = small_model(stir=0.0).state_dict(), small_model(stir=0.0).state_dict()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -147,7 +147,7 @@ def test_rotary_products_depend_on_the_distance_only() -> None:
     def product(at: int, other: int) -> float:
         def turned(index: int, position: int) -> Tensor:
             angles = rotary_angles(torch.tensor([position]), 8, 10_000.0)
-            return normalise_heads(qkv, torch.ones(2, 8), angles)[0, index]
+            return normalize_heads(qkv, torch.ones(2, 8), angles)[0, index]
 
         return float((turned(0, at) * turned(1, other)).sum())
 

@@ -8,12 +8,12 @@ from padded_reference import padded_forward
 from small_model import MASK, PAD, Inputs, random_inputs, small_model
 from torch import Tensor
 
-from mmldlm.batch import Layout
+from mmldlm.batch import PackedLayout
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import Backend, joint_attention, resolve_backend
 from mmldlm.model.mmdit import MMDiT, Prediction
 
-# Equal neighbours form groups; equal strangers (3 ... 3) do not.
+# Equal neighbors form groups; equal strangers (3 ... 3) do not.
 LENGTHS = (3, 3, 7, 1, 3, 16)
 
 latent_tokens = pytest.mark.parametrize("latent_tokens", [1, 3])
@@ -105,11 +105,11 @@ def test_backends_agree_in_values_and_gradients(latent_tokens: int) -> None:
 
 @pytest.mark.quick
 def test_joint_order_is_a_permutation_that_keeps_samples_together() -> None:
-    layout = Layout((2, 1, 4), latent_tokens=2)
+    layout = PackedLayout((2, 1, 4), latent_tokens=2)
     assert layout.joint_order.tolist() == [0, 1, 6, 7, 2, 3, 8, 4, 5, 9, 10, 11, 12]
     assert layout.joint_order[layout.joint_inverse].tolist() == list(range(13))
     assert layout.joint_offsets.tolist() == [0, 4, 7, 13]
-    assert [tuple(group) for group in Layout((2, 2, 5, 2), 1).groups] == [
+    assert [tuple(group) for group in PackedLayout((2, 2, 5, 2), 1).groups] == [
         (0, 2, 0, 4, 2),
         (2, 3, 4, 9, 5),
         (3, 4, 9, 11, 2),
@@ -131,7 +131,7 @@ def test_a_backend_that_cannot_run_is_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @latent_tokens
 def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
-    layout = Layout(LENGTHS, latent_tokens, "cuda")
+    layout = PackedLayout(LENGTHS, latent_tokens, "cuda")
     rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
     generator = torch.Generator().manual_seed(0)
     leaves = [

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.model import heads
-from mmldlm.model.heads import CHUNK_ROWS, NEVER, chunked_token_nll, chunked_token_terms
+from mmldlm.model.heads import CHUNK_ROWS, MASKED_LOGIT, chunked_token_nll, chunked_token_terms
 
 pytestmark = pytest.mark.quick
 
@@ -31,7 +31,7 @@ def leaves(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden = torch.randn(rows, WIDTH, generator=generator).requires_grad_()
     weight = (0.3 * torch.randn(VOCAB, WIDTH, generator=generator)).requires_grad_()
     bias = torch.zeros(VOCAB)
-    bias[-2:] = NEVER
+    bias[-2:] = MASKED_LOGIT
     return hidden, weight, bias, torch.randint(0, VOCAB - 2, (rows,), generator=generator)
 
 

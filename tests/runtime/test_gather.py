@@ -1,4 +1,4 @@
-"""`Runtime.gather`: the same plain values on all ranks, and nothing that came over the network is run."""
+"""`Engine.gather`: the same plain values on all ranks, and nothing that came over the network is run."""
 
 from __future__ import annotations
 

@@ -8,23 +8,25 @@ from dataclasses import asdict
 import pytest
 
 from mmldlm.distributed.exit_files import Process
-from mmldlm.distributed.hang_diagnosis import Beat, Failure, Seen, Wait, accuse, is_settled
+from mmldlm.distributed.hang_diagnosis import Failure, Heartbeat, PendingCollective, Seen, diagnose, is_conclusive
 
 pytestmark = pytest.mark.quick
 SUM, BARRIER = "all-reduce", "barrier"
-WAIT = Wait(0, 7, SUM, "", 5.0, is_long=True)
+WAIT = PendingCollective(0, 7, SUM, "", 5.0, is_long=True)
 
 
 def seen(
     rank: int, phase: str = SUM, step: int = 7, silent_s: float = 0.2, for_s: float = 5.0, done: bool = False
 ) -> Seen:
-    beat = Beat(rank, Process("far", "another machine", 100 + rank, 1), 10, step, phase, for_s, done)
+    beat = Heartbeat(rank, Process("far", "another machine", 100 + rank, 1), 10, step, phase, for_s, done)
     return Seen(beat, 50.0, 50.0 + silent_s)
 
 
-def verdict(*peers: Seen, wait: Wait = WAIT, world_size: int | None = None, deaf: str = "") -> Failure:
+def verdict(
+    *peers: Seen, wait: PendingCollective = WAIT, world_size: int | None = None, store_unreachable: str = ""
+) -> Failure:
     by_rank = {peer.beat.rank: peer for peer in peers}
-    return accuse(wait, world_size or len(peers) + 1, by_rank, window=1.5, deaf=deaf)
+    return diagnose(wait, world_size or len(peers) + 1, by_rank, window=1.5, store_unreachable=store_unreachable)
 
 
 def test_the_silent_come_before_the_stuck() -> None:
@@ -66,7 +68,7 @@ def test_a_rank_that_never_came() -> None:
 
 
 def test_a_store_that_is_out_of_reach_proves_nothing_about_the_ranks() -> None:
-    found = verdict(seen(1, ""), deaf="the store at a:1")
+    found = verdict(seen(1, ""), store_unreachable="the store at a:1")
     assert found.rank is None and found.cause.startswith(
         "the store at a:1 does not answer; rank 0 or the launcher keeps it"
     )
@@ -74,16 +76,16 @@ def test_a_store_that_is_out_of_reach_proves_nothing_about_the_ranks() -> None:
 
 def test_reading_goes_on_until_there_is_a_fault_or_all_moved() -> None:
     peers = {1: seen(1), 2: seen(2)}
-    assert not is_settled(peers, {}, 1.5)
-    assert not is_settled(peers, {1: 9, 2: 10}, 1.5)
-    assert not is_settled(peers, {1: 9}, 1.5)
-    assert is_settled(peers, {1: 9, 2: 9}, 1.5)
-    assert is_settled({**peers, 2: seen(2, silent_s=2)}, {}, 1.5)
-    assert not is_settled({**peers, 2: seen(2, silent_s=2, done=True)}, {}, 1.5)
+    assert not is_conclusive(peers, {}, 1.5)
+    assert not is_conclusive(peers, {1: 9, 2: 10}, 1.5)
+    assert not is_conclusive(peers, {1: 9}, 1.5)
+    assert is_conclusive(peers, {1: 9, 2: 9}, 1.5)
+    assert is_conclusive({**peers, 2: seen(2, silent_s=2)}, {}, 1.5)
+    assert not is_conclusive({**peers, 2: seen(2, silent_s=2, done=True)}, {}, 1.5)
 
 
 def test_what_is_published_is_what_is_read() -> None:
     failure = verdict(seen(1, silent_s=4.0))
     assert Failure.parse(json.dumps(asdict(failure)).encode()) == failure
     beat = seen(1).beat
-    assert Beat.parse(json.dumps(asdict(beat)).encode()) == beat
+    assert Heartbeat.parse(json.dumps(asdict(beat)).encode()) == beat

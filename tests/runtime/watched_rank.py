@@ -63,7 +63,7 @@ def raise_error(watchdog: Watchdog) -> None:
 
 
 def bug(watchdog: Watchdog) -> None:
-    with watchdog.waiting("backward: reduction of the gradients"):
+    with watchdog.in_collective("backward: reduction of the gradients"):
         torch.ones(2) @ torch.ones(3)
 
 
@@ -72,7 +72,7 @@ def vanish(watchdog: Watchdog) -> None:
 
 
 def other_collective(watchdog: Watchdog) -> None:
-    with watchdog.waiting("barrier before saving"):
+    with watchdog.in_collective("barrier before saving"):
         dist.barrier()
 
 
@@ -91,7 +91,7 @@ FAULTS: dict[str, Callable[[Watchdog], None]] = {
 
 def sum_of_ones(watchdog: Watchdog) -> None:
     total = torch.ones(7)
-    with watchdog.waiting("all-reduce of the loss counts"):
+    with watchdog.in_collective("all-reduce of the loss counts"):
         dist.all_reduce(total)
     assert total[0] == dist.get_world_size()
 

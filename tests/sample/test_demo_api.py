@@ -70,15 +70,15 @@ def test_texts_are_those_of_the_command(server: DemoServer, short_run: LoadedRun
         assert each["cosine"] is None if np.isnan(similar) else each["cosine"] == pytest.approx(similar, abs=1e-5)
 
 
-def test_neighbours_are_the_nearest(server: DemoServer, short_run: LoadedRun) -> None:
-    """Of the encoder's own latent: by all cosines of standardised latents, computed here."""
+def test_neighbors_are_the_nearest(server: DemoServer, short_run: LoadedRun) -> None:
+    """Of the encoder's own latent: by all cosines of standardized latents, computed here."""
     status, found = post(server, "neighbours", {"text": TEXT, "neighbours": 4, "split": "validation"})
     assert status == 200 and -1 <= found["cosine"] <= 1
     store, split = short_run.store, short_run.store.split("validation")
     made, _ = sample(short_run, "t2l", short_run.config.sampling, 0, texts=[TEXT])
     for key, latent in (("own", encode_texts(short_run, [TEXT])), ("found", made.latents.numpy())):
-        rows = store.standardise(split.gather(np.arange(len(split)))[2])[:, 0]
-        wanted = store.standardise(latent)[0, 0]
+        rows = store.standardize(split.gather(np.arange(len(split)))[2])[:, 0]
+        wanted = store.standardize(latent)[0, 0]
         cosines = rows @ wanted / np.linalg.norm(rows, axis=1) / np.linalg.norm(wanted)
         assert [each["cosine"] for each in found[key]] == pytest.approx(sorted(cosines, reverse=True)[:4], abs=1e-5)
         for each in found[key]:
@@ -86,7 +86,7 @@ def test_neighbours_are_the_nearest(server: DemoServer, short_run: LoadedRun) ->
             assert [each["text"]] == short_run.tokenizer.decode_batch([split.tokens(each["row"]).tolist()])
 
 
-def test_a_text_that_the_encoder_does_not_know_has_neighbours_found_alone(server: DemoServer) -> None:
+def test_a_text_that_the_encoder_does_not_know_has_neighbors_found_alone(server: DemoServer) -> None:
     status, found = post(server, "neighbours", {"text": "zzz", "neighbours": 2})
     assert status == 200 and found["cosine"] is None and found["own"] == [] and len(found["found"]) == 2
 

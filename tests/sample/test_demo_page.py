@@ -79,7 +79,7 @@ def test_everything_is_reached_by_the_keyboard(page: Page, server: DemoServer) -
     page.press("Tab")
     page.type(TEXT)
     page.press("Enter")
-    assert len(listed(page)) == 10  # five neighbours of each latent
+    assert len(listed(page)) == 10  # five neighbors of each latent
     assert re.search(r"cosine -?0\.\d{3} to the encoder", page.text("#results"))
     page.value("document.querySelector('[aria-selected=true]').focus()")
     page.press("ArrowRight")

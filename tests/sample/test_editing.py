@@ -53,7 +53,7 @@ def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def test_the_span_is_whole_tokens_of_the_text(short_run: LoadedRun) -> None:
-    """Byte-level BPE writes a space with the word behind it; the kept text is spelt as it was."""
+    """Byte-level BPE writes a space with the word behind it; the kept text is spelled as it was."""
     tokenizer = short_run.tokenizer
     ids = tokenizer.encode_batch(["The rose of soil and water."])[0]
     row = blanked(short_run, Marked.read(MARKED), None)

@@ -67,7 +67,7 @@ def test_where_there_is_no_great_circle_the_line_is_straight(factor: float) -> N
     ],
     ids=str,
 )
-def test_neighbours_differ_by_their_latents_alone(short_run: LoadedRun, config: SamplingConfig) -> None:
+def test_neighbors_differ_by_their_latents_alone(short_run: LoadedRun, config: SamplingConfig) -> None:
     """Where both latents are the same, so are all texts, and they are what the latent gives by itself."""
     same = encode_texts(short_run, [A, A])
     made, texts = interpolate(short_run, config, 5, same, 4, length=12)
@@ -98,7 +98,7 @@ def test_both_ends_are_what_their_latents_give(short_run: LoadedRun) -> None:
 
 def test_all_points_have_the_median_length_of_the_middle(short_run: LoadedRun) -> None:
     ends, config = encode_texts(short_run, [A, B]), replace(short_run.config.sampling, steps=1)
-    middle = torch.from_numpy(between(*short_run.store.standardise(ends), 3)[1:2])
+    middle = torch.from_numpy(between(*short_run.store.standardize(ends), 3)[1:2])
     (median,) = lengths_for(short_run, middle, torch.Generator())
     assert {interpolate(short_run, config, seed, ends, 3)[0].lengths for seed in range(3)} == {(median,) * 3}
 

@@ -13,7 +13,7 @@ from mmldlm.inference import sample
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.train import train_step
-from mmldlm.trainer.trainer import Training
+from mmldlm.trainer.trainer import Trainer
 
 Sight = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
 SIGHTS: dict[Sight, str] = {
@@ -51,11 +51,11 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[Si
     batches: list[Any] = []
     seen: dict[Sight, Any] = {"texts": texts, "batches": batches, "end": "done"}
     try:
-        with Training(config) as run:
+        with Trainer(config) as run:
             run.tracker.samples = lambda step, rows, _: texts.append((step, rows))  # type: ignore[method-assign]
-            model = run.runtime.bare_model
+            model = run.runtime.unwrapped_model
             recomputed = [block.recompute for block in model.blocks]  # type: ignore[union-attr]
-            seen["parts"] = model.backend, recomputed, implementation(run.runtime.bare_optimizer)
+            seen["parts"] = model.backend, recomputed, implementation(run.runtime.unwrapped_optimizer)
             for step, micro_batches in run.steps():
                 batches.append([batch.sample_ids.tolist() for batch in micro_batches])
                 seen["workers"] = len(multiprocessing.active_children())

@@ -17,21 +17,21 @@ from tiny_run import TINY
 
 from mmldlm import train
 from mmldlm.config import load_config
-from mmldlm.distributed.collectives import Processes
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
-from mmldlm.evaluation.visualize import _nearest, pictures_due, quality_of, take_pictures, text_samples
+from mmldlm.evaluation.visualize import _nearest, collect_figure_data, figures_due, quality_of, text_samples
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import Tracker, figures, read_metrics
-from mmldlm.telemetry.figure_data import Pictures
+from mmldlm.telemetry.figure_data import FigureData
 from mmldlm.telemetry.tensorboard import LAYOUT
 
 DRAWN = np.random.default_rng(0)
 N, D = 12, 8
 
 
-def pictures(**changes: Any) -> Pictures:
+def pictures(**changes: Any) -> FigureData:
     truth = DRAWN.standard_normal((N, D)).astype(np.float32)
-    whole = Pictures(
+    whole = FigureData(
         tokens=[np.arange(1 + number) for number in range(N)],
         truth=truth,
         found=truth.copy(),
@@ -72,7 +72,7 @@ def test_figures_every_is_the_first_validation_from_then_on_and_the_last() -> No
             ],
         )
         validations = [step for step in range(1, steps + 1) if step % validation == 0 or step == steps]
-        return [step for step in validations if pictures_due(step, config)]
+        return [step for step in validations if figures_due(step, config)]
 
     assert due(1000, 200) == [1000, 1050]
     assert due(500, 200) == [600, 1000, 1050]
@@ -228,7 +228,7 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
     loaded = load_run(run)
     split = loaded.store.split("validation")
     ids = np.array(validation_ids(split, 10))
-    truth = loaded.store.standardise(split.gather(ids)[2]).reshape(10, -1)
+    truth = loaded.store.standardize(split.gather(ids)[2]).reshape(10, -1)
     np.testing.assert_allclose(points[:10], truth, rtol=1e-3, atol=1e-3)
     texts = loaded.tokenizer.decode_batch([split.tokens(int(row)).tolist() for row in ids])
     assert [label.split("\t")[1] for label in labels[:10]] == [" ".join(text.split()) for text in texts]
@@ -260,12 +260,12 @@ def test_what_is_looked_at_takes_few_passes(steps: int, run: Path) -> None:
     def writing(texts: int) -> int:
         return min(steps, max(8, math.ceil(lengths[:texts].max() / 4)))
 
-    taken = take_pictures(watched, Processes())
+    taken = collect_figure_data(watched, Collectives())
     assert len(passes) == 1 + min(steps, 8) + writing(8)
     assert [len(text) for text in taken.written] == lengths[:8].tolist()
     passes.clear()
-    tables = text_samples(watched, Processes(), taken)
+    tables = text_samples(watched, Collectives(), taken)
     assert len(passes) == writing(2)
     shown = [row["generation"] for row in tables["samples/joint"]]
     assert shown == loaded.tokenizer.decode_batch(taken.written[:2])
-    assert tables["samples/l2t"] == text_samples(loaded, Processes(), None)["samples/l2t"]
+    assert tables["samples/l2t"] == text_samples(loaded, Collectives(), None)["samples/l2t"]

@@ -1,7 +1,7 @@
 """Latent encoders: text to the latents that are diffused.
 
 `LsaEncoder` needs nothing but the corpus; `SentenceTransformerEncoder` is the extra `encoders`; `ImportedLatents`
-stands for latents that were brought along; `StretchEncoder` makes M latent tokens of any encoder that gives one.
+stands for latents that were brought along; `ChunkedEncoder` makes M latent tokens of any encoder that gives one.
 Shape letters: n texts, M latent tokens of a sample, C latent channels.
 """
 
@@ -21,16 +21,16 @@ from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncode
 from mmldlm.errors import DataError, UsageError
 
 __all__ = [
+    "ChunkedEncoder",
     "ImportedLatents",
     "LatentEncoder",
     "LsaEncoder",
     "SentenceTransformerEncoder",
-    "StretchEncoder",
     "load_encoder",
 ]
 
 
-class StretchEncoder:
+class ChunkedEncoder:
     """M latents of a text: those that another encoder gives of M stretches of equally many words, in their order.
 
     Words are what white space separates. Of a text of fewer than M words, some are in several stretches.
@@ -61,12 +61,12 @@ class StretchEncoder:
         write_description(Path(folder), {"kind": self.kind, "latent_tokens": self.latent_tokens})
 
     @classmethod
-    def load(cls, folder: Path, description: dict[str, Any]) -> StretchEncoder:
+    def load(cls, folder: Path, description: dict[str, Any]) -> ChunkedEncoder:
         return cls(load_encoder(folder / "inner", **description["working"]), description["latent_tokens"])
 
 
 _KINDS: dict[str, Any] = {
-    kind.kind: kind for kind in (LsaEncoder, SentenceTransformerEncoder, ImportedLatents, StretchEncoder)
+    kind.kind: kind for kind in (LsaEncoder, SentenceTransformerEncoder, ImportedLatents, ChunkedEncoder)
 }
 
 

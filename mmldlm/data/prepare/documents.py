@@ -66,7 +66,7 @@ class Part:
 class Document:
     """A text and where it was found. Documents of one `group` lie on one side of the split.
 
-    What it may bring along: `tokens` [L], already tokenised ids, for which `text` may be empty; `latents` float [M, C],
+    What it may bring along: `tokens` [L], already tokenized ids, for which `text` may be empty; `latents` float [M, C],
     already encoded; `key`, an id of the sample.
     """
 

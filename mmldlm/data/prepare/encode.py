@@ -53,7 +53,7 @@ def encode_lot(
     ):
         for batch in batches(documents):
             each()
-            with shown.timed("tokenise"):
+            with shown.timed("tokenize"):
                 pieces, count = pieces_of(batch, tokenizer, config, problems.add)
             over_length += count
             with shown.timed("encode"):
@@ -68,7 +68,7 @@ def pieces_of(
 ) -> tuple[list[Piece], int]:
     """The samples of documents with their splits, and how many of these were too long."""
     pieces, over_length = [], 0
-    for (split, document), tokens in zip(documents, _tokenise(documents, tokenizer, tell), strict=True):
+    for (split, document), tokens in zip(documents, _tokenize(documents, tokenizer, tell), strict=True):
         if tokens is None:
             continue
         if len(tokens) < config.min_length:
@@ -92,14 +92,14 @@ def pieces_of(
     return pieces, over_length
 
 
-def _tokenise(
+def _tokenize(
     documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, tell: Tell
 ) -> Iterator[np.ndarray | None]:
     """int64 [L] of each document, its own where it has some; None, and a problem told, where there are none."""
     texts = [document for _, document in documents if document.tokens is None]
-    spelt = iter(_spell(texts, tokenizer, tell))
+    spelled = iter(_spell(texts, tokenizer, tell))
     for _, document in documents:
-        ids = next(spelt) if document.tokens is None else document.tokens
+        ids = next(spelled) if document.tokens is None else document.tokens
         yield None if ids is None else np.asarray(ids, np.int64)
 
 

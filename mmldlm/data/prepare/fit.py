@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.encoders import (
+    ChunkedEncoder,
     ImportedLatents,
     LatentEncoder,
     LsaEncoder,
     SentenceTransformerEncoder,
-    StretchEncoder,
     load_encoder,
 )
 from mmldlm.data.prepare.documents import Problem, batches
@@ -103,7 +103,7 @@ def _encoder(
             config.encoder_batch_size,
             config.encoder_device,
         )
-    return StretchEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
+    return ChunkedEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
 
 
 def fitted_encoder(config: PrepareConfig, folder: Path) -> LatentEncoder:

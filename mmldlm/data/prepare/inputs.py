@@ -137,11 +137,11 @@ def completed(
 
     With each its row of `latents`, where it has one; `first` is the place of the first of them in the whole input.
     """
-    spelt = with_texts(found, config)
+    spelled = with_texts(found, config)
     if latents:
-        yield from latents.attach(spelt, first)
+        yield from latents.attach(spelled, first)
         return
-    for item in spelt:
+    for item in spelled:
         if isinstance(item, Problem) or (item.latents is not None) == config.imports_latents:
             yield item, None
         elif config.imports_latents:

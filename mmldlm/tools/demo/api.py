@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmldlm.data.nearest import neighbours_of
+from mmldlm.data.nearest import neighbors_of
 from mmldlm.diffusion.noise import trained_modes
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import MmldlmError, UsageError
@@ -51,7 +51,7 @@ class Writing(Asked):
 
 @dataclass(frozen=True)
 class Finding(Asked):
-    neighbours: int = setting(5, "nearest documents", at_least=1, at_most=50)
+    neighbors: int = setting(5, "nearest documents", at_least=1, at_most=50)
     split: str = setting("train", "where they are looked for")
 
 
@@ -119,14 +119,14 @@ class Api:
         found = zip(texts, made.lengths, similar.tolist(), strict=True)
         return {"texts": [{"text": text, "tokens": length, "cosine": _finite(near)} for text, length, near in found]}
 
-    def _neighbours(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _neighbors(self, request: dict[str, Any]) -> dict[str, Any]:
         """The latent that the run finds for `text`: the documents nearest to it, and to the encoder's own latent."""
         (text,), asked = self._texts(request, "text"), self._read(Finding, request)
         store = self.run.store
         split = store.split(asked.split)
         made, _ = sample(self.run, "t2l", asked.sampling, asked.seed, texts=[text])
         found, own = made.latents.numpy(), self.encoder.encode([text])
-        rows = neighbours_of(store, split, np.concatenate([found, own]), asked.neighbours)
+        rows = neighbors_of(store, split, np.concatenate([found, own]), asked.neighbors)
         listed = [self._documents(split, near) for near in rows]
         return {"cosine": _finite(float(cosine(found, own)[0])), "found": listed[0], "own": listed[1]}
 

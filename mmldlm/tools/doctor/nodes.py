@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmldlm.distributed.comm_benchmark import Meeting, all_reduce_speed, backend_of
+from mmldlm.distributed.comm_benchmark import NodeRendezvous, all_reduce_speed, backend_of
 from mmldlm.distributed.exit_files import machine_id
 from mmldlm.distributed.network import is_loopback, resolve
 from mmldlm.errors import ExitCode, PeerLostError
@@ -20,7 +20,7 @@ from mmldlm.tools.doctor.master import check_master
 from mmldlm.tools.doctor.place import Place
 from mmldlm.tools.doctor.run import folder_for_now
 from mmldlm.trainer.consistency import disagreements
-from mmldlm.utils.files import comes_into_sight, token
+from mmldlm.utils.files import token, wait_until_visible
 
 CLOCK_S = 2.0  # logs and files of different nodes are compared by their times
 SLOW_GB_PER_S = 0.1  # less than a gigabit a second
@@ -67,7 +67,7 @@ def check_nodes(
     address = resolve(place.host)
     loopback = address is not None and is_loopback(address)
     try:
-        meeting = Meeting(place.host, place.port, place.node, place.nodes, timeout_s)
+        meeting = NodeRendezvous(place.host, place.port, place.node, place.nodes, timeout_s)
     except PeerLostError as error:
         return [*found, fail("nodes", str(error), "give all nodes the same MASTER_ADDR and a free MASTER_PORT")]
     try:
@@ -111,7 +111,7 @@ def check_clocks(clocks: Sequence[float]) -> Finding:
     apart = clocks[last] - clocks[first]
     if apart > CLOCK_S:
         found = f"node {last} is {apart:,.1f} s ahead of node {first}"
-        return warn("clocks", found, "synchronise them: timedatectl set-ntp true")
+        return warn("clocks", found, "synchronize them: timedatectl set-ntp true")
     return ok("clocks", f"at most {apart:.3f} s apart")
 
 
@@ -138,7 +138,7 @@ def check_equal(nodes: Sequence[Groups]) -> list[Finding]:
     return found
 
 
-def check_one_folder(meeting: Meeting, run_dir: Path) -> Finding:
+def check_one_folder(meeting: NodeRendezvous, run_dir: Path) -> Finding:
     """Node 0 puts a file into its run.dir; all others must see it in theirs, and be able to write beside it."""
     problem, name = None, None
     with ExitStack() as stack:
@@ -159,7 +159,7 @@ def check_one_folder(meeting: Meeting, run_dir: Path) -> Finding:
 
 
 def _problem_beside(run_dir: Path, name: str) -> str | None:
-    if not comes_into_sight(run_dir / name, TOKEN_S):
+    if not wait_until_visible(run_dir / name, TOKEN_S):
         return f"{run_dir.resolve()} is not the folder of node 0"
     try:
         with token(run_dir):
@@ -168,7 +168,7 @@ def _problem_beside(run_dir: Path, name: str) -> str | None:
         return f"cannot write {run_dir.resolve()}: {error.strerror}"
 
 
-def check_all_reduce(meeting: Meeting, device: torch.device) -> Finding:
+def check_all_reduce(meeting: NodeRendezvous, device: torch.device) -> Finding:
     name = f"all-reduce, {backend_of(device.type)}"
     try:
         speed = all_reduce_speed(meeting, device)

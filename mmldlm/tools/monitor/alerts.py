@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from mmldlm.tools.monitor import curve_alerts, health_alerts
 from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.snapshot import Look
+from mmldlm.tools.monitor.snapshot import Snapshot
 
-Check = Callable[[Look], Alert | None]
+Check = Callable[[Snapshot], Alert | None]
 
 # Of every run that did not end in good order: they tell how it came to that.
 ALWAYS: tuple[Check, ...] = (
@@ -33,7 +33,7 @@ OPEN: tuple[Check, ...] = (
 )
 
 
-def alerts(look: Look) -> list[Alert]:
+def alerts(look: Snapshot) -> list[Alert]:
     """What the run needs attention for; nothing if it has finished, or was stopped and saved."""
     if look.state.name in ("finished", "stopped"):
         return []

@@ -18,7 +18,7 @@ from mmldlm.tools.history.run_history import History
 from mmldlm.tools.monitor.alert import Alert
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.monitor.json_view import summary
-from mmldlm.tools.monitor.snapshot import Look, Thresholds
+from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
 from mmldlm.tools.monitor.terminal import View
 from mmldlm.utils.short_repr import shown
 
@@ -50,15 +50,15 @@ class Output:
     as_json: bool
     once: bool
 
-    def show(self, found: Sequence[tuple[Look, list[Alert]]]) -> None:
+    def show(self, found: Sequence[tuple[Snapshot, list[Alert]]]) -> None:
         if self.as_json:
             print(json.dumps([summary(look, alerts) for look, alerts in found], allow_nan=False), flush=True)
             return
         terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         columns, rows = shutil.get_terminal_size((120, 40)) if terminal else (121, 0)
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        colour = terminal and "NO_COLOR" not in os.environ
-        text = "\n\n".join("\n".join(View(*one, columns - 1, unicode, colour).lines()) for one in found)
+        color = terminal and "NO_COLOR" not in os.environ
+        text = "\n\n".join("\n".join(View(*one, columns - 1, unicode, color).lines()) for one in found)
         if self.once:
             print(text, flush=True)
         elif terminal:
@@ -73,7 +73,7 @@ def watch(histories: Sequence[History], interval_s: float, thresholds: Threshold
     if not (output.once or output.as_json) and sys.stdout.isatty():
         print("\x1b[2J", end="")
     while True:
-        looks = [Look(history, interval_s, thresholds) for history in histories]
+        looks = [Snapshot(history, interval_s, thresholds) for history in histories]
         found = [(look, alerts(look)) for look in looks]
         output.show(found)
         if output.once or not any(look.state.is_open for look in looks):
@@ -83,7 +83,7 @@ def watch(histories: Sequence[History], interval_s: float, thresholds: Threshold
             history.refresh()
 
 
-def _pause_s(looks: Sequence[Look], interval_s: float) -> float:
+def _pause_s(looks: Sequence[Snapshot], interval_s: float) -> float:
     """To the next look: the interval, or less where a run would count as silent before."""
     left = [look.patience_s - look.news_age_s for look in looks if look.state.is_open and look.news_age_s is not None]
     return min([interval_s, *(seconds + _LATE_S for seconds in left if seconds > 0)])

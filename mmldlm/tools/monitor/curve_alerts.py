@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from mmldlm.tools.history.run_history import CURVES
 from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.snapshot import Look, values_of
+from mmldlm.tools.monitor.snapshot import Snapshot, values_of
 
 _BLOCK = 10  # records of which a median is taken, so that one odd batch is no news
 _SIGMAS = 4.0  # by which two such medians must differ
@@ -22,7 +22,7 @@ _REASONS = {
 }
 
 
-def skipped(look: Look) -> Alert | None:
+def skipped(look: Snapshot) -> Alert | None:
     """Steps that were left out, but for a loss scale of fp16 that is on its way down."""
     step = look.history.step
     recent = [record for record in look.history.of("skip") if record["step"] > step - look.thresholds.skip_steps]
@@ -40,7 +40,7 @@ def skipped(look: Look) -> Alert | None:
     )
 
 
-def overflow(look: Look) -> Alert | None:
+def overflow(look: Snapshot) -> Alert | None:
     """fp16 that loses steps for good, not only until its loss scale has come down."""
     window, step = 200, look.history.step
     found = [record for record in look.history.of("skip") if record.get("reason") == "overflow"]
@@ -54,7 +54,7 @@ def overflow(look: Look) -> Alert | None:
     )
 
 
-def not_finite(look: Look) -> Alert | None:
+def not_finite(look: Snapshot) -> Alert | None:
     """A loss whose latest value is NaN or infinite; a norm that is not is of a step that was left out."""
     for kind in CURVES:
         latest = look.history.last(kind) or {}
@@ -68,7 +68,7 @@ def not_finite(look: Look) -> Alert | None:
     return None
 
 
-def rising_loss(look: Look) -> Alert | None:
+def rising_loss(look: Snapshot) -> Alert | None:
     """The loss is above where it was, by more than chance and `thresholds.rise`, or even above that of the start.
 
     Or each of the last three validations was worse than the one before.
@@ -76,7 +76,7 @@ def rising_loss(look: Look) -> Alert | None:
     return _diverged(look) or _rising_training(look) or _rising_validation(look)
 
 
-def _diverged(look: Look) -> Alert | None:
+def _diverged(look: Snapshot) -> Alert | None:
     losses = values_of(look.train, "loss/total")
     untrained, now = losses[:3], losses[3:][-_BLOCK:]
     if len(now) < _BLOCK:
@@ -92,7 +92,7 @@ def _diverged(look: Look) -> Alert | None:
     )
 
 
-def _rising_training(look: Look) -> Alert | None:
+def _rising_training(look: Snapshot) -> Alert | None:
     losses = values_of(look.train, "loss/total")
     blocks = [losses[end - _BLOCK : end] for end in range(len(losses), _BLOCK - 1, -_BLOCK)]  # the latest first
     if len(blocks) < 3:
@@ -112,7 +112,7 @@ def _rising_training(look: Look) -> Alert | None:
     )
 
 
-def _rising_validation(look: Look) -> Alert | None:
+def _rising_validation(look: Snapshot) -> Alert | None:
     losses = look.history.series("validation/total", "validation").values
     if len(losses) < 4 or not all(map(math.isfinite, losses)):
         return None
@@ -128,7 +128,7 @@ def _rising_validation(look: Look) -> Alert | None:
     )
 
 
-def plateau(look: Look) -> Alert | None:
+def plateau(look: Snapshot) -> Alert | None:
     """In the last quarter of the steps the loss fell by less than `thresholds.flat`, for certain.
 
     Told only while the learning rate is above a third of its peak: a small one is meant to end a run like that.
@@ -163,7 +163,7 @@ def _error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def gradient_norm(look: Look) -> Alert | None:
+def gradient_norm(look: Snapshot) -> Alert | None:
     """It has jumped, or clipping leaves next to nothing of it."""
     norms = values_of(look.train, "optim/grad_norm")
     now, before = norms[-5:], norms[-105:-5]

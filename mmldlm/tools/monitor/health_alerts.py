@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from mmldlm.errors import ExitCode
 from mmldlm.tools.history.metrics_reader import Record
 from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.snapshot import Look, values_of
+from mmldlm.tools.monitor.snapshot import Snapshot, values_of
 from mmldlm.utils.format import human_duration
 
 _GIB = 2**30
 _STEPS, _SPEEDS = 10, 10  # steps at least of which a speed is taken, and how many such speeds are compared
 
 
-def ended_badly(look: Look) -> Alert | None:
+def ended_badly(look: Snapshot) -> Alert | None:
     """The run has ended, and not in good order."""
     state = look.state
     if state.name == "killed":
@@ -44,7 +44,7 @@ def _what_to_do(code: int | None) -> str:
     }.get(code if code is not None else -1, f"the traceback is in the run's output; once that is mended, {again}")
 
 
-def rank_lost(look: Look) -> Alert | None:
+def rank_lost(look: Snapshot) -> Alert | None:
     """A rank of several has ended by itself: by its words, or because its process here is gone."""
     history = look.history
     if look.state.is_open:
@@ -69,7 +69,7 @@ def rank_lost(look: Look) -> Alert | None:
     return None
 
 
-def no_news(look: Look) -> Alert | None:
+def no_news(look: Snapshot) -> Alert | None:
     """The run should go on, but has written nothing for longer than `look.patience_s`."""
     if look.state.name != "silent":
         return None
@@ -93,7 +93,7 @@ def no_news(look: Look) -> Alert | None:
     )
 
 
-def unstable_speed(look: Look) -> Alert | None:
+def unstable_speed(look: Snapshot) -> Alert | None:
     """Tokens a second scatter widely, though each value is of at least 10 steps."""
     together = max(1, math.ceil(_STEPS / look.history.steps_between))
     records = look.session[-_SPEEDS * together :]
@@ -118,13 +118,13 @@ def _speed(records: Sequence[Record]) -> float:
     return sum(tokens) / max(sum(seconds), 1e-9)
 
 
-def _change(look: Look, tag: str) -> tuple[float, float] | None:
+def _change(look: Snapshot, tag: str) -> tuple[float, float] | None:
     """Medians of a value over the last 10 records and over the session before; None while that is short."""
     values = values_of(look.session, tag)
     return (statistics.median(values[-10:]), statistics.median(values[:-10])) if len(values) >= 30 else None
 
 
-def _fall(look: Look) -> str | None:
+def _fall(look: Snapshot) -> str | None:
     """The speed in words where it is far below what this session has had before."""
     speeds = _change(look, "speed/tokens_per_s")
     if speeds is None or speeds[0] >= look.thresholds.speed_drop * speeds[1]:
@@ -132,7 +132,7 @@ def _fall(look: Look) -> str | None:
     return f"{speeds[0]:.0f} tokens/s (median of 10 records), before {speeds[1]:.0f}"
 
 
-def busy_cores(look: Look) -> Alert | None:
+def busy_cores(look: Snapshot) -> Alert | None:
     """The speed fell, and processes that are not of the run keep more of its cores busy than before."""
     fall, cores = _fall(look), _change(look, "speed/cores_of_others")
     if fall is None or cores is None or cores[0] - cores[1] < look.thresholds.cores_of_others:
@@ -145,7 +145,7 @@ def busy_cores(look: Look) -> Alert | None:
     )
 
 
-def low_speed(look: Look) -> Alert | None:
+def low_speed(look: Snapshot) -> Alert | None:
     """Far fewer tokens a second than this session has had before, and no other processes to account for it."""
     fall = _fall(look)
     if fall is None or busy_cores(look) is not None:
@@ -158,7 +158,7 @@ def low_speed(look: Look) -> Alert | None:
     )
 
 
-def data_bound(look: Look) -> Alert | None:
+def data_bound(look: Snapshot) -> Alert | None:
     """Steps wait for their data."""
     if look.data_wait is None or look.data_wait <= look.thresholds.data_wait:
         return None
@@ -169,7 +169,7 @@ def data_bound(look: Look) -> Alert | None:
     )
 
 
-def memory(look: Look) -> Alert | None:
+def memory(look: Snapshot) -> Alert | None:
     """Device or host have next to no memory left."""
     for what, taken, limit in look.memory:
         if taken > look.thresholds.memory * limit:
@@ -182,7 +182,7 @@ def memory(look: Look) -> Alert | None:
     return None
 
 
-def disk(look: Look) -> Alert | None:
+def disk(look: Snapshot) -> Alert | None:
     """The disk of the run folder has no room for the next checkpoints."""
     needed = max(
         look.thresholds.disk_gib * _GIB,

@@ -9,12 +9,12 @@ from typing import Any
 
 from mmldlm.tools.history.run_history import CURVES
 from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.snapshot import Look
+from mmldlm.tools.monitor.snapshot import Snapshot
 
 _GIB = 2**30
 
 
-def summary(look: Look, alerts: Sequence[Alert]) -> dict[str, Any]:
+def summary(look: Snapshot, alerts: Sequence[Alert]) -> dict[str, Any]:
     """As `mmldlm monitor --json` prints it: what is not known or not finite is null."""
     history, state, saved = look.history, look.state, look.history.last("checkpoint")
     return {
@@ -36,7 +36,7 @@ def summary(look: Look, alerts: Sequence[Alert]) -> dict[str, Any]:
     }
 
 
-def latest_values(look: Look) -> dict[str, float | None]:
+def latest_values(look: Snapshot) -> dict[str, float | None]:
     """The numbers of the latest training and validation record."""
     found: dict[str, float | None] = {}
     for kind in CURVES:

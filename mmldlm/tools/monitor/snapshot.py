@@ -58,7 +58,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """`history` as it was at `now`, in unix seconds; whoever looks does so every `interval_s`."""
 
     history: History

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mmldlm.tools.history.run_history import Series
 from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.snapshot import Look
+from mmldlm.tools.monitor.snapshot import Snapshot
 from mmldlm.utils.format import human_count, human_duration
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -36,13 +36,13 @@ def sparkline(values: Sequence[float], columns: int = _SPARK, bars: str = BARS) 
 
 @dataclass(frozen=True)
 class View:
-    """The lines of a run, cut to `width`; with `unicode` off they are ASCII, with `colour` on alerts are red."""
+    """The lines of a run, cut to `width`; with `unicode` off they are ASCII, with `color` on alerts are red."""
 
-    look: Look
+    look: Snapshot
     alerts: Sequence[Alert]
     width: int = 100
     unicode: bool = True
-    colour: bool = False
+    color: bool = False
 
     def lines(self) -> list[str]:
         plain = [self._head(), *self._losses(), *self._speed(), *self._optimizer(), *self._place()]
@@ -54,7 +54,7 @@ class View:
         return lines
 
     def _red(self, text: str) -> str:
-        return f"\x1b[31m{text}\x1b[0m" if self.colour else text
+        return f"\x1b[31m{text}\x1b[0m" if self.color else text
 
     def _wrapped(self, text: str, first: str, then: str) -> list[str]:
         return textwrap.wrap(text, max(40, self.width), initial_indent=first, subsequent_indent=then)

@@ -1,4 +1,4 @@
-"""The figures of a report, by matplotlib: each as a PNG, and as an SVG whose colours are those of the page."""
+"""The figures of a report, by matplotlib: each as a PNG, and as an SVG whose colors are those of the page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours of the PNGs, which an SVG has as variables of the page, and their words there.
-COLOURS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a4fd8", "#7a5145")
+# Colors of the PNGs, which an SVG has as variables of the page, and their words there.
+COLORS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a4fd8", "#7a5145")
 INK, SOFT, GRID, BAD = "#1f2933", "#65717e", "#e1e6eb", "#c81e3a"
-VARIABLES = {INK: "ink", SOFT: "soft", GRID: "line", BAD: "bad"} | {c: f"run{i}" for i, c in enumerate(COLOURS)}
+VARIABLES = {INK: "ink", SOFT: "soft", GRID: "line", BAD: "bad"} | {c: f"run{i}" for i, c in enumerate(COLORS)}
 
 MARKS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, word
     "checkpoint": ("|", 7, "checkpoint"),
@@ -182,7 +182,7 @@ def _loss_title(name: str) -> str:
 
 
 def figure(groups: Sequence[Group], panels: Sequence[Panel]) -> Figure:
-    """All runs in each panel, with a colour a group, and what happened to them as marks on their curves."""
+    """All runs in each panel, with a color a group, and what happened to them as marks on their curves."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -195,39 +195,37 @@ def figure(groups: Sequence[Group], panels: Sequence[Panel]) -> Figure:
     for axis, panel in zip(axes, panels, strict=False):
         for index, group in enumerate(groups):
             for run in group.runs:
-                marked |= _draw_run(axis, panel, run, COLOURS[index % len(COLOURS)], crowded)
+                marked |= _draw_run(axis, panel, run, COLORS[index % len(COLORS)], crowded)
         _finish(axis, panel)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.5) for i in range(len(groups))]
+    handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2.5) for i in range(len(groups))]
     drawn.legend(handles, [_label(group.title) for group in groups], loc="outside upper left", ncols=3)
     if marked:
         kinds = [kind for kind in MARKS if kind in marked]
         handles = [
-            Line2D(
-                [], [], color=_mark_colour(kind, INK), marker=MARKS[kind][0], markersize=MARKS[kind][1], linestyle=""
-            )
+            Line2D([], [], color=_mark_color(kind, INK), marker=MARKS[kind][0], markersize=MARKS[kind][1], linestyle="")
             for kind in kinds
         ]
         drawn.legend(handles, [MARKS[kind][2] for kind in kinds], loc="outside lower left", ncols=6, labelcolor=SOFT)
     return drawn
 
 
-def _draw_run(axis: Axes, panel: Panel, run: Run, colour: str, crowded: bool) -> set[EventKind]:
+def _draw_run(axis: Axes, panel: Panel, run: Run, color: str, crowded: bool) -> set[EventKind]:
     """The curves of a run, and what happened to it on them; returns the kinds of events that are marked."""
     width = 1.0 if crowded else 1.6
     train, measured = run.curve(panel.train, "train"), run.curve(panel.validation, *MEASURED)
     if train.steps:
         steps, middle, low, high = binned(train, _FEW_POINTS if crowded else 200)
-        axis.plot(steps, middle, color=colour, linewidth=width, marker="." if len(steps) == 1 else "")
+        axis.plot(steps, middle, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
         if len(steps) < len(train.steps) and not crowded:
-            axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     if measured.steps:
         dots = "o" if len(measured.steps) <= _POINTS else ""
         axis.plot(
             measured.steps,
             measured.values,
-            color=colour,
+            color=color,
             linewidth=width,
             linestyle=(0, (4, 2)),
             marker=dots,
@@ -244,7 +242,7 @@ def _draw_run(axis: Axes, panel: Panel, run: Run, colour: str, crowded: bool) ->
             axis.plot(
                 at,
                 np.interp(at, steps, middle),
-                color=_mark_colour(kind, colour),
+                color=_mark_color(kind, color),
                 linestyle="",
                 marker=marker,
                 markersize=size,
@@ -274,8 +272,8 @@ def _plain_number(value: float, _: Any) -> str:
     return f"{value:g}"
 
 
-def _mark_colour(kind: EventKind, colour: str) -> str:
-    return BAD if kind in ("skip", "failure") else colour
+def _mark_color(kind: EventKind, color: str) -> str:
+    return BAD if kind in ("skip", "failure") else color
 
 
 def _label(name: str) -> str:
@@ -303,7 +301,7 @@ def _write_png(figure: Figure, path: Path) -> None:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """An <svg> for the middle of a page: no address in it, ids of its own, colours by variables of the page."""
+    """An <svg> for the middle of a page: no address in it, ids of its own, colors by variables of the page."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     figure.patch.set_alpha(0)
@@ -319,6 +317,6 @@ def _of_page(tag: str, name: str) -> str:
     if tag.startswith("<svg"):
         tag = re.sub(r' (width|height)="[^"]*"', "", tag)  # as wide as the page
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", tag)
-    for colour, variable in VARIABLES.items():
-        tag = tag.replace(colour, f"var(--{variable})")
+    for color, variable in VARIABLES.items():
+        tag = tag.replace(color, f"var(--{variable})")
     return tag

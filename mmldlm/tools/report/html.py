@@ -13,7 +13,7 @@ from typing import Any
 from mmldlm import __version__
 from mmldlm.tools.report.comparison import Group, Row, config_differences, surroundings_differences
 from mmldlm.tools.report.css import STYLE
-from mmldlm.tools.report.figures import COLOURS, MARKS, Drawing
+from mmldlm.tools.report.figures import COLORS, MARKS, Drawing
 from mmldlm.tools.report.ratio_interval import CONFIDENCE, METHOD, Ratio, Sample
 from mmldlm.tools.report.run_summary import (
     BEST,
@@ -250,7 +250,7 @@ def _arrow(key: str) -> str:
 
 
 def _swatch(index: int) -> str:
-    return f'<i class="swatch" style="background: var(--run{index % len(COLOURS)})"></i>'
+    return f'<i class="swatch" style="background: var(--run{index % len(COLORS)})"></i>'
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The folders of the trainer that came before this one: recognised, verified and read as documents.
+"""The folders of the trainer that came before this one: recognized, verified and read as documents.
 
 | layout | what |
 |---|---|

@@ -163,7 +163,7 @@ def _batches(path: Path) -> Iterator[Any]:
 
 
 def _join(path: Path, pieces: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
-    """Neighbouring pieces of (rows, bytes) joined while they stay within `target_bytes`."""
+    """Neighboring pieces of (rows, bytes) joined while they stay within `target_bytes`."""
     parts: list[Part] = []
     start = stop = size = 0
     for rows, bytes_ in pieces:
