@@ -28,7 +28,7 @@ from benchmarks.random_store import random_store
 from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import ROOT, say
 from benchmarks.workload import lengths_of
-from mmldlm.utils.host_cpus import CHOICE, OPENMP_SETTINGS
+from mmldlm.utils.host_cpus import OPENMP_SETTINGS, SPIN_CHOICE_ENV
 
 DEFAULT, CHOSEN = "default", "chosen"
 DEFAULT_SPIN = "300000"  # of libgomp
@@ -62,7 +62,7 @@ def busy_loops(count: int, niceness: int = 0) -> Iterator[None]:
 
 def trained(kind: str, threads: int, steps: int, settings: Sequence[str], run: Path) -> Found:
     """A training of `steps` steps in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name not in (*OPENMP_SETTINGS, CHOICE)}
+    environment = {name: value for name, value in os.environ.items() if name not in (*OPENMP_SETTINGS, SPIN_CHOICE_ENV)}
     environment |= {"OMP_NUM_THREADS": str(threads)} | ({"GOMP_SPINCOUNT": DEFAULT_SPIN} if kind == DEFAULT else {})
     command = [sys.executable, "-m", "mmldlm.cli", "train", "configs/quickstart.yaml", *SETTINGS, *settings]
     done = subprocess.run(

@@ -24,7 +24,7 @@ import torch
 from mmldlm.config import load_config
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.train import train_step
-from mmldlm.trainer.checkpointer import Saved
+from mmldlm.trainer.checkpointer import SavedCheckpoint
 from mmldlm.trainer.trainer import Trainer
 
 BETWEEN = 9  # steps from one save to the next: it is there by then
@@ -66,7 +66,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     with Trainer(config, read_launcher_env(os.environ)) as run:
         noted = run.log_checkpoint
 
-        def note(checkpoints: list[Saved]) -> None:
+        def note(checkpoints: list[SavedCheckpoint]) -> None:
             for checkpoint in checkpoints:
                 stalls[kind].append(checkpoint.stall_s)
                 complete[kind].append(checkpoint.seconds)
@@ -79,17 +79,17 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             steps[kind].append(time.perf_counter() - began)
             if run.state.step % BETWEEN or run.state.step == total:
                 continue
-            run.log_checkpoint(run.saver.finish())  # none is in the making when the next begins
+            run.log_checkpoint(run.checkpointer.finish())  # none is in the making when the next begins
             kind = KINDS[saved % len(KINDS)]
             saved += 1
             if kind == "torch.save":
                 stalls[kind].append(plain_save(run, folder))
                 complete[kind].append(stalls[kind][-1])
             else:
-                run.saver.asynchronous = kind == KINDS[0]
+                run.checkpointer.asynchronous = kind == KINDS[0]
                 run.save()
         kind = "end"
-        size = run.parts.trainable
+        size = run.components.trainable
     usual = median(steps["torch.save"] + steps["waited for"])
     print(f"{size / 1e6:.0f} million parameters, {torch.get_num_threads()} threads; a step takes {usual:.2f} s.\n")
     print("| checkpoint | stall (s) | in steps | until it is there (s) | steps beside it |")

@@ -21,7 +21,7 @@ from benchmarks.variants import Open
 from benchmarks.workload import batch_of
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
-from mmldlm.model.flops import UsefulFlops
+from mmldlm.model.flops import ModelFlops
 from mmldlm.run.factory import build_model, build_objective
 
 _ATEN = torch.ops.aten
@@ -153,17 +153,17 @@ def compiled_regions_of(run: Open, step: int) -> int:
 
 
 def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
-    """`UsefulFlops` of a step of the trainer, mean over the micro-batches `rows`; the same for every variant."""
+    """`ModelFlops` of a step of the trainer, mean over the micro-batches `rows`; the same for every variant."""
     config, store = task.config("never-opened"), Store.open(task.store)
     with torch.device("meta"):
-        of = UsefulFlops.of(build_model(config, store.manifest, "cpu"))
+        of = ModelFlops.from_model(build_model(config, store.manifest, "cpu"))
     objective, weights = build_objective(config, store.manifest), mode_weights_at(0, config.mode, config.mode_schedule)
     total = 0.0
     for number, samples in enumerate(rows):
         batch = batch_of(store.split("train"), samples)
         noised = objective.corrupt(batch, draw_noise(batch, config.run.seed, number, task.batch, weights))
         layout = noised.layout
-        total += of.of_step(
+        total += of.step_flops(
             layout.num_tokens, len(noised.positions), layout.num_samples, layout.latent_tokens, layout.num_pairs
         )
     return total / len(rows)

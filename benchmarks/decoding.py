@@ -3,8 +3,8 @@
     python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
 
 For each run, shown under its name: l2t texts of held-out documents' latents against the documents, and joint texts by
-their variety. The defaults of `sampling.decoding` follow from these tables. Every row has the same documents and random
-streams.
+their diversity. The defaults of `sampling.decoding` follow from these tables. Every row has the same documents and
+random streams.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.results import ROOT, circumstances, say, write_json
 from mmldlm.diffusion.masked import TextDecoding
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
-from mmldlm.evaluation.joint import frechet_metrics, variety
-from mmldlm.evaluation.l2t import likeness, reencoded
+from mmldlm.evaluation.joint import diversity_metrics, frechet_metrics
+from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
 from mmldlm.run.load import LoadedRun, load_run
 
 VARIETY = ("token_entropy", "distinct_2", "repetition_4")
@@ -29,13 +29,14 @@ VARIETY = ("token_entropy", "distinct_2", "repetition_4")
 
 def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
     """Rows of l2t, one for each of `settings`."""
-    count = evaluation.texts
+    count = evaluation.num_texts
     tokens, truth = evaluation.tokens[:count], evaluation.raw_latents[:count]
     references, rows = evaluation.decode(tokens), []
     for config in settings:
-        written = evaluation.write("l2t", "own", count, config).tokens
+        written = evaluation.generate("l2t", "own", count, config).tokens
         texts = evaluation.decode(written)
-        measured = likeness(written, texts, tokens, references) | reencoded(evaluation.encode(texts), truth)
+        measured = reference_metrics(written, texts, tokens, references)
+        measured |= reencoding_metrics(evaluation.encode(texts), truth)
         names = ("bleu", "chrf", "exact_match", "token_accuracy", "reencoded_cosine")
         rows.append(_settings(config) | {name: measured[name] for name in names})
     return rows
@@ -43,10 +44,10 @@ def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> lis
 
 def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
     """Rows of joint; the first has the held-out documents themselves."""
-    count = evaluation.texts
+    count = evaluation.num_texts
 
     def row(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-        found = variety(tokens)
+        found = diversity_metrics(tokens)
         return {name: found[name] for name in VARIETY}
 
     nothing = {"frechet_distance": None, "reencoded_cosine": None}
@@ -54,11 +55,12 @@ def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> li
         {"decoding": "held out", "steps": "", "temperature": ""} | row(evaluation.tokens[:count]) | nothing,
     ]
     for config in settings:
-        made = evaluation.write("joint", "none", count, config)
+        made = evaluation.generate("joint", "none", count, config)
         raw = evaluation.run.store.restore(made.latents)
+        encoded = evaluation.encode(evaluation.decode(made.tokens))
         measured = {
             "frechet_distance": frechet_metrics(evaluation, made.latents)["frechet_distance"],
-            "reencoded_cosine": reencoded(evaluation.encode(evaluation.decode(made.tokens)), raw)["reencoded_cosine"],
+            "reencoded_cosine": reencoding_metrics(encoded, raw)["reencoded_cosine"],
         }
         rows.append(_settings(config) | row(made.tokens) | measured)
     return rows

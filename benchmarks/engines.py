@@ -103,7 +103,7 @@ def worker(arguments: list[str], out: Path) -> None:
                 if size > SMALL:
                     names[name] += size
                     counts[name] += 1
-            trained = run.parts.trainable
+            trained = run.components.trainable
             out.write_text(json.dumps({"bytes": names, "calls": counts, "held": run.held, "parameters": trained}))
 
 

@@ -56,7 +56,8 @@ def estimated(store: Path, samples: int, settings: Sequence[str]) -> Estimate:
         "precision=bf16",
         f"train={{steps: 2, global_batch_size: {samples}}}",
     )
-    return estimate(load_config(None, [*given, *settings]), Store.open(store), world_size=1, looked_at=1, device="cuda")
+    config = load_config(None, [*given, *settings])
+    return estimate(config, Store.open(store), world_size=1, steps_per_stage=1, device="cuda")
 
 
 def lines(found: dict[int, Estimate]) -> dict[str, Line]:

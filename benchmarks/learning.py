@@ -30,12 +30,12 @@ import torch
 
 from benchmarks.report import chosen, positive
 from benchmarks.results import ROOT, circumstances, say, write_json
-from mmldlm.data.nearest import directions
-from mmldlm.data.prepare.readers.python_docs import NEAR_COPY, words_of
+from mmldlm.data.nearest import unit_vectors
+from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.evaluation.l2t import likeness
+from mmldlm.evaluation.l2t import reference_metrics
 
 SHOWN = 10  # samples of the first seed in the tables
 CLOSE = 0.8  # word similarity from which on a held-out text is called close to a training text, if no near copy
@@ -147,14 +147,14 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
     pool_tokens, pool_lengths, pool_latents = train.gather(np.arange(len(train)))
     pool = [part.tolist() for part in np.split(pool_tokens, pool_lengths.cumsum()[:-1])]
     texts, pool_texts = tokenizer.decode_batch(own), tokenizer.decode_batch(pool)
-    nearest = (directions(latents) @ directions(pool_latents).T).argmax(1)
+    nearest = (unit_vectors(latents) @ unit_vectors(pool_latents).T).argmax(1)
     copied = [pool[index] for index in nearest]
     same_length = [(text + [-1] * len(true))[: len(true)] for text, true in zip(copied, own, strict=True)]
-    scores = likeness(same_length, [pool_texts[index] for index in nearest], own, texts)
+    scores = reference_metrics(same_length, [pool_texts[index] for index in nearest], own, texts)
     similar = np.array(nearest_word_similarity(texts, pool_texts))
     return {
         "texts": len(texts),
-        "near_copies": float((similar >= NEAR_COPY).mean()),
+        "near_copies": float((similar >= NEAR_COPY_OVERLAP).mean()),
         "close": float((similar >= CLOSE).mean()),
         "nearest_latent_bleu": scores["bleu"],
         "nearest_latent_exact_match": scores["exact_match"],
@@ -164,7 +164,7 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
 def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[float]:
     """Return for each text the largest `SequenceMatcher` ratio of its words to those of a text of the pool."""
     vocabulary: dict[str, int] = {}
-    rows = [[vocabulary.setdefault(word, len(vocabulary)) for word in words_of(text)] for text in (*texts, *pool)]
+    rows = [[vocabulary.setdefault(word, len(vocabulary)) for word in split_words(text)] for text in (*texts, *pool)]
     bags = np.zeros((len(rows), len(vocabulary)), np.uint8)
     for bag, row in zip(bags, rows, strict=True):
         np.add.at(bag, row, 1)
@@ -241,7 +241,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     for name, corpus in result["corpora"].items():
         count = len(corpus["seeds"])
         lines = [
-            f"| `{name}`, held-out sentences | median of {count} seeds | lowest to highest | control |",
+            f"| `{name}`, held-out sentences | median of {count} seeds | lowest to highest | baseline |",
             "|---" * 4 + "|",
         ]
         for title, metric, control, what in ROWS[name]:
@@ -263,8 +263,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         found[f"{name}-copies"] = (
             f"With the pinned versions `{name}` has {sizes['train']:,} sentences for training, "
             f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. Of {copies['texts']} held-out "
-            f"sentences {copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY:.0%} the same "
-            f"words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+            f"sentences {copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY_OVERLAP:.0%} the "
+            f"same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
         )
     return found
 

@@ -25,7 +25,7 @@ from benchmarks.report import parse, parser, positive, report, workplace
 from benchmarks.results import say
 from benchmarks.workload import lengths_of
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import DataConfig, Loader, collate, deal
+from mmldlm.data.loader import DataConfig, Loader, assign_slots, collate
 from mmldlm.data.store import Store
 
 LENGTH = 100  # tokens of a sample
@@ -58,7 +58,7 @@ def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dic
         def order(starts: range = starts, rows: list[np.ndarray] = rows) -> None:
             for start in starts:
                 taken = loader.order.take(start, micro_batch)
-                rows.append(taken[deal(split.lengths[taken], micro_batch, 0, 1)[0]])
+                rows.append(taken[assign_slots(split.lengths[taken], micro_batch, 0, 1)[0]])
 
         def gather(rows: list[np.ndarray] = rows) -> None:
             for each in rows:

@@ -103,10 +103,10 @@ def direct(task: Task, steps: int, folder: Path) -> dict[str, float]:
     """Seconds of each call, and of the whole, in the mean of a step, over `steps` steps after the first `CADENCE`."""
     spent: dict[str, float] = defaultdict(float)
     with training_of(AS_IT_IS, task, folder) as training:
-        training.parts.loader.steps = _timed_steps(training.parts.loader.steps, spent)  # type: ignore[method-assign]
+        training.components.loader.steps = _timed_steps(training.components.loader.steps, spent)  # type: ignore[method-assign]
         calls = {
             FINISH: (training, "finish_step"),
-            SETTLE: (training, "settle"),
+            SETTLE: (training, "fetch_step_stats"),
             RECORD: (training, "_log"),
             BOARD: (training.tracker._board, "scalars"),
             METER: (training.meter, "add"),
@@ -147,20 +147,20 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
     """Seconds of what a validation computes and writes."""
     spent: dict[str, list[float]] = defaultdict(list)
     with training_of(AS_IT_IS, task, folder) as training:
-        parts, config, runtime, tracker = training.parts, training.config, training.runtime, training.tracker
+        parts, config, runtime, tracker = training.components, training.config, training.runtime, training.tracker
         with closing(training.steps()) as micro_batches:
             train_step(training, *next(micro_batches))
-        run = training._measured()
+        run = training._as_loaded_run()
         for number in range(REPEATS):
-            with training._measuring("validation"):
+            with training._eval_mode("validation"):
                 found = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
                 pictures = _once(spent[NUMBERS], collect_figure_data, run, runtime)
                 texts = _once(spent[TEXTS], text_samples, run, runtime, pictures)
-                _once(spent[LOSSES_WRITTEN], tracker.validation, CADENCE, found.values, found.levels)
+                _once(spent[LOSSES_WRITTEN], tracker.validation, CADENCE, found.values, found.bin_losses)
                 for tag, rows in texts.items():
                     _once(spent[TEXTS_WRITTEN], tracker.samples, CADENCE, rows, tag)
                 drawing = DRAWN if number else DRAWN_FIRST
-                _once(spent[drawing], tracker.pictures, CADENCE, pictures, found.levels, None)
+                _once(spent[drawing], tracker.log_figures, CADENCE, pictures, found.bin_losses, None)
         tracker.flush()
     return {what: median(seconds) for what, seconds in spent.items()}
 
@@ -168,7 +168,7 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
 def of_a_run(measured: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
     """What each part takes of a run's steps, given the seconds of its parts in a step and in a validation."""
     steps, every = measured.train.steps, measured.validation.every
-    validations = [number for number in range(1, steps + 1) if measured.train.due(number, every)]
+    validations = [number for number in range(1, steps + 1) if measured.train.is_due(number, every)]
     figures = sum(figures_due(number, measured) for number in validations)
     times = {
         NUMBERS: figures,

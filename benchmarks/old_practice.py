@@ -128,7 +128,7 @@ class OldPractice(Trainer):
     def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
         if not self.practices & {"head", "reads"}:
             return super().forward(batch, totals)
-        loss, sums = self.parts.objective(self._with_logits, batch, totals)
+        loss, sums = self.components.objective(self._with_logits, batch, totals)
         if "reads" in self.practices:
             self._read(loss, sums)
         return loss, sums
@@ -155,7 +155,7 @@ class OldPractice(Trainer):
         return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
 
     def _read(self, loss: Tensor, sums: Tensor) -> None:
-        cells = self.parts.objective.cells
+        cells = self.components.objective.num_bins
         losses = {"loss": loss, "text": sums[:cells].sum(), "latent": sums[cells : 2 * cells].sum()}
         for name, value in losses.items():
             if torch.isnan(value).any().item():

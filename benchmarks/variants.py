@@ -15,7 +15,7 @@ import torch
 from benchmarks.task import Feed, Task, device
 from mmldlm.data.store import Store
 from mmldlm.train import train_step
-from mmldlm.trainer.onednn import multiplies_bf16
+from mmldlm.trainer.onednn import has_bf16_instructions
 from mmldlm.trainer.trainer import Trainer
 
 # In the order of the ladder: what leaves a step, and as what it is shown.
@@ -62,7 +62,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
         found.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
     found.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer as it is"))
     found += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
-    if precision != "bf16" and (device_type == "cuda" or multiplies_bf16()):
+    if precision != "bf16" and (device_type == "cuda" or has_bf16_instructions()):
         found.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
     found.append(Variant("trainer-compiled", "our trainer, compiled", settings=("compile.scope=regional",)))
     for kind in ("selective", "full"):
@@ -107,7 +107,7 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         yield Open(run, feed, run.step, run.model, run.optimizer)
         return
     with training_of(variant, task, folder) as training:
-        training.parts.loader.steps = feed.steps  # type: ignore[method-assign]
+        training.components.loader.steps = feed.steps  # type: ignore[method-assign]
         with closing(training.steps()) as steps:
             runtime = training.runtime
             yield Open(

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmldlm.batch import Batch
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.loader import collate, deal
+from mmldlm.data.loader import assign_slots, collate
 from mmldlm.data.manifest import MANIFEST_NAME
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import read_python_docs
@@ -105,5 +105,5 @@ def _epoch(order: SampleOrder, split: Split, size: int) -> list[np.ndarray]:
 
 def batch_of(split: Split, samples: np.ndarray) -> Batch:
     """The samples int64 [B] as the loader gives them to one process without accumulation."""
-    (slots,) = deal(split.lengths[samples], len(samples), rank=0, world_size=1)
+    (slots,) = assign_slots(split.lengths[samples], len(samples), rank=0, world_size=1)
     return collate(split, samples[slots], slots)

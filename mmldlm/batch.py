@@ -1,7 +1,7 @@
-"""`Batch`: the one thing that crosses folders, and `PackedLayout`: where each sample lies in it.
+"""`Batch`, the micro-batch shared by all subsystems, and `PackedLayout`, the positions of its unpadded samples.
 
-Shape letters: B samples, N tokens of the whole unpadded micro-batch, M latent tokens of a sample,
-C latent channels.
+Shape letters: B samples, N tokens of the unpadded micro-batch, R rows including padding rows, M latent tokens per
+sample, C latent channels.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 64  # in a multiple of which rows go where kernels are made anew for each shape
+ROW_MULTIPLE = 64  # rows are padded to a multiple of this where kernels are compiled for each shape
 
 
 def pad_rows(values: Tensor) -> Tensor:
-    """`values` [rows] and zeros behind them, up to a multiple of `ROWS`."""
-    return F.pad(values, (0, -len(values) % ROWS))
+    """Append zero rows to `values` [N, ...] up to a multiple of `ROW_MULTIPLE`."""
+    return F.pad(values, (0, -len(values) % ROW_MULTIPLE))
 
 
 class LengthGroup(NamedTuple):
@@ -34,51 +34,60 @@ class LengthGroup(NamedTuple):
 
 
 class PackedLayout:
-    """How B samples of unequal length lie one behind the other in N tokens, without padding.
+    """Positions of B samples of unequal length that are concatenated to N tokens.
 
-    The lengths are known on the host, so nothing here ever waits for a device. Index tensors are
-    made on `device` on first use and kept.
+    The lengths are known on the host, so no method synchronizes with the device. Index tensors are created on `device`
+    on first use and cached.
 
-    Behind the tokens there may be rows of none, so that there are R rows, a multiple of `rows`.
+    Args:
+        lengths: Tokens of each sample, at least 1.
+        latent_tokens: Latent tokens per sample (M).
+        device: Device of the index tensors.
+        row_multiple: Padding rows follow the tokens, so that the number of rows (R) is a multiple of this.
     """
 
-    def __init__(self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu", rows: int = 1):
+    def __init__(
+        self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu", row_multiple: int = 1
+    ):
         assert all(length > 0 for length in lengths), f"a sample without tokens: lengths {lengths}"
         self.lengths = lengths
         self.latent_tokens = latent_tokens
         self.device = torch.device(device)
-        self.rows = rows
+        self.row_multiple = row_multiple
 
     @property
     def num_samples(self) -> int:
+        """Number of samples (B)."""
         return len(self.lengths)
 
     @cached_property
     def num_tokens(self) -> int:
+        """Number of tokens (N), without padding rows."""
         return sum(self.lengths)
 
     @property
     def num_padding_rows(self) -> int:
-        """R - N: rows behind the last token that belong to no sample."""
-        return -self.num_tokens % self.rows
+        """Number of rows after the last token that belong to no sample (R - N)."""
+        return -self.num_tokens % self.row_multiple
 
     @cached_property
     def padded(self) -> PackedLayout:
-        """The same samples in a multiple of `ROWS` rows."""
-        return PackedLayout(self.lengths, self.latent_tokens, self.device, ROWS)
+        """Layout of the same samples with rows padded to a multiple of `ROW_MULTIPLE`."""
+        return PackedLayout(self.lengths, self.latent_tokens, self.device, ROW_MULTIPLE)
 
     @cached_property
     def max_length(self) -> int:
+        """Tokens of the longest sample."""
         return max(self.lengths)
 
     @cached_property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key, latents among them."""
+        """Number of (query, key) pairs in joint attention, latent tokens included."""
         return sum((length + self.latent_tokens) ** 2 for length in self.lengths)
 
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
-        """Runs of equal length. A batch sorted by length has few of them."""
+        """Runs of samples of equal length, few if the batch is sorted by length."""
         groups, first, start = [], 0, 0
         for length, run in groupby(self.lengths):
             count = len(list(run))
@@ -87,7 +96,8 @@ class PackedLayout:
         return tuple(groups)
 
     @cached_property
-    def _host(self) -> tuple[Tensor, Tensor]:
+    def _host_indices(self) -> tuple[Tensor, Tensor]:
+        """`sample_of_token` and `position` on the host."""
         lengths = torch.tensor(self.lengths)
         sample = torch.repeat_interleave(torch.arange(self.num_samples), lengths, output_size=self.num_tokens)
         starts = lengths.cumsum(0) - lengths
@@ -97,25 +107,25 @@ class PackedLayout:
 
     @cached_property
     def sample_of_token(self) -> Tensor:
-        """int64 [R]: the sample that each token belongs to, the last one for rows of none."""
-        return self._host[0].to(self.device, non_blocking=True)
+        """int64 [R]: the sample of each token; the last sample for padding rows."""
+        return self._host_indices[0].to(self.device, non_blocking=True)
 
     @cached_property
     def position(self) -> Tensor:
-        """int64 [R]: the position of each token in its own sample, 0 for rows of none."""
-        return self._host[1].to(self.device, non_blocking=True)
+        """int64 [R]: the position of each token in its sample; 0 for padding rows."""
+        return self._host_indices[1].to(self.device, non_blocking=True)
 
     @cached_property
     def sample_of_latent(self) -> Tensor | None:
-        """int64 [B*M]: the sample that each latent token belongs to; None where M = 1 and rows are samples."""
+        """int64 [B*M]: the sample of each latent token; None if M = 1, where it would be the identity."""
         if self.latent_tokens == 1:
             return None
-        rows = torch.arange(self.num_samples).repeat_interleave(self.latent_tokens)
-        return rows.to(self.device, non_blocking=True)
+        samples = torch.arange(self.num_samples).repeat_interleave(self.latent_tokens)
+        return samples.to(self.device, non_blocking=True)
 
     @cached_property
     def joint_order(self) -> Tensor:
-        """int64 [B*M + N]: reads cat(latents, tokens) so that each sample's latents precede its tokens."""
+        """int64 [B*M + N]: indices into cat(latents, tokens) that place each sample's latents before its tokens."""
         order: list[Tensor] = []
         start, latents = self.num_samples * self.latent_tokens, torch.arange(self.latent_tokens)
         for sample, length in enumerate(self.lengths):
@@ -125,37 +135,47 @@ class PackedLayout:
 
     @cached_property
     def joint_inverse(self) -> Tensor:
-        """int64 [B*M + N]: undoes `joint_order`."""
+        """int64 [B*M + N]: the inverse permutation of `joint_order`."""
         return torch.argsort(self.joint_order)
 
     @cached_property
     def joint_offsets(self) -> Tensor:
-        """int32 [B + 1]: where each sample starts in the joint order."""
+        """int32 [B + 1]: cumulative sequence lengths in the joint order, from 0 to B*M + N."""
         joint = torch.tensor([0, *(length + self.latent_tokens for length in self.lengths)])
         return joint.cumsum(0).to(torch.int32).to(self.device, non_blocking=True)
 
     def to(self, device: torch.device | str) -> PackedLayout:
+        """Return the same layout with index tensors on `device`."""
         if torch.device(device) == self.device:
             return self
-        return PackedLayout(self.lengths, self.latent_tokens, device, self.rows)
+        return PackedLayout(self.lengths, self.latent_tokens, device, self.row_multiple)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of samples, unpadded; sample i owns `lengths[i]` neighboring tokens."""
+    """One unpadded micro-batch; sample i has `lengths[i]` contiguous tokens.
 
-    tokens: Tensor  # int64 [N]
-    latents: Tensor  # float32 [B, M, C], standardized to unit RMS
-    lengths: tuple[int, ...]  # B, on the host
-    sample_ids: Tensor  # int64 [B] on the host: row in the store's split
-    slots: Tensor  # int64 [B] on the host: place in the step's global batch, which keys the noise
+    Attributes:
+        tokens: int64 [N], the samples' tokens, concatenated.
+        latents: float32 [B, M, C], standardized to unit RMS.
+        lengths: Tokens of each of the B samples.
+        sample_ids: int64 [B] on the host, index of each sample in the store's split.
+        slots: int64 [B] on the host, place of each sample in the global batch, which keys its noise.
+    """
+
+    tokens: Tensor
+    latents: Tensor
+    lengths: tuple[int, ...]
+    sample_ids: Tensor
+    slots: Tensor
 
     @cached_property
     def layout(self) -> PackedLayout:
+        """Layout of the samples on the device of `tokens`."""
         return PackedLayout(self.lengths, self.latents.shape[1], self.tokens.device)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with tokens and latents on `device`; copies from pinned memory do not block."""
+        """Return the batch with tokens and latents on `device`; copies from pinned memory do not block the host."""
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
@@ -163,4 +183,5 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
+        """Return the batch with tokens and latents in pinned memory."""
         return replace(self, tokens=self.tokens.pin_memory(), latents=self.latents.pin_memory())

@@ -1,8 +1,8 @@
-"""Every way a command may end, and the errors that carry its exit code.
+"""User-facing errors and their exit codes.
 
-User-facing errors derive from `MmldlmError`; their text is one line that names the key, file or
-sample, the value found and the value expected. `run_command` turns them into that line on stderr
-and the documented exit code. Everything else is a bug and keeps its traceback.
+User-facing errors derive from `MmldlmError`. Their message is one line that names the key, file or sample, the value
+found and the value expected. `run_command` prints that line on stderr and returns the documented exit code. Any other
+exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
+    """Exit codes of all commands; 1 is a bug."""
+
     DONE = 0
     USAGE = 2
     CONFIG = 64
@@ -28,49 +30,49 @@ class ExitCode(IntEnum):
 
 
 class MmldlmError(Exception):
-    """Base of all errors that are the user's to read; `exit_code` is the process's."""
+    """Base class of all user-facing errors; `exit_code` is that of the process."""
 
     exit_code = ExitCode.USAGE
 
 
 class UsageError(MmldlmError):
-    """A command line that makes no sense."""
+    """Invalid command line."""
 
     exit_code = ExitCode.USAGE
 
 
 class ConfigError(MmldlmError):
-    """A key or value of the run config, or a set-up that contradicts it."""
+    """Invalid key or value in the run config, or an environment that contradicts it."""
 
     exit_code = ExitCode.CONFIG
 
 
 class DataError(MmldlmError):
-    """Input text, a data store or a checkpoint that is missing, damaged or does not fit."""
+    """Input text, data store or checkpoint that is missing, damaged or incompatible."""
 
     exit_code = ExitCode.DATA
 
 
 class NumericalError(MmldlmError):
-    """The run was stopped because its numbers are not finite."""
+    """The run was stopped because of non-finite numbers."""
 
     exit_code = ExitCode.NUMERICAL
 
 
 class RunInUseError(MmldlmError):
-    """Another process holds the run folder."""
+    """Another process is using the run folder."""
 
     exit_code = ExitCode.RUN_IN_USE
 
 
 class StorageError(MmldlmError):
-    """The disk is full or refuses to be written."""
+    """The disk is full or cannot be written."""
 
     exit_code = ExitCode.STORAGE
 
 
 class StoppedBySignal(MmldlmError):
-    """A signal asked the run to end; its state was saved first."""
+    """The run was stopped by a signal, after saving its state."""
 
     exit_code = ExitCode.STOPPED
 
@@ -81,19 +83,19 @@ class PeerLostError(MmldlmError):
     exit_code = ExitCode.PEER_LOST
 
 
-def error_of(code: int, text: str) -> MmldlmError:
-    """The error that ends a command with exit code `code`."""
-    kinds = [ConfigError, DataError, NumericalError, RunInUseError, StorageError, StoppedBySignal, PeerLostError]
-    return next((kind for kind in kinds if kind.exit_code == code), UsageError)(text)
+def error_from_exit_code(code: int, text: str) -> MmldlmError:
+    """Return an error with message `text` that ends a command with exit code `code`."""
+    classes = [ConfigError, DataError, NumericalError, RunInUseError, StorageError, StoppedBySignal, PeerLostError]
+    return next((cls for cls in classes if cls.exit_code == code), UsageError)(text)
 
 
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
-def outcome(error: BaseException | None) -> tuple[int, str]:
-    """Exit code and one-line cause of a command that ended with `error`, or in good order with None.
+def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
+    """Return exit code and one-line cause of a command that ended with `error`, or cleanly with None.
 
-    Code 1 is a bug: whoever meets it keeps the traceback.
+    Code 1 is a bug: the caller should re-raise to keep the traceback.
     """
     if error is None:
         return int(ExitCode.DONE), "finished"
@@ -107,12 +109,12 @@ def outcome(error: BaseException | None) -> tuple[int, str]:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run `command` and return its exit code; what is not a bug becomes one line on stderr."""
+    """Run `command` and return its exit code; errors that are no bugs are printed as one line on stderr."""
     try:
         return int(command() or ExitCode.DONE)
     except (MmldlmError, OSError, KeyboardInterrupt) as error:
-        code, cause = outcome(error)
+        code, cause = exit_code_and_cause(error)
         if code == 1:
             raise
-        sys.stderr.write(f"mmldlm: error: {cause}\n")  # in one piece, where several ranks write at once
+        sys.stderr.write(f"mmldlm: error: {cause}\n")  # a single write, as several ranks may write at once
         return code

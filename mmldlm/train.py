@@ -1,4 +1,4 @@
-"""Train: `python -m mmldlm.train CONFIG.yaml key.sub=value ...`, under any launcher."""
+"""Training: `python -m mmldlm.train CONFIG.yaml key.sub=value ...`, under any launcher."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-if __name__ == "__main__":  # before the imports below bring torch
-    from mmldlm.utils.host_cpus import choose_spinning
+if __name__ == "__main__":  # before the imports below import torch
+    from mmldlm.utils.host_cpus import configure_openmp_spinning
 
-    choose_spinning(os.environ)
+    configure_openmp_spinning(os.environ)
 
 from mmldlm.batch import Batch
-from mmldlm.config import RunConfig, load_config, require, split_arguments
+from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.trainer.trainer import Trainer
 
 
 def train(config: RunConfig, launch: LauncherEnv | None = None) -> None:
-    """Run the training that `config` describes, to its end or to a signal; `launch` comes from the environment."""
+    """Run a training to its end.
+
+    Args:
+        config: Config of the run.
+        launch: Environment of this rank; read from the environment variables by default.
+
+    Raises:
+        StoppedBySignal: a signal ended the run early; a checkpoint has been saved.
+    """
     with Trainer(config, launch) as run:
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
 
 
 def train_step(run: Trainer, step: int, micro_batches: list[Batch]) -> None:
-    """One optimizer step, or none where a loss or the gradients are unfit."""
+    """Run one optimizer step, which is skipped if a loss or the gradient norm is non-finite or a spike."""
     noised, totals = run.corrupt(step, micro_batches)
     for batch in run.runtime.accumulate(noised):
         loss, sums = run.forward(batch, totals)
@@ -42,20 +50,21 @@ def train_step(run: Trainer, step: int, micro_batches: list[Batch]) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line into one config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
         usage="%(prog)s [--dry-run] CONFIG.yaml [key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/engines.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
-    parser.add_argument("--config", help="the config file, where it is not the first argument")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be trained, create nothing")
-    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed file, under the deepspeed launcher")
+    parser.add_argument("--config", help="config file, if it is not the first argument")
+    parser.add_argument("--dry-run", action="store_true", help="print the config and its estimated costs and exit")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed config, with the deepspeed launcher")
     parser.add_argument(
-        "--accelerate_config", metavar="FILE", help="accelerate config whose engine to use, under torchrun"
+        "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine, with torchrun"
     )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # the custom of its examples
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # usual in its examples
     options = parser.parse_intermixed_args(argv)
     files, options.overrides = split_arguments(options.arguments)
     files += [options.config] if options.config else []
@@ -66,9 +75,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
     options = parse(argv)
     config = load_config(options.config, options.overrides)
-    require(config, "data.path", "run.dir")
+    require_paths(config, "data.path", "run.dir")
     if options.dry_run:
         from mmldlm.trainer.dry_run import print_estimate
 
@@ -79,13 +89,14 @@ def run(argv: list[str] | None = None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and report user errors in one line; return the exit code."""
     return run_command(lambda: run(argv))
 
 
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    with suppress(OSError):  # nobody reads any more what was said on the way
+    with suppress(OSError):  # stderr may be closed already
         sys.stderr.flush()
     # torch with gloo now and then aborts in static destructors after a good run, which launchers report as failure.
     os._exit(status)

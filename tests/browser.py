@@ -31,7 +31,7 @@ class Page:
         self.complaints: list[str] = []
         target = self.tell("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.tell("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Engine", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.tell(f"{domain}.enable")
 
     def tell(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -298,7 +298,7 @@ def test_report_and_dry_run_show_the_stages(
     assert report["global_batch_size"] == 8 and report["batch_schedule"]["2"]["accumulation"] == 4
     assert train.main([*settings, "train.steps=1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "effective batch      8 samples = 1 processes x 4 samples x 2 micro-batches" in shown
+    assert "global batch         8 samples = 1 processes x 4 samples x 2 micro-batches" in shown
     assert "  from step 2        16 samples = 1 processes x 4 samples x 4 micro-batches" in shown
 
 

@@ -65,7 +65,7 @@ def test_dry_run_prints_and_creates_nothing(
     before = sorted(tmp_path.rglob("*"))
     assert train.main([str(tiny_config), "--dry-run", "train.micro_batch_size=4"]) == 0
     shown = capsys.readouterr().out
-    for line in ("parameters in all", "tokens per step", "FLOPs per step", "memory per process", "num_heads: 2"):
+    for line in ("total parameters", "tokens per step", "FLOPs per step", "memory per process", "num_heads: 2"):
         assert line in shown
     assert "8 samples = 1 processes x 4 samples x 2 micro-batches" in shown
     assert sorted(tmp_path.rglob("*")) == before

@@ -15,7 +15,7 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError
 from mmldlm.run.load import load_run
 from mmldlm.settings.fields import build
-from mmldlm.settings.layers import DEEPEST, MOST_FILES
+from mmldlm.settings.layers import MAX_EXTENDS_DEPTH, MAX_FILES
 from mmldlm.settings.yaml import MAX_BYTES, parse_yaml
 from mmldlm.telemetry import read_metrics
 
@@ -118,11 +118,11 @@ REFUSED = {
     ),
     "too deep": (
         {f"{chr(97 + n)}": f"extends: {chr(98 + n)}.yaml" for n in range(25)},
-        f"extends: expected at most {DEEPEST} files that extend each other, found A -> B -> C",
+        f"extends: expected at most {MAX_EXTENDS_DEPTH} files that extend each other, found A -> B -> C",
     ),
     "too many": (
         {"a": f"extends: [{', '.join(f'x{n}.yaml' for n in range(40))}]", **{f"x{n}": "" for n in range(40)}},
-        f"extends: expected at most {MOST_FILES} files in all, found one more",
+        f"extends: expected at most {MAX_FILES} files in total, found one more",
     ),
     "too large together": (
         {"a": "extends: [b.yaml, c.yaml]", "b": "#" * (MAX_BYTES // 2), "c": "#" * (MAX_BYTES // 2)},

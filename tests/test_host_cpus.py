@@ -17,14 +17,14 @@ from waiting import wait_until
 
 from benchmarks.busy import busy_loops
 from mmldlm.utils.host_cpus import (
-    CHOICE,
     SHORT_SPIN,
+    SPIN_CHOICE_ENV,
     CpuTimes,
     busy_seconds,
-    choose_spinning,
-    cores_of_others,
+    configure_openmp_spinning,
+    cores_used_by_others,
     cpu_times,
-    spinning,
+    openmp_spinning,
 )
 
 quick = pytest.mark.quick
@@ -65,8 +65,8 @@ def test_busy_time_is_that_of_our_cpus_without_their_idle_time() -> None:
 
 @quick
 def test_what_the_run_takes_itself_is_no_load() -> None:
-    assert cores_of_others(CpuTimes(10, 100, 50), CpuTimes(12, 104, 51)) == 1.5
-    assert cores_of_others(CpuTimes(10, 100, 50), CpuTimes(12, 101, 52)) == 0, "clocks that disagree by a tick"
+    assert cores_used_by_others(CpuTimes(10, 100, 50), CpuTimes(12, 104, 51)) == 1.5
+    assert cores_used_by_others(CpuTimes(10, 100, 50), CpuTimes(12, 101, 52)) == 0, "clocks that disagree by a tick"
 
 
 @quick
@@ -82,16 +82,16 @@ def test_children_count_as_the_runs_while_they_live_and_after(tmp_path: Path) ->
         child.wait()
     ended = cpu_times()
     assert before and alive and ended
-    assert alive.own - before.own > 0.25 and ended.own >= alive.own and alive.busy - before.busy > 0.2
+    assert alive.run - before.run > 0.25 and ended.run >= alive.run and alive.busy - before.busy > 0.2
 
 
 @quick
 def test_processes_beside_a_run_are_its_load_unless_one_launcher_started_both() -> None:
     """This process has started the loops, so where it counts as the launcher, they are the run's."""
     measure = (
-        "import time; from mmldlm.utils.host_cpus import cores_of_others, cpu_times; before = cpu_times(); "
+        "import time; from mmldlm.utils.host_cpus import cores_used_by_others, cpu_times; before = cpu_times(); "
         "time.sleep(0.5); "
-        "after = cpu_times(); print(cores_of_others(before, after), after.own, time.process_time())"
+        "after = cpu_times(); print(cores_used_by_others(before, after), after.run, time.process_time())"
     )
 
     def measured(**variables: str) -> list[float]:
@@ -115,10 +115,10 @@ def test_processes_beside_a_run_are_its_load_unless_one_launcher_started_both() 
 )
 def test_the_quietest_of_a_few_samples_decides(before_torch: None, loads: list[float], is_short: bool) -> None:
     environment, left = {"OMP_NUM_THREADS": TEAM}, list(loads)
-    choose_spinning(environment, lambda: left.pop(0))
+    configure_openmp_spinning(environment, lambda: left.pop(0))
     assert left == [] and environment.get("GOMP_SPINCOUNT") == (SHORT_SPIN if is_short else None)
-    assert spinning(environment).startswith("short spinning (GOMP_SPINCOUNT=1000), " if is_short else "default ")
-    assert f"{min(loads):.1f} of {len(CPUS)} CPUs busy" in spinning(environment)
+    assert openmp_spinning(environment).startswith("short spinning (GOMP_SPINCOUNT=1000), " if is_short else "default ")
+    assert f"{min(loads):.1f} of {len(CPUS)} CPUs busy" in openmp_spinning(environment)
 
 
 @quick
@@ -137,7 +137,7 @@ def test_others_may_have_the_cpus_that_no_thread_needs(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1000, 1000 + cpus)))
     for load, is_short in ((most + 0.4, False), (most + 0.6, True)):
         found = dict(environment)
-        choose_spinning(found, lambda load=load: load)  # type: ignore[misc]
+        configure_openmp_spinning(found, lambda load=load: load)  # type: ignore[misc]
         assert ("GOMP_SPINCOUNT" in found) == is_short, load
 
 
@@ -145,7 +145,7 @@ def test_others_may_have_the_cpus_that_no_thread_needs(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"OMP_NUM_THREADS": "1"}, "a single thread, which waits for none"),
+        ({"OMP_NUM_THREADS": "1"}, "a single thread, which never waits"),
         ({"GOMP_SPINCOUNT": "7"}, "GOMP_SPINCOUNT=7, set by the environment"),
         ({"OMP_WAIT_POLICY": "passive"}, "OMP_WAIT_POLICY=passive, set by the environment"),
         ({"GOMP_CPU_AFFINITY": "0-1"}, "GOMP_CPU_AFFINITY=0-1, set by the environment"),
@@ -158,20 +158,23 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
         raise AssertionError("measured")
 
     environment = {"OMP_NUM_THREADS": TEAM, **given}
-    choose_spinning(environment, sample)
-    assert spinning(environment) == expected
-    assert {name: value for name, value in environment.items() if name != CHOICE} == {"OMP_NUM_THREADS": TEAM, **given}
+    configure_openmp_spinning(environment, sample)
+    assert openmp_spinning(environment) == expected
+    assert {name: value for name, value in environment.items() if name != SPIN_CHOICE_ENV} == {
+        "OMP_NUM_THREADS": TEAM,
+        **given,
+    }
 
 
 @quick
 def test_nothing_is_chosen_too_late_or_in_the_dark(before_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"OMP_NUM_THREADS": TEAM}
-    choose_spinning(environment, lambda: None)
-    assert "GOMP_SPINCOUNT" not in environment and "load at the start: unknown" in spinning(environment)
+    configure_openmp_spinning(environment, lambda: None)
+    assert "GOMP_SPINCOUNT" not in environment and "load at the start: unknown" in openmp_spinning(environment)
     monkeypatch.setitem(sys.modules, "torch", sys)
     late = {"OMP_NUM_THREADS": TEAM}
-    choose_spinning(late, lambda: 9.0)
-    assert late == {"OMP_NUM_THREADS": TEAM} and spinning(late) == "default spinning"
+    configure_openmp_spinning(late, lambda: 9.0)
+    assert late == {"OMP_NUM_THREADS": TEAM} and openmp_spinning(late) == "default spinning"
 
 
 @pytest.fixture
@@ -182,7 +185,9 @@ def when_torch_comes(tmp_path: Path) -> Callable[..., dict[str, str]]:
     )
 
     def run(*command: str, **variables: str) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", CHOICE)}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", SPIN_CHOICE_ENV)
+        }
         environment = {**inherited, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": TEAM, **variables}
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
@@ -211,10 +216,10 @@ def test_beside_busy_loops_every_entry_point_chooses_before_torch_comes(
     with all_cores_busy():
         for entry in ENTRIES:
             found = when_torch_comes(*entry)
-            assert found.get("GOMP_SPINCOUNT") == SHORT_SPIN, (entry, found.get(CHOICE))
+            assert found.get("GOMP_SPINCOUNT") == SHORT_SPIN, (entry, found.get(SPIN_CHOICE_ENV))
         assert when_torch_comes("-m", "mmldlm.train", GOMP_SPINCOUNT="5")["GOMP_SPINCOUNT"] == "5"
         library = when_torch_comes("-c", "import mmldlm.cli, mmldlm.train")
-        assert "GOMP_SPINCOUNT" not in library and CHOICE not in library
+        assert "GOMP_SPINCOUNT" not in library and SPIN_CHOICE_ENV not in library
 
 
 def test_a_run_tells_what_was_chosen_and_what_others_take(tiny_config: Path, tmp_path: Path) -> None:

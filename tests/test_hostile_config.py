@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mmldlm.config import RunConfig, load_config, require
+from mmldlm.config import RunConfig, load_config, require_paths
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.run.contents import check_resume
 from mmldlm.settings.fields import build, dump, leaves, to_yaml
@@ -84,7 +84,7 @@ def outcome(path: Path, overrides: list[str]) -> RunConfig | None:
     began = time.process_time()
     try:
         config = load_config(path, overrides)
-        require(config, "data.path", "run.dir")
+        require_paths(config, "data.path", "run.dir")
         check_resume(config.resume)
         config.train.check_batches(2)
         step_plan(config, 2)

@@ -26,7 +26,7 @@ REST = TOTAL - 1 - WARMUP
 OPTIM = OptimConfig(lr=PEAK, warmup_steps=WARMUP)
 Reference = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 
-# What PyTorch has for each course behind the warmup.
+# What PyTorch has for each schedule after the warmup.
 OF_TORCH: dict[str, tuple[ScheduleConfig, Reference]] = {
     "constant": (ScheduleConfig("constant"), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
     "linear": (ScheduleConfig("linear", FLOOR), lambda o: lr_scheduler.LinearLR(o, 1.0, FLOOR, REST)),
@@ -69,7 +69,7 @@ def test_schedule_lr_is_that_of_torch(name: str) -> None:
     scheduled = optimizer()
     theirs = warmup + rates_of(scheduled, reference(scheduled), TOTAL - WARMUP)
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-12
-    # Behind its end a course stays where it was.
+    # After its end a schedule stays where it was.
     if name != "cosine_restarts":
         assert lr_at(10 * TOTAL, TOTAL, OPTIM, schedule) == pytest.approx(ours[-1], rel=1e-12)
 
@@ -105,7 +105,7 @@ def test_plateau_is_that_of_torch_also_across_resume(every: int, threshold: floa
     )
     state = TrainState()
     for number, loss in enumerate(losses, 1):
-        Plateau(schedule, state, 0, validates=True).measure(number * every, loss)
+        Plateau(schedule, state, 0, validates=True).observe(number * every, loss)
         state = TrainState.from_json(state.to_json())
         theirs.step(loss)
         ours = lr_at(number * every, 10**9, still, schedule, cuts=state.lr_cuts)
@@ -119,7 +119,7 @@ def test_plateau_does_not_count_the_warmup() -> None:
     plateau = Plateau(schedule, state, 100, validates=True)
     cuts = []
     for step in range(1, 130):
-        plateau.measure(step, 1.0)
+        plateau.observe(step, 1.0)
         cuts.append(state.lr_cuts)
     assert cuts.index(1) + 1 == 111 and cuts[-1] == 2
     # In a warmup the rate is the warmup's, and no cut raises a rate that is below min_lr.
@@ -135,11 +135,11 @@ def test_plateau_of_the_training_loss_takes_means() -> None:
     assert plateau.window == 4
     losses: list[float | None] = [5.0, 1.0, 3.0, 3.0, None, 0.1, None, 8.0]
     for step, loss in enumerate(losses, 1):
-        plateau.train(step, loss)
+        plateau.observe_training_loss(step, loss)
         state = plateau.state = TrainState.from_json(state.to_json())
     assert state.plateau_best == 3.0 and state.plateau_since == 4 and state.plateau_losses == []
     for step in range(9, 49):
-        plateau.train(step, 3.0)
+        plateau.observe_training_loss(step, 3.0)
     assert (state.lr_cuts, state.plateau_since) == (1, 48)
     assert Plateau(ScheduleConfig("plateau", patience=10**6), state, 0, False).window == 100
 
@@ -193,8 +193,8 @@ def test_optim_warmup_bounds_hold_a_fraction() -> None:
     config = load_config(None, ["optim.warmup_bounds=[1000, 5000]"])
     assert config.optim.warmup_bounds == (1000, 5000)
     for settings, message in (
-        (["optim.warmup_bounds=[5, 2]"], "warmup_bounds: expected the least and the most, found"),
-        (["optim.warmup_bounds=[-5, 2]"], "warmup_bounds: expected the least"),
+        (["optim.warmup_bounds=[5, 2]"], "warmup_bounds: expected [minimum, maximum], found"),
+        (["optim.warmup_bounds=[-5, 2]"], "warmup_bounds: expected [minimum"),
         (["optim.warmup_bounds=[5]"], "warmup_bounds: expected list of whole number | null"),
         (["optim.warmup_bounds=[1, 2]", "optim.warmup_steps=10"], "warmup_bounds: does nothing with warmup_steps: 10"),
         (["optim.warmup_bounds=[1, 2]", "optim.warmup_steps=0"], "warmup_bounds: does nothing with warmup_steps: 0"),
@@ -250,7 +250,7 @@ def test_a_plateau_is_resumed_exactly(validation: int, tiny_config: Path, tmp_pa
     resumed = [*common, f"run.dir={tmp_path / 'resumed'}"]
     assert train.main([*resumed, f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000005'}"]) == 0
     assert rates(tmp_path / "resumed") == whole[5:]
-    # Of another course, what the plateau took is forgotten.
+    # With another schedule, what the plateau took is forgotten.
     other = [*common[:4], "train.steps=16", "schedule.lr=constant", f"run.dir={tmp_path / 'whole'}"]
     assert train.main(other) == 0
     assert rates(tmp_path / "whole")[14:] == pytest.approx([3e-3, 3e-3])

@@ -29,9 +29,9 @@ class Terminal(io.StringIO):
 def test_every_item_is_counted_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(interval=0) as progress:
         progress.phase("reading")
-        assert list(progress.over(iter("ab"), "documents")) == ["a", "b"]
+        assert list(progress.track(iter("ab"), "documents")) == ["a", "b"]
         progress.phase("encoding")
-        assert list(progress.over(range(1000), "batches", 1000)) == list(range(1000))
+        assert list(progress.track(range(1000), "batches", 1000)) == list(range(1000))
     told = capsys.readouterr().err
     assert "\r" not in told
     lines = [line.rpartition(",")[0] or line for line in told.splitlines()]
@@ -47,7 +47,7 @@ def test_every_item_is_counted_in_plain_lines(capsys: pytest.CaptureFixture[str]
 def test_lines_are_rare(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(interval=1e6) as progress:
         progress.phase("reading")
-        list(progress.over(range(10_000), "documents"))
+        list(progress.track(range(10_000), "documents"))
     assert capsys.readouterr().err == "reading ...\n"
 
 
@@ -61,10 +61,10 @@ def test_one_long_call_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_who_is_not_to_tell_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(shown=False, interval=0) as silent, Progress(interval=None) as beginnings:
+    with Progress(enabled=False, interval=0) as silent, Progress(interval=None) as beginnings:
         for progress in (silent, beginnings):
             progress.phase("reading")
-            list(progress.over(range(3), "documents"))
+            list(progress.track(range(3), "documents"))
     assert capsys.readouterr().err == "reading ...\n"
 
 
@@ -73,7 +73,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress() as progress:
         progress.phase("reading")
-        list(progress.over(range(7), "documents", 7))
+        list(progress.track(range(7), "documents", 7))
         progress.phase("fitting")
     drawn = terminal.getvalue()
     assert "\r" in drawn and "reading:" in drawn and "0/7" in drawn and "fitting:" in drawn

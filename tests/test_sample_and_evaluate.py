@@ -52,7 +52,7 @@ def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: p
         assert {key, f"{key}_true", f"{key}_unigram"} <= result["joint"].keys()
     assert result["joint"]["frechet_distance"] is None  # eight samples of eight channels
     assert result["t2l"]["candidates"] == 30 and result["l2t"]["texts"] == 8
-    assert "recall@1" in shown and "control" in shown and "by noise level" in shown
+    assert "recall@1" in shown and "baseline" in shown and "by noise bin" in shown
     samples = (run_dir / "samples.md").read_text()
     assert samples.count("reference:") == samples.count("generation:") == 8
     # It has learned: even 150 steps of a tiny model beat the unigram on so simple a language.
@@ -101,7 +101,7 @@ def test_joint_makes_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureF
         (["--mode", "joint", "--guidance", "2"], 2, "--guidance"),
         (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
         (["--text", TEXT, "--top-p", "2"], 2, "top_p: must be at most 1"),
-        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy file in a folder that exists"),
+        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy file in an existing folder"),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from mmldlm.config import RunConfig
 from mmldlm.settings.fields import leaves
-from mmldlm.settings.layers import DEEPEST, MOST_FILES
+from mmldlm.settings.layers import MAX_EXTENDS_DEPTH, MAX_FILES
 from mmldlm.settings.yaml import MAX_BYTES
 from mmldlm.tools.settings_advice import ADVICE
 from mmldlm.tools.settings_doc import settings_markdown
@@ -36,4 +36,4 @@ def test_advice_is_of_settings_and_in_their_rows() -> None:
 
 def test_what_the_page_says_of_files_is_so() -> None:
     page = " ".join(settings_markdown().split())
-    assert f"chains of more than {DEEPEST} and more than {MOST_FILES} files or {MAX_BYTES >> 10} KiB" in page
+    assert f"chains of more than {MAX_EXTENDS_DEPTH} and more than {MAX_FILES} files or {MAX_BYTES >> 10} KiB" in page

@@ -1,12 +1,12 @@
-"""What makes a run outlive its process: an atomic store, state without pickle, a lock on the run folder."""
+"""Checkpoints: an atomic store, training state without pickle, and a lock on the run folder."""
 
 from mmldlm.checkpoint.lock import RunLock
-from mmldlm.checkpoint.manifest import Checkpoint, verify
+from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.state import (
     NO_STATE,
     TrainState,
-    check_average,
+    check_ema_weights,
     clean_name,
     load_model_state,
     load_optimizer_state,
@@ -14,7 +14,7 @@ from mmldlm.checkpoint.state import (
     optimizer_state,
 )
 from mmldlm.checkpoint.store import CheckpointStore, write_files
-from mmldlm.checkpoint.tensors import TensorFiles, file_name, write_tensors
+from mmldlm.checkpoint.tensors import TensorFiles, tensor_file_name, write_tensors
 
 __all__ = [
     "NO_STATE",
@@ -24,14 +24,14 @@ __all__ = [
     "RunLock",
     "TensorFiles",
     "TrainState",
-    "check_average",
+    "check_ema_weights",
     "clean_name",
-    "file_name",
     "load_model_state",
     "load_optimizer_state",
     "model_state",
     "optimizer_state",
-    "verify",
+    "tensor_file_name",
+    "verify_checkpoint",
     "write_files",
     "write_tensors",
 ]

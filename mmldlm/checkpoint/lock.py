@@ -1,4 +1,4 @@
-"""One run, one folder: an advisory lock that the kernel drops with its process."""
+"""Advisory lock on a run folder, released by the kernel when its process ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
-# A forked child (a loader's worker, say) shares the lock and would hold it after our death.
+# A forked child (a data loader worker, say) inherits the lock and would keep holding it after this process has died.
 _held: set[int] = set()
 
 
@@ -34,10 +34,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
-    """Holds `run_dir` from `__enter__` to `__exit__`, or to the death of the process.
+    """Exclusive lock on `run_dir`, held from `__enter__` to `__exit__` or until the process dies.
 
-    `run.lock` stays where it is and names the holder; only the kernel's lock on it counts, so the
-    file of a killed run holds nobody up. `previous` is then that run: host, pid, started.
+    The file `run.lock` names the holder and is never deleted. Only the kernel's lock on it counts, so the file of a
+    killed run blocks nobody.
+
+    Attributes:
+        previous: `host`, `pid` and `started` of the last holder if it was killed, else None.
     """
 
     def __init__(self, run_dir: Path | str):
@@ -46,14 +49,19 @@ class RunLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
-        """Raises RunInUseError naming the holder, or StorageError where locks are not supported."""
+        """Acquire the lock without waiting.
+
+        Raises:
+            RunInUseError: another process holds the folder; the message names it.
+            StorageError: the file cannot be opened, or the file system does not support locks.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StorageError(f"cannot open {self.path}: {error.strerror}") from error
         try:
-            self._take(descriptor)
+            self._acquire(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -64,15 +72,15 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # In a forked child the descriptor is closed already, and its number may be another file's.
+        # In a forked child the descriptor is closed already, and its number may have been reused for another file.
         if self._descriptor is not None and self._descriptor in _held:
-            os.ftruncate(self._descriptor, 0)  # an empty file marks an orderly end
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child just forked may not have closed it yet
+            os.ftruncate(self._descriptor, 0)  # an empty file marks a clean exit
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough: a child just forked may have it open
             os.close(self._descriptor)
             _held.discard(self._descriptor)
         self._descriptor = None
 
-    def _take(self, descriptor: int) -> None:
+    def _acquire(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -81,7 +89,7 @@ class RunLock:
             raise RunInUseError(f"{self.path.parent} is in use by {_describe(_holder(descriptor))}") from error
         self.previous = _holder(descriptor)
         if self.previous is not None:
-            log.warning("%s: its last run, %s, ended without a word", self.path.parent, _describe(self.previous))
+            log.warning("%s: its last run, %s, exited without cleanup", self.path.parent, _describe(self.previous))
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         os.ftruncate(descriptor, 0)
@@ -89,7 +97,7 @@ class RunLock:
 
 
 def _holder(descriptor: int) -> dict[str, Any] | None:
-    """What the lock file says; None if empty or not yet written."""
+    """Return the content of the lock file; None if it is empty or not yet written."""
     try:
         holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint folder: what belongs to it, and the proof that it is all there.
+"""Manifest of a checkpoint folder: the names, sizes and hashes of its files.
 
-`manifest.json` holds `{"format", "step", "info", "files": {name: {"bytes", "sha256"}}, "sha256"}`;
-the last entry is the hash of the rest, so a flipped bit in the manifest itself is seen too.
+`manifest.json` holds `{"format", "step", "info", "files": {name: {"bytes", "sha256"}}, "sha256"}`. The last entry is
+the hash of all others, so a flipped bit in the manifest itself is detected as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, sha256
-from mmldlm.utils.short_repr import cut, shown
+from mmldlm.utils.short_repr import short_repr, truncate
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_MANIFEST_BYTES = MAX_SMALL_BYTES = 16 * 2**20
-_MAX_DEPTH = 40  # of the JSON; whoever walks through it may do so by recursion
+_MAX_DEPTH = 40  # nesting of the JSON: code that walks through it may use recursion
 _MAX_NAME_BYTES = 200
 _HASH_THREADS = 8
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -32,21 +32,21 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose every file was just found to be as it was written."""
+    """A verified checkpoint folder: every file is as it was written."""
 
     path: Path
     step: int
     info: Mapping[str, Any]
-    files: Mapping[str, int]  # name -> bytes
+    files: Mapping[str, int]  # name -> size in bytes
 
     def file(self, name: str) -> Path:
-        """The path of the file saved as `name`; DataError if the checkpoint has none."""
+        """Return the path of the file saved as `name`; DataError if there is none."""
         if name not in self.files:
-            raise DataError(f"{self.path} has no file {name!r}; it has {cut(', '.join(sorted(self.files)), 400)}")
+            raise DataError(f"{self.path} has no file {name!r}; it has {truncate(', '.join(sorted(self.files)), 400)}")
         return self.path / name
 
     def read(self, name: str) -> bytes:
-        """The content of a small file; DataError if the checkpoint has none of that name, or a large one."""
+        """Return the content of the file `name`; DataError if it is missing or has more than `MAX_SMALL_BYTES`."""
         path = self.file(name)
         if self.files[name] > MAX_SMALL_BYTES:
             raise DataError(f"{path} has {self.files[name]} bytes, expected at most {MAX_SMALL_BYTES}")
@@ -57,21 +57,23 @@ class Checkpoint:
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
-    """Write the manifest of `files`, which lie in `folder` already."""
+    """Write the manifest of `files`, which are in `folder` already, and return its path."""
     path = folder / MANIFEST
-    entries = {name: asdict(record) for name, record in files.items()}
+    entries = {name: asdict(file) for name, file in files.items()}
     path.write_bytes(_seal({"format": FORMAT, "step": step, "info": dict(info), "files": entries}))
     path.chmod(0o600)
     return path
 
 
-def verify(folder: Path, hashes: bool = True) -> Checkpoint:
-    """Read the manifest of `folder` and check every file's place, size and hash.
+def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
+    """Read the manifest of `folder` and check location, size and hash of every file.
 
-    Without `hashes` only place and size: for the ranks beside the one that has read every byte.
+    Args:
+        folder: The checkpoint folder.
+        hashes: Hash every file. False checks location and size only, for ranks other than the one that hashes.
 
     Raises:
-        DataError: naming the file that is missing, damaged, misplaced or a link.
+        DataError: a file is missing, damaged, misplaced or a symbolic link; the message names it.
     """
     body = _read(folder / MANIFEST)
     files: dict[str, int] = {}
@@ -82,15 +84,15 @@ def verify(folder: Path, hashes: bool = True) -> Checkpoint:
             raise DataError(f"{folder / name} has {size} bytes, its manifest says {entry['bytes']}")
         files[name] = size
     if hashes:
-        with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing holds no lock
-            for name, found in zip(files, pool.map(_hash, [folder / name for name in files]), strict=True):
-                if found != (expected := body["files"][name]["sha256"]):
-                    raise DataError(f"{folder / name} has SHA-256 {found}, its manifest says {expected}")
+        with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+            for name, digest in zip(files, pool.map(_hash, [folder / name for name in files]), strict=True):
+                if digest != (expected := body["files"][name]["sha256"]):
+                    raise DataError(f"{folder / name} has SHA-256 {digest}, its manifest says {expected}")
     return Checkpoint(folder, body["step"], body["info"], files)
 
 
-def recorded(folder: Path) -> dict[str, Any]:
-    """What the manifest of `folder` says, its files unseen; empty if it cannot be read."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of `folder` without checking its files; empty if it cannot be read."""
     try:
         return _read(folder / MANIFEST)
     except DataError:
@@ -98,12 +100,12 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """A file name must be a plain relative path that stays inside the folder; else DataError."""
+    """Raise DataError unless `name` is a plain relative path that stays inside the folder."""
     path = PurePosixPath(name)
-    plain = name == str(path) and not path.is_absolute() and ".." not in path.parts and path.parts
-    short = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
-    if not plain or not short or "\\" in name or name == MANIFEST:
-        raise DataError(f"not a file name inside a checkpoint: {shown(name)}")
+    is_inside = name == str(path) and not path.is_absolute() and ".." not in path.parts and path.parts
+    is_readable = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
+    if not is_inside or not is_readable or "\\" in name or name == MANIFEST:
+        raise DataError(f"not a file name inside a checkpoint: {short_repr(name)}")
 
 
 def _hash(path: Path) -> str:
@@ -114,28 +116,28 @@ def _hash(path: Path) -> str:
 
 
 def _regular_size(folder: Path, name: str) -> int:
-    """Bytes of the regular file `name`; neither it nor a folder on the way may be a link out of here."""
+    """Return the size of the regular file `name`; neither it nor a folder between may be a symbolic link."""
     path = folder / name
-    steps = [path, *path.parents][: len(PurePosixPath(name).parts)]
-    if any(step.is_symlink() for step in steps):
+    components = [path, *path.parents][: len(PurePosixPath(name).parts)]
+    if any(component.is_symlink() for component in components):
         raise DataError(f"{path} is a symbolic link, or in one: refused")
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise DataError(f"cannot read {path}, which its manifest names: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def _seal(body: Mapping[str, Any]) -> bytes:
-    """The one text of a manifest's content, its own hash included."""
+    """Return the canonical bytes of a manifest, with the hash of `body`."""
     digest = hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
     return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A manifest's content, known to be exactly what `_seal` wrote and of the right types."""
+    """Return the content of a manifest after checking that it is byte for byte what `_seal` wrote, and its types."""
     try:
         if path.is_symlink() or not path.is_file():
             raise DataError(f"{path} is missing")
@@ -151,10 +153,10 @@ def _read(path: Path) -> dict[str, Any]:
             raise DataError(f"{path} is damaged: it does not match its own hash")
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: not the JSON of a manifest") from error
-    if b"\n" + b" " * _MAX_DEPTH in raw:  # it is indented by one space a level
+    if b"\n" + b" " * _MAX_DEPTH in raw:  # indented by one space per level
         raise DataError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
     if body.get("format") != FORMAT:
-        raise DataError(f"{path} has format {shown(body.get('format'))}, this version reads {FORMAT}")
+        raise DataError(f"{path} has format {short_repr(body.get('format'))}, this version reads {FORMAT}")
     if not _well_typed(body):
         raise DataError(f"{path} lacks step, info or files, or has them of a wrong type")
     return body

@@ -1,4 +1,4 @@
-"""Training state as named tensors and JSON, the same under every engine; nothing is ever unpickled."""
+"""Training state as named tensors and JSON, independent of the engine; nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -13,81 +13,86 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import DataError
-from mmldlm.utils.short_repr import cut, named, shown
+from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
-# What wrappers (activation checkpointing, compile) put into parameter names.
+# Components that wrappers (activation checkpointing, torch.compile, FSDP) add to parameter names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
-# Entries of the optimizer's state that are no tensor: "<parameter>/step:int" and the like.
-_NUMBERS: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
+# Python numbers in the optimizer's state; the entry's name carries the type: "<parameter>/step:int".
+_NUMBER_TYPES: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
 NO_STATE = ":empty"
-_SCALARS = frozenset({"step", "eta", "mu"})  # entries of PyTorch's optimizers that are one number
-NORM_WINDOW = 100  # norms that a spike is measured against: the median of fewer is restless, that of more comes late
-LOSS_WINDOW = 100  # training losses, at most, that one measurement of a plateau is the mean of
+_SCALAR_ENTRIES = frozenset({"step", "eta", "mu"})  # entries of PyTorch's optimizers that are 0-d tensors
+NORM_WINDOW = 100  # gradient norms whose median defines a spike: of fewer it is noisy, of more it lags behind
+LOSS_WINDOW = 100  # maximum number of training losses averaged for one plateau measurement
 _WINDOWS = {"accepted_norms": NORM_WINDOW, "plateau_losses": LOSS_WINDOW}
 
 
 @dataclass
 class TrainState:
-    """Where a run is. Its noise follows from `step`, its samples from `samples_drawn`."""
+    """Progress of a run. Its noise is a function of `step`, its samples of `samples_drawn`."""
 
     step: int = 0
     samples_seen: int = 0
-    samples_drawn: int = 0  # from the sample order, those of skipped steps included
+    samples_drawn: int = 0  # from the sample order, including samples of skipped steps
     tokens_seen: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
-    accepted_norms: list[float] = dataclasses.field(
-        default_factory=list
-    )  # gradient norms, see `mmldlm.trainer.step_guard`
-    loss_scale: float | None = None  # in fp16, see `mmldlm.distributed.grad_scaler`
-    steps_at_scale: int = 0  # in a row that did not overflow
-    micro_batch_limit: int | None = None  # samples; larger ones did not fit, see `mmldlm.trainer.auto_batch_size`
-    lr_cuts: int = 0  # of the learning rate by a plateau, see `mmldlm.optim.lr_schedule`, as what follows
+    # Gradient norms of the last accepted steps, see `mmldlm.trainer.step_guard`.
+    accepted_norms: list[float] = dataclasses.field(default_factory=list)
+    loss_scale: float | None = None  # fp16 only, see `mmldlm.distributed.grad_scaler`
+    steps_at_scale: int = 0  # consecutive steps without overflow
+    micro_batch_limit: int | None = None  # samples that fit in memory, see `mmldlm.trainer.auto_batch_size`
+    # The plateau schedule, see `mmldlm.optim.lr_schedule`.
+    lr_cuts: int = 0  # reductions of the learning rate so far
     plateau_best: float | None = None  # the lowest loss
-    plateau_since: int = 0  # step of that loss, or of the last cut
-    plateau_losses: list[float] = dataclasses.field(default_factory=list)  # of training, since the last measurement
+    plateau_since: int = 0  # step of that loss, or of the last reduction
+    plateau_losses: list[float] = dataclasses.field(default_factory=list)  # training losses since the last measurement
 
     def to_json(self) -> str:
+        """Return the state as JSON with a trailing newline."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TrainState:
-        """Strict: DataError for a missing or unknown key, a wrong type, a negative or non-finite number."""
+        """Parse what `to_json` wrote.
+
+        Raises:
+            DataError: a key is missing or unknown, or a value has a wrong type, is negative or is non-finite.
+        """
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"training state is not JSON: {cut(str(error))}") from error
+            raise DataError(f"training state is not JSON: {truncate(str(error))}") from error
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
-            found = sorted(values) if isinstance(values, dict) else values
-            raise DataError(f"training state has {shown(found)}, expected the keys {sorted(names)}")
+            keys = sorted(values) if isinstance(values, dict) else values
+            raise DataError(f"training state has {short_repr(keys)}, expected the keys {sorted(names)}")
         for name, value in values.items():
             if isinstance(getattr(cls(), name), list):
-                good = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
+                valid = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
                 if name in _WINDOWS:
-                    good = good and len(value) <= _WINDOWS[name] and min(value, default=0.0) >= 0
+                    valid = valid and len(value) <= _WINDOWS[name] and min(value, default=0.0) >= 0
             elif name == "plateau_best":
-                good = value is None or (type(value) is float and 0 <= value < math.inf)
+                valid = value is None or (type(value) is float and 0 <= value < math.inf)
             elif name == "loss_scale":
-                good = value is None or (type(value) is float and 0 < value < math.inf)
+                valid = value is None or (type(value) is float and 0 < value < math.inf)
             elif name == "micro_batch_limit":
-                good = value is None or (type(value) is int and 0 < value < 2**63)
+                valid = value is None or (type(value) is int and 0 < value < 2**63)
             else:
-                good = type(value) is int and 0 <= value < 2**63
-            if not good:
-                raise DataError(f"training state: {name} is {shown(value)}")
+                valid = type(value) is int and 0 <= value < 2**63
+            if not valid:
+                raise DataError(f"training state: {name} is {short_repr(value)}")
         return cls(**values)
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name as the unwrapped model has it."""
+    """Return a parameter's name in the unwrapped model."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and persistent buffers, by clean name."""
+    """Return parameters (tied ones once) and persistent buffers by clean name, detached but not copied."""
     return {name: tensor.detach() for name, tensor in _model_tensors(model)}
 
 
@@ -95,82 +100,94 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model in place.
 
     Raises:
-        DataError: names or shapes are not exactly the model's; then nothing was changed.
+        DataError: names, dtypes or shapes differ from the model's; nothing has been changed then.
     """
     targets = dict(_model_tensors(model))
     _check_names("the model", targets.keys(), tensors.keys())
-    _check_kinds(targets, tensors)
+    _check_types(targets, tensors)
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(tensors[name])
 
 
-def check_average(model: nn.Module, average: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-    """DataError where `average` is not of exactly the parameters that the saved `optimizer` state is of.
+def check_ema_weights(model: nn.Module, ema: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    """Check the saved EMA weights against the saved optimizer state and the shapes of the unwrapped `model`.
 
-    It is checked against the shapes of the bare `model`.
+    Raises:
+        DataError: the parameters in `ema` are not exactly those in `optimizer`, or differ from the model's in dtype
+            or shape.
     """
-    _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, average.keys())
-    _check_kinds({name: tensor for name, tensor in _model_tensors(model) if name in average}, average)
+    _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, ema.keys())
+    _check_types({name: tensor for name, tensor in _model_tensors(model) if name in ema}, ema)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's state as `{"parameter.name/exp_avg": tensor, "parameter.name/step": ...}`.
+    """Return the optimizer's state as `{"parameter.name/exp_avg": tensor, "parameter.name/step": ...}`.
 
-    Learning rate and other settings are not in it: they follow from config and step.
+    Learning rate and other hyperparameters are not included: they are functions of config and step.
     """
-    flat: dict[str, Tensor] = {}
-    for name, parameter in _optimized(optimizer, model).items():
+    entries: dict[str, Tensor] = {}
+    for name, parameter in _optimized_parameters(optimizer, model).items():
         state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
-        if not state:  # before the first step; named, so that absence is always an error
-            flat[f"{name}/{NO_STATE}"] = torch.empty(0)
+        if not state:  # before the first step; stored explicitly, so that a missing entry is always an error
+            entries[f"{name}/{NO_STATE}"] = torch.empty(0)
         for key, value in state.items():
             if isinstance(value, Tensor):
-                flat[f"{name}/{key}"] = value.detach()
+                entries[f"{name}/{key}"] = value.detach()
             else:
                 kind = type(value).__name__
-                assert kind in _NUMBERS, f"optimizer state {key} of {name} is a {kind}"
-                flat[f"{name}/{key}:{kind}"] = torch.tensor(value, dtype=_NUMBERS[kind][1])
-    return flat
+                assert kind in _NUMBER_TYPES, f"optimizer state {key} of {name} is a {kind}"
+                entries[f"{name}/{key}:{kind}"] = torch.tensor(value, dtype=_NUMBER_TYPES[kind][1])
+    return entries
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_state` gave, into an optimizer over the same parameters in any order.
+    """Restore what `optimizer_state` returned, into an optimizer over the same parameters in any order.
 
     Raises:
-        DataError: parameter names or shapes are not exactly the optimizer's; then nothing was changed.
+        DataError: names, dtypes or shapes differ from the optimizer's; nothing has been changed then.
     """
-    parameters = _optimized(optimizer, model)
+    parameters = _optimized_parameters(optimizer, model)
     check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
-    found: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+    states: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition("/")
         key, _, kind = key.partition(":")
-        if kind in _NUMBERS:
-            found[name][key] = _NUMBERS[kind][0](tensor.item())
+        if kind in _NUMBER_TYPES:
+            states[name][key] = _NUMBER_TYPES[kind][0](tensor.item())
         elif not kind:
-            found[name][key] = tensor.clone()  # the optimizer may keep it, and writes to it
-    # PyTorch's own loading puts each tensor on the device and in the type that the implementation wants.
-    order = {id(parameter): name for name, parameter in parameters.items()}
-    flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: found[order[id(parameter)]] for index, parameter in enumerate(flat)}
+            states[name][key] = tensor.clone()  # the optimizer may keep this tensor and update it in place
+    # `load_state_dict` moves each tensor to the device and dtype that the optimizer's implementation expects.
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: states[names[id(parameter)]] for index, parameter in enumerate(ordered)}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
 
 
 def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    """DataError where the state in `tensors` is not that of exactly the parameters in `shapes`."""
+    """Check saved optimizer state against the optimizer's parameters.
+
+    Args:
+        shapes: Shape of each parameter of the optimizer by clean name.
+        tensors: Entries as `optimizer_state` returns them.
+
+    Raises:
+        DataError: `tensors` are of other parameters than `shapes`, or a dtype or shape does not match.
+    """
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition("/")
         key, _, kind = key.partition(":")
-        if kind in _NUMBERS:
-            shape, good = torch.Size(), tensor.dtype == _NUMBERS[kind][1]
+        if kind in _NUMBER_TYPES:
+            shape, valid_dtype = torch.Size(), tensor.dtype == _NUMBER_TYPES[kind][1]
         else:
-            shape = torch.Size() if key in _SCALARS else shapes[name]
-            good = tensor.is_floating_point() and not kind
-        if f"{key}:{kind}" != NO_STATE and not (good and tensor.shape == shape):
-            raise DataError(f"{named(entry)} is {_kind(tensor)} in the checkpoint, {list(shape)} in the optimizer")
+            shape = torch.Size() if key in _SCALAR_ENTRIES else shapes[name]
+            valid_dtype = tensor.is_floating_point() and not kind
+        if f"{key}:{kind}" != NO_STATE and not (valid_dtype and tensor.shape == shape):
+            raise DataError(
+                f"{display_name(entry)} is {_describe(tensor)} in the checkpoint, {list(shape)} in the optimizer"
+            )
 
 
 def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -179,31 +196,33 @@ def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((clean_name(name), buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def _optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by clean name."""
+def _optimized_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters by clean name."""
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(id(parameter) in names for parameter in parameters), "the optimizer holds parameters of another model"
     return {names[id(parameter)]: parameter for parameter in parameters}
 
 
-def _check_kinds(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def _check_types(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
-        found, expected = _kind(tensors[name]), _kind(target)
-        if found != expected:
-            raise DataError(f"{name} is {found} in the checkpoint, {expected} in the model")
+        saved, expected = _describe(tensors[name]), _describe(target)
+        if saved != expected:
+            raise DataError(f"{name} is {saved} in the checkpoint, {expected} in the model")
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {shown(list(tensor.shape))}"
+def _describe(tensor: Tensor) -> str:
+    """Return dtype and shape, such as `float32 [4, 8]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {short_repr(list(tensor.shape))}"
 
 
-def _check_names(owner: str, expected: Any, found: Any) -> None:
-    missing, extra = sorted(expected - found), sorted(found - expected)
-    if missing or extra:
-        raise DataError(f"checkpoint and {owner} differ: missing {_some(missing)}; not wanted {_some(extra)}")
+def _check_names(owner: str, expected: Any, saved: Any) -> None:
+    missing, unexpected = sorted(expected - saved), sorted(saved - expected)
+    if missing or unexpected:
+        raise DataError(f"checkpoint and {owner} differ: missing {_join(missing)}; unexpected {_join(unexpected)}")
 
 
-def _some(names: list[str]) -> str:
-    some = ", ".join(map(named, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return some or "none"
+def _join(names: list[str]) -> str:
+    """Return the first four names and the number of the others."""
+    text = ", ".join(map(display_name, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return text or "none"

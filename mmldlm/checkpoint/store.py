@@ -1,9 +1,9 @@
-"""A folder of checkpoints in which the last good one is never lost.
+"""Folder of checkpoints that never loses its last valid one.
 
-Order of a save: a temporary folder; its files, by any number of processes, each synced; then, by one process, the
-manifest, its fsync, the rename to `step-00000100`, the fsync of the parent, and only then the removal of what
-`Retention` lets go. At every instant, a power failure included, each `step-*` folder is whole. "Newest" is derived by
-looking, never stored.
+A save has this order: create a temporary folder; write and fsync its files, from any number of processes; then, in one
+process, write and fsync the manifest, rename the folder to `step-00000100`, fsync the parent folder, and only then
+remove what `Retention` does not keep. So each `step-*` folder is complete at every instant, even after a power failure.
+Which checkpoint is the newest is found by listing the folder and never stored.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.checkpoint.manifest import Checkpoint, check_name, recorded, verify, write_manifest
+from mmldlm.checkpoint.manifest import Checkpoint, check_name, read_manifest, verify_checkpoint, write_manifest
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import DataError, StorageError
 from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder, wait_until_visible
 
-Writer = Callable[[Path], None] | bytes
+FileContent = Callable[[Path], None] | bytes  # a function that writes the file at the given path, or its bytes
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_SIGHT_PATIENCE_S = 10.0  # network file systems show another machine's files late
+_VISIBLE_TIMEOUT_S = 10.0  # network file systems show another machine's files with a delay
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run in `folder`.
+    """Checkpoints of one run in `folder`.
 
-    Whoever holds the run's `RunLock` writes, and is the only one to: temporaries that it finds are of the dead.
-    Others may read at the same time.
+    Only the holder of the run's `RunLock` writes, so temporary folders that it finds were left by killed processes.
+    Other processes may read at the same time.
     """
 
     def __init__(self, folder: Path | str, retention: Retention):
@@ -43,10 +43,10 @@ class CheckpointStore:
     # --- writing ------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, files: Mapping[str, Writer], info: Mapping[str, Any], needed_bytes: int | None = None
+        self, step: int, files: Mapping[str, FileContent], info: Mapping[str, Any], needed_bytes: int | None = None
     ) -> Path:
-        """`begin`, `write_files` and `commit` by one process; the new checkpoint's folder."""
-        in_memory = sum(len(writer) for writer in files.values() if isinstance(writer, bytes))
+        """Save a checkpoint from a single process (`begin`, `write_files`, `commit`) and return its folder."""
+        in_memory = sum(len(content) for content in files.values() if isinstance(content, bytes))
         temporary = self.begin(step, max(needed_bytes or 0, in_memory))
         try:
             return self.commit(temporary, step, write_files(temporary, files), info)
@@ -54,10 +54,10 @@ class CheckpointStore:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def begin(self, step: int, needed_bytes: int) -> Path:
-        """A new temporary folder, readable by the owner only, for the files of a checkpoint.
+        """Create a temporary folder for the files of a checkpoint, readable by the owner only, and return it.
 
         Raises:
-            StorageError: the disk has no room for `needed_bytes`, or cannot be written.
+            StorageError: the disk has less than `needed_bytes` free, or cannot be written.
         """
         try:
             make_folder(self.folder)
@@ -70,60 +70,72 @@ class CheckpointStore:
                 )
             return Path(tempfile.mkdtemp(prefix=f".tmp-step-{step:08}-", dir=self.folder))
         except OSError as error:
-            raise self._refusal(step, error) from error
+            raise self._save_error(step, error) from error
 
     def commit(self, temporary: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
-        """Make the checkpoint of the `files` that `write_files` left in `temporary`, then let old ones go.
+        """Publish the checkpoint in `temporary`, then remove checkpoints that the retention policy does not keep.
 
-        A step that exists already becomes `step-00000100.1`, and only then the old one is removed.
+        If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards.
+
+        Args:
+            temporary: The folder that `begin` returned.
+            step: Optimizer step of the checkpoint.
+            files: What `write_files` returned, of all processes.
+            info: JSON values for the manifest.
+
+        Returns:
+            The checkpoint's folder.
 
         Raises:
-            StorageError: a file is not there as recorded, or writing failed; what was there before still is.
+            StorageError: a file is missing or has another size, or writing failed. Existing checkpoints are unchanged.
         """
         try:
-            for name, record in files.items():
+            for name, file in files.items():
                 path = temporary / name
-                if not wait_until_visible(path, _SIGHT_PATIENCE_S) or path.stat().st_size != record.bytes:
-                    raise StorageError(f"cannot save step {step}: {path} is not there with its {record.bytes} bytes")
+                if not wait_until_visible(path, _VISIBLE_TIMEOUT_S) or path.stat().st_size != file.bytes:
+                    raise StorageError(
+                        f"cannot save step {step}: {path} is missing or does not have {file.bytes} bytes"
+                    )
             fsync(write_manifest(temporary, step, files, info))
             fsync(temporary)
-            final = self._free_name(step)
+            final = self._unused_path(step)
             temporary.rename(final)
             fsync(self.folder)
             self._prune(final)
         except OSError as error:
-            raise self._refusal(step, error) from error
+            raise self._save_error(step, error) from error
         return final
 
-    def _refusal(self, step: int, error: OSError) -> StorageError:
+    def _save_error(self, step: int, error: OSError) -> StorageError:
         return StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}")
 
-    def _free_name(self, step: int) -> Path:
-        used = [_order(path)[1] for path in self.paths() if _order(path)[0] == step]
-        return self.folder / (f"step-{step:08}" + (f".{max(used) + 1}" if used else ""))
+    def _unused_path(self, step: int) -> Path:
+        revisions = [_step_and_revision(path)[1] for path in self.paths() if _step_and_revision(path)[0] == step]
+        return self.folder / (f"step-{step:08}" + (f".{max(revisions) + 1}" if revisions else ""))
 
     def _prune(self, saved: Path) -> None:
-        """Keep `saved`, just hashed, and of the others the newest of each step that is to be kept."""
-        step = _order(saved)[0]
-        newest = {step: saved}
+        """Remove all checkpoints except `saved` and the newest revision of each other step that is kept."""
+        saved_step = _step_and_revision(saved)[0]
+        newest = {saved_step: saved}
         for path in self.paths():
-            newest.setdefault(_order(path)[0], path)
-        losses = {each: self._validation_loss(path) for each, path in newest.items()} if self.retention.best else {}
-        keep = {newest[each] for each in self.retention.kept(step, newest.keys() - {step}, losses)}
-        going = []
+            newest.setdefault(_step_and_revision(path)[0], path)
+        losses = {step: self._validation_loss(path) for step, path in newest.items()} if self.retention.best else {}
+        steps = self.retention.steps_to_keep(saved_step, newest.keys() - {saved_step}, losses)
+        kept = {newest[step] for step in steps}
+        removed = []
         for path in self.paths():
-            if path not in keep:
-                # Out of sight in one instant: a reader never finds half a checkpoint.
-                going.append(path.with_name(f".old-{path.name}"))
-                shutil.rmtree(going[-1], ignore_errors=True)
-                path.rename(going[-1])
-        if going:
-            fsync(self.folder)  # or a power failure might bring a half-removed one back
-        for path in going:
+            if path not in kept:
+                # Renaming hides the folder atomically: a reader never finds a checkpoint that is half removed.
+                removed.append(path.with_name(f".old-{path.name}"))
+                shutil.rmtree(removed[-1], ignore_errors=True)
+                path.rename(removed[-1])
+        if removed:
+            fsync(self.folder)  # else a power failure could bring a half-removed checkpoint back
+        for path in removed:
             shutil.rmtree(path)
 
     def _validation_loss(self, path: Path) -> float | None:
-        loss = recorded(path).get("info", {}).get("validation_loss")
+        loss = read_manifest(path).get("info", {}).get("validation_loss")
         return loss if isinstance(loss, float) else None
 
     def _remove_leftovers(self) -> None:
@@ -134,94 +146,101 @@ class CheckpointStore:
     # --- reading ------------------------------------------------------------------------------------------
 
     def newest(self, repair: bool = True) -> Checkpoint | None:
-        """The newest checkpoint that passes verification; None in a folder that never had one.
+        """Return the newest checkpoint that passes verification; None if the folder never had a checkpoint.
 
-        Damaged ones are renamed to `damaged-step-*` with a warning; with `repair` false (for a
-        reader beside a run) they are only passed over.
+        Args:
+            repair: Rename damaged checkpoints to `damaged-step-*`. False skips them, for readers of a running run.
 
         Raises:
-            DataError: there are checkpoints, but none is good: to start anew is not ours to decide.
+            DataError: there are checkpoints, but all are damaged: only the user may decide to start over.
         """
         vanished, paths = False, self.paths()
         for path in paths:
             try:
-                return verify(path)
+                return verify_checkpoint(path)
             except DataError as error:
-                if not path.exists():  # pruned while we were reading
+                if not path.exists():  # pruned while it was read
                     vanished = True
                     continue
                 log.warning("checkpoint %s is damaged, trying an older one: %s", path.name, error)
                 if repair:
                     self._set_aside(path, "damaged")
-        # Listing a folder is no instant: beside a writer it may show neither the pruned nor the new one.
-        left = self.paths()
-        if vanished or not set(left) <= set(paths):
+        # Listing a folder is not atomic: while a run writes, it may show neither the pruned nor the new checkpoint.
+        damaged = self.paths()
+        if vanished or not set(damaged) <= set(paths):
             return self.newest(repair)
-        left += [path for path in self._entries() if path.name.startswith("damaged-")]
-        if left:
-            names = ", ".join(sorted(path.name for path in left))
-            raise DataError(f"no good checkpoint in {self.folder}, only {names}: move them away to start anew")
+        damaged += [path for path in self._entries() if path.name.startswith("damaged-")]
+        if damaged:
+            names = ", ".join(sorted(path.name for path in damaged))
+            raise DataError(f"no good checkpoint in {self.folder}, only {names}: move them away to start over")
         return None
 
     def open(self, path: Path | str) -> Checkpoint:
-        """The verified checkpoint at `path`, which may lie anywhere; DataError otherwise."""
-        return verify(Path(path))
+        """Verify the checkpoint at `path`, which may be in any folder, and return it; DataError if it is damaged."""
+        return verify_checkpoint(Path(path))
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints of later steps to `superseded-*`, as a resume from an older one must:
-        otherwise the next `newest` would come from the abandoned branch. -1 sets all aside.
+        """Rename the checkpoints after `step` to `superseded-*` and return the new paths; -1 renames all.
+
+        A resume from an older checkpoint needs this: otherwise `newest` would return one of the abandoned branch.
         """
-        return [self._set_aside(path, "superseded") for path in self.paths() if _order(path)[0] > step]
+        return [self._set_aside(path, "superseded") for path in self.paths() if _step_and_revision(path)[0] > step]
 
     def paths(self) -> list[Path]:
-        """All checkpoint folders, unverified, the newest first."""
-        found = [path for path in self._entries() if _NAME.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=_order, reverse=True)
+        """Return all checkpoint folders, unverified, newest first."""
+        paths = [path for path in self._entries() if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(paths, key=_step_and_revision, reverse=True)
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
-    def _set_aside(self, path: Path, why: str) -> Path:
-        target, count = path.with_name(f"{why}-{path.name}"), 1
+    def _set_aside(self, path: Path, reason: str) -> Path:
+        target, count = path.with_name(f"{reason}-{path.name}"), 1
         while target.exists():
-            target, count = path.with_name(f"{why}-{path.name}-{count}"), count + 1
+            target, count = path.with_name(f"{reason}-{path.name}-{count}"), count + 1
         path.rename(target)
         return target
 
 
-def write_files(folder: Path, files: Mapping[str, Writer]) -> dict[str, FileInfo]:
-    """Write `files` durably into the temporary `folder`, readable by the owner only; what they are, for `commit`.
+def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, FileInfo]:
+    """Write and fsync `files` in the temporary `folder`, readable by the owner only.
 
-    A file is given by its relative name, and by its bytes or a function that writes the path it is given.
+    Args:
+        folder: The folder that `CheckpointStore.begin` returned.
+        files: Content by relative file name.
+
+    Returns:
+        Size and hash of each file, for `CheckpointStore.commit`.
 
     Raises:
+        DataError: a name is not a plain relative path.
         StorageError: writing failed.
     """
     for name in files:
         check_name(name)
-    records = {}
+    written = {}
     try:
-        for name, writer in files.items():
+        for name, content in files.items():
             path = folder / name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if isinstance(writer, bytes):
-                path.write_bytes(writer)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
             else:
-                writer(path)
-            assert path.is_file() and not path.is_symlink(), f"the writer of {name} made no file"
+                content(path)
+            assert path.is_file() and not path.is_symlink(), f"the writer of {name} created no regular file"
             path.chmod(0o600)
             fsync(path)
-            records[name] = file_info(path)
+            written[name] = file_info(path)
         parents = {parent for name in files for parent in PurePosixPath(name).parents}
-        for parent in sorted(parents, key=str, reverse=True):  # the names in a folder before the folder's own
+        for parent in sorted(parents, key=str, reverse=True):  # subfolders before the folders that contain them
             fsync(folder / parent)
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}") from error
-    return records
+    return written
 
 
-def _order(path: Path) -> tuple[int, int]:
-    """(step, revision) of a checkpoint folder's name."""
+def _step_and_revision(path: Path) -> tuple[int, int]:
+    """Return (step, revision) of a checkpoint folder's name."""
     match = _NAME.fullmatch(path.name)
-    assert match, f"not a checkpoint's name: {path}"
+    assert match, f"not a checkpoint folder: {path}"
     return int(match[1]), int(match[2] or 0)

@@ -1,4 +1,4 @@
-"""`TrainConfig`: how long a run is, and how large its batches are as a function of the step."""
+"""`TrainConfig`: the length of a run, and its batch sizes as a function of the step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from mmldlm.settings.fields import setting
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Of one optimizer step."""
+    """Batch sizes of one optimizer step."""
 
     global_batch_size: int  # samples over all ranks
     micro_batch_size: int  # samples of one forward pass on one rank
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches of the step on each rank."""
+        """Return the number of micro-batches of the step on each rank."""
         return self.global_batch_size // (self.micro_batch_size * world_size)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """The `train` section of a run config."""
+
     steps: int = setting(1000, "optimizer steps", at_least=1)
     global_batch_size: int = setting(128, "samples of one optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
@@ -31,13 +33,14 @@ class TrainConfig:
     )
     batch_schedule: dict[int, dict[Literal["global_batch_size", "micro_batch_size"], int]] = setting(
         factory=dict,
-        doc="optimizer steps, counted from 0, from which on other sizes hold, and what is not named stays: "
+        doc="other batch sizes from the given optimizer steps on, counted from 0; sizes that are not named stay: "
         "{1000: {micro_batch_size: 4}, 5000: {global_batch_size: 256}}",
     )
     auto_micro_batch: bool = setting(
         False,
-        "halve the micro-batches, for good and on all ranks, where one does not fit into memory; costs a forward and "
-        "backward pass more before each step with a larger micro-batch than all before; single, ddp, zero1, zero2",
+        "halve the micro-batches, permanently and on all ranks, when one does not fit into memory; costs an extra "
+        "forward and backward pass before each step with a larger micro-batch than all before; single, ddp, zero1, "
+        "zero2",
     )
 
     def __post_init__(self) -> None:
@@ -52,30 +55,35 @@ class TrainConfig:
                 if size < 1:
                     raise ValueError(f"batch_schedule.{step}.{name}: must be at least 1, found {size}")
 
-    def due(self, done: int, every: int) -> bool:
-        """Whether what comes each `every` steps (0: never), and with the last, is due after `done` steps."""
+    def is_due(self, done: int, every: int) -> bool:
+        """Return whether something that happens every `every` steps and at the end is due after `done` steps.
+
+        Zero `every` means never.
+        """
         return every > 0 and (done % every == 0 or done == self.steps)
 
     def batch_stages(self, world_size: int) -> dict[int, BatchSize]:
-        """The sizes by the optimizer step that they begin at; in order, the first at step 0."""
-        return {
-            step: BatchSize(size, micro or max(1, size // world_size)) for step, size, micro in self._stages_as_named()
-        }
+        """Return the batch sizes by the optimizer step from which they apply, in order; the first is step 0."""
+        return {step: BatchSize(size, micro or max(1, size // world_size)) for step, size, micro in self._stages()}
 
     def batch_at(self, step: int, world_size: int) -> BatchSize:
-        """The sizes of optimizer step `step`, counted from 0."""
+        """Return the batch sizes of optimizer step `step`, counted from 0."""
         stages = self.batch_stages(world_size)
         return stages[max(start for start in stages if start <= step)]
 
     def samples_before(self, step: int) -> int:
-        """Samples of the optimizer steps before `step`."""
-        stages = [(first, size) for first, size, _ in self._stages_as_named() if first < step]
+        """Return the number of samples of all optimizer steps before `step`."""
+        stages = [(first, size) for first, size, _ in self._stages() if first < step]
         stops = [*(first for first, _ in stages[1:]), step]
         return sum(size * (stop - first) for (first, size), stop in zip(stages, stops, strict=True))
 
     def check_batches(self, world_size: int) -> None:
-        """ConfigError naming the first stage, also beyond `steps`, whose batch the ranks cannot share evenly."""
-        for step, size, micro in self._stages_as_named():
+        """Check that the ranks can share every global batch evenly.
+
+        Raises:
+            ConfigError: a global batch is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
+        """
+        for step, size, micro in self._stages():
             unit = (micro or 1) * world_size
             if size % unit:
                 key = (
@@ -88,10 +96,10 @@ class TrainConfig:
                     f"such as {nearest} or {nearest + unit}"
                 )
 
-    def _stages_as_named(self) -> Iterator[tuple[int, int, int | None]]:
-        """(first step, global batch size, micro-batch size or null) of each stage."""
+    def _stages(self) -> Iterator[tuple[int, int, int | None]]:
+        """Yield (first step, global batch size, micro-batch size or None) of each stage."""
         size, micro = self.global_batch_size, self.micro_batch_size
         for step in sorted({0, *self.batch_schedule}):
-            named = self.batch_schedule.get(step, {})
-            size, micro = named.get("global_batch_size", size), named.get("micro_batch_size", micro)
+            changes = self.batch_schedule.get(step, {})
+            size, micro = changes.get("global_batch_size", size), changes.get("micro_batch_size", micro)
             yield step, size, micro

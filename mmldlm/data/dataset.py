@@ -1,6 +1,7 @@
-"""`Split`: one split of a store, or of several that are drawn from together; looked up by row.
+"""`Split`: the samples of one split of a store or of a mixture of stores, looked up by index.
 
-Shape letters: n samples, N tokens of the samples asked for, M latent tokens of a sample, C latent channels.
+An index numbers the samples of a split, across its sources and shards; a row numbers the samples of one shard.
+Shape letters: n samples, N tokens of n samples, M latent tokens of a sample, C latent channels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from mmldlm.errors import DataError
 
 
 class SplitOwner(Protocol):
-    """A store, as far as a split that is unpickled in a worker needs it."""
+    """The part of a store's interface that unpickling a split in a worker needs."""
 
     @property
     def manifest(self) -> Manifest: ...
 
     def with_manifest(self, manifest: Manifest) -> SplitOwner: ...
 
-    def without(self, rows: Mapping[str, Sequence[int]]) -> SplitOwner: ...
+    def without(self, indices: Mapping[str, Sequence[int]]) -> SplitOwner: ...
 
     def split(self, name: str) -> Split: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder of samples: the only one, or one of several that are drawn from by their shares."""
+    """One store folder: the only one of a `Store`, or one that contributes `share` of the samples of a mixture."""
 
     name: str
     path: Path
@@ -44,20 +45,21 @@ class Source:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the manifest, which holds the hash of every other file."""
+        """SHA-256 of the manifest, which contains the hash of every other file."""
         return hashlib.sha256((self.path / MANIFEST_NAME).read_bytes()).hexdigest()
 
     @cached_property
     def token_counts(self) -> np.ndarray:
-        """int64 [V]: how often each token occurs in the training split."""
+        """Counts of the tokens in the training split, int64 [V]."""
         return np.load(self.path / "token_counts.npy", allow_pickle=False)
 
     def shards(self, split: str) -> list[Shard]:
+        """Return the shards of `split`, in order; no file is opened yet."""
         return [Shard(self.path, shard, self.manifest) for shard in self.manifest.splits[split].shards]
 
 
-class Lengths:
-    """Tokens of a split's samples, looked up by row in the offsets of the shards concerned."""
+class SampleLengths:
+    """Token counts of a split's samples, looked up by index in the offsets of the shards concerned."""
 
     def __init__(self, split: Split):
         self._split = split
@@ -65,27 +67,32 @@ class Lengths:
     def __len__(self) -> int:
         return len(self._split)
 
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """int32, shape of `rows` [n]. DataError where the offsets of one of them do not rise."""
-        split, found = self._split, np.empty(len(rows), np.int32)
-        shard_of = split.shard_of(rows)
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """Return the lengths of samples `indices` [n], int32 [n].
+
+        Raises:
+            DataError: the offsets of one of them are not increasing or out of range.
+        """
+        split, lengths = self._split, np.empty(len(indices), np.int32)
+        shard_of = split.shard_of(indices)
+        # Group the positions in `indices` by shard, so that each shard's offsets are indexed once.
         by_shard = np.argsort(shard_of, kind="stable")
         edges = np.flatnonzero(np.diff(shard_of[by_shard])) + 1
-        for places in np.split(by_shard, edges) if len(rows) else ():
-            number = int(shard_of[places[0]])
-            found[places] = split.shards[number].lengths(rows[places] - split.first_row(number))
-        return found
+        for positions in np.split(by_shard, edges) if len(indices) else ():
+            shard = int(shard_of[positions[0]])
+            lengths[positions] = split.shards[shard].lengths(indices[positions] - split.first_index(shard))
+        return lengths
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of them: reads all offsets."""
-        whole = np.concatenate([shard.lengths() for shard in self._split.shards])
-        return whole.astype(dtype or np.int32)
+        """Return the lengths of all samples; reads all offsets."""
+        lengths = np.concatenate([shard.lengths() for shard in self._split.shards])
+        return lengths.astype(dtype or np.int32)
 
 
 class Split:
-    """One split of a store; samples are numbered from 0 across its sources and their shards.
+    """One split of a store, with samples indexed from 0 across its sources and their shards.
 
-    `skipped`, rows in rising order, are not to be read: they keep their numbers, and count for nothing else.
+    Samples in `skipped` (ascending indices) keep their indices but are never drawn.
     """
 
     def __init__(
@@ -97,24 +104,37 @@ class Split:
         reopen: Callable[[], SplitOwner],
         skipped: Sequence[int] | np.ndarray = (),
     ):
-        """`shards` are those of all `sources`, in their order; `manifest` holds for all of them."""
+        """Create a split.
+
+        Args:
+            name: train, validation or test.
+            manifest: describes all sources together.
+            sources: store folders, in the order of their indices.
+            shards: the shards of all `sources`, in the same order.
+            reopen: opens the store again in another process.
+            skipped: ascending indices of samples to leave out.
+        """
         self.name, self.manifest, self.sources, self.shards = name, manifest, sources, shards
         self.skipped: np.ndarray = np.asarray(skipped, np.int64)
         self._reopen = reopen
-        self._starts = np.cumsum([0] + [shard.info.samples for shard in shards])
-        self._firsts = np.cumsum([0] + [source.manifest.splits[name].samples for source in sources])
+        self._shard_starts = np.cumsum([0] + [shard.info.samples for shard in shards])
+        self._source_starts = np.cumsum([0] + [source.manifest.splits[name].samples for source in sources])
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self._shard_starts[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map carries its data; workers that are spawned map the files again instead.
         return _open_split, (self._reopen, self.name, self.skipped.tolist(), self.manifest.latent)
 
-    def without(self, rows: Sequence[int]) -> Split:
-        """This split with exactly `rows` skipped. DataError where no sample of a source is left."""
-        split = Split(self.name, self.manifest, self.sources, self.shards, self._reopen, rows)
-        for source, first, stop in split.parts():
+    def without(self, indices: Sequence[int]) -> Split:
+        """Return this split with exactly `indices` (ascending) skipped.
+
+        Raises:
+            DataError: no sample of a source would be left.
+        """
+        split = Split(self.name, self.manifest, self.sources, self.shards, self._reopen, indices)
+        for source, first, stop in split.source_ranges():
             samples = stop - first
             if 0 < samples == len(split.skipped_in(first, stop)):
                 raise DataError(
@@ -123,75 +143,84 @@ class Split:
         return split
 
     def with_manifest(self, manifest: Manifest) -> Split:
+        """Return this split under another manifest."""
         return Split(self.name, manifest, self.sources, self.shards, self._reopen, self.skipped)
 
-    def parts(self) -> Iterator[tuple[Source, int, int]]:
-        """Each source, its first row, and the row behind its last."""
-        firsts = self._firsts.tolist()
-        return zip(self.sources, firsts[:-1], firsts[1:], strict=True)
+    def source_ranges(self) -> Iterator[tuple[Source, int, int]]:
+        """Yield (source, first index, index after the last) of each source."""
+        starts = self._source_starts.tolist()
+        return zip(self.sources, starts[:-1], starts[1:], strict=True)
 
     def skipped_in(self, first: int, stop: int) -> np.ndarray:
-        """int64: the skipped ones of the rows [first, stop)."""
+        """Return the skipped indices in [first, stop), int64."""
         return self.skipped[np.searchsorted(self.skipped, first) : np.searchsorted(self.skipped, stop)]
 
-    def source_of(self, rows: np.ndarray) -> np.ndarray:
-        """int64, shape of `rows`: the number of each row's source."""
-        return np.searchsorted(self._firsts, rows, side="right") - 1
+    def source_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the position in `sources` of each sample's source, int64 in the shape of `indices`."""
+        return np.searchsorted(self._source_starts, indices, side="right") - 1
 
-    def shard_of(self, rows: np.ndarray) -> np.ndarray:
-        """int64, shape of `rows`: the number of each row's shard."""
-        return np.searchsorted(self._starts, rows, side="right") - 1
+    def shard_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the position in `shards` of each sample's shard, int64 in the shape of `indices`."""
+        return np.searchsorted(self._shard_starts, indices, side="right") - 1
 
-    def by_source(self, rows: Sequence[int]) -> list[int] | dict[str, list[int]]:
-        """`rows` as a record names them: of several sources, by the name of each, under its own numbers."""
+    def group_by_source(self, indices: Sequence[int]) -> list[int] | dict[str, list[int]]:
+        """Return `indices` as records name them.
+
+        Returns:
+            The list itself for a single source; else, by name of the source, the indices within that source.
+        """
         if len(self.sources) == 1:
-            return list(rows)
-        found: dict[str, list[int]] = {}
-        for row, number in zip(rows, self.source_of(np.asarray(rows, np.int64)).tolist(), strict=True):
-            found.setdefault(self.sources[number].name, []).append(row - int(self._firsts[number]))
-        return found
+            return list(indices)
+        by_source: dict[str, list[int]] = {}
+        for index, source in zip(indices, self.source_of(np.asarray(indices, np.int64)).tolist(), strict=True):
+            by_source.setdefault(self.sources[source].name, []).append(index - int(self._source_starts[source]))
+        return by_source
 
     @property
-    def lengths(self) -> Lengths:
-        """Tokens of samples by row."""
-        return Lengths(self)
+    def lengths(self) -> SampleLengths:
+        """Token counts of samples by index."""
+        return SampleLengths(self)
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a sample that is drawn, on average."""
+        """Mean number of tokens of a drawn sample, sources weighted by their shares."""
         totals = ((source.share, source.manifest.splits[self.name]) for source in self.sources)
         return float(sum(share * Fraction(total.tokens, total.samples) for share, total in totals))
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """int32 [n]: characters of every sample's text."""
+        """Characters of every sample's text, int32 [n]."""
         return np.concatenate([shard.characters for shard in self.shards])
 
     def tokens(self, index: int) -> np.ndarray:
-        """int64 [L]: the tokens of one sample."""
+        """Return the tokens of one sample, int64 [length]."""
         return self.gather(np.array([index]))[0]
 
     def latents(self, index: int) -> np.ndarray:
-        """float32 [M, C]: the latents of one sample, on the encoder's own scale."""
+        """Return the latents of one sample on the encoder's scale, float32 [M, C]."""
         return self.gather(np.array([index]))[2][0]
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Samples `indices` [n] in that order: tokens int64 [N], lengths int64 [n], raw latents float32 [n, M, C].
+        """Read the samples `indices` [n], in that order.
 
-        DataError naming shard and sample where a token is outside the vocabulary or a latent is not
-        finite; IndexError where the split has no such sample.
+        Returns:
+            Concatenated tokens int64 [N], lengths int64 [n], and latents on the encoder's scale float32 [n, M, C].
+
+        Raises:
+            DataError: a token is outside the vocabulary or a latent is not finite; names shard and sample.
+            IndexError: the split has no such sample.
         """
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of split {self.name}, which has {len(self)}")
         shard_of = self.shard_of(indices)
-        rows = (indices - self._starts[shard_of]).tolist()
-        # One by one: a micro-batch has few samples of each of many shards, and NumPy's indexing by arrays costs more
-        # than a plain copy of a sample.
-        shards = [self.shards[number] for number in shard_of.tolist()]
+        rows = (indices - self._shard_starts[shard_of]).tolist()
+        # Sample by sample: a micro-batch has few samples of each of many shards, for which NumPy's indexing by arrays
+        # costs more than a plain copy.
+        shards = [self.shards[shard] for shard in shard_of.tolist()]
         spans = [shard.offsets[row : row + 2].tolist() for shard, row in zip(shards, rows, strict=True)]
         lengths = np.array([stop - start for start, stop in spans], np.int64)
         if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= self.manifest.max_length:
-            _ = self.lengths[indices]  # says which
+            _ = self.lengths[indices]  # raises, naming the sample
         ends = np.cumsum(lengths)
         begins = ends - lengths
         tokens = np.empty(int(ends[-1]) if len(ends) else 0, np.int64)
@@ -207,27 +236,30 @@ class Split:
 
     def _check(self, indices: np.ndarray, tokens: np.ndarray, begins: np.ndarray, latents: np.ndarray) -> None:
         if len(tokens) and int(tokens.max()) >= self.manifest.vocab_size:
-            at = int(np.argmax(tokens >= self.manifest.vocab_size))
-            row = int(indices[np.searchsorted(begins, at, side="right") - 1])
-            raise DataError(self.unknown_token(row, int(tokens[at])))
+            position = int(np.argmax(tokens >= self.manifest.vocab_size))
+            index = int(indices[np.searchsorted(begins, position, side="right") - 1])
+            raise DataError(self.unknown_token_message(index, int(tokens[position])))
         if not np.isfinite(latents).all():
-            row = int(indices[np.argmax(~np.isfinite(latents).all(axis=(1, 2)))])
-            raise DataError(self.not_finite(row))
+            index = int(indices[np.argmax(~np.isfinite(latents).all(axis=(1, 2)))])
+            raise DataError(self.nonfinite_message(index))
 
-    def first_row(self, shard: int) -> int:
-        """The row of the first sample of the split's `shard`-th shard."""
-        return int(self._starts[shard])
+    def first_index(self, shard: int) -> int:
+        """Return the index of the first sample of the split's `shard`-th shard."""
+        return int(self._shard_starts[shard])
 
-    def unknown_token(self, row: int, token: int) -> str:
-        return f"{self._place(row, 'tokens')}: token {token}, expected less than vocab_size {self.manifest.vocab_size}"
+    def unknown_token_message(self, index: int, token: int) -> str:
+        """Return the error message for a token of sample `index` that is outside the vocabulary."""
+        where = self._describe(index, "tokens")
+        return f"{where}: token {token}, expected less than vocab_size {self.manifest.vocab_size}"
 
-    def not_finite(self, row: int) -> str:
-        return f"{self._place(row, 'latents')}: the latent is not finite, expected finite numbers"
+    def nonfinite_message(self, index: int) -> str:
+        """Return the error message for a non-finite latent of sample `index`."""
+        return f"{self._describe(index, 'latents')}: the latent is not finite, expected finite numbers"
 
-    def _place(self, row: int, kind: str) -> str:
-        number, source = int(self.shard_of(np.array(row))), int(self.source_of(np.array(row)))
-        sample, own = row - self.first_row(number), row - int(self._firsts[source])
-        return f"{self.shards[number].path(kind)}: sample {sample} (row {own} of split {self.name})"
+    def _describe(self, index: int, kind: str) -> str:
+        shard, source = int(self.shard_of(np.array(index))), int(self.source_of(np.array(index)))
+        row, index_in_source = index - self.first_index(shard), index - int(self._source_starts[source])
+        return f"{self.shards[shard].path(kind)}: sample {row} (row {index_in_source} of split {self.name})"
 
 
 def _open_split(reopen: Callable[[], SplitOwner], name: str, skipped: list[int], latent: LatentInfo) -> Split:

@@ -1,4 +1,4 @@
-"""What is in a store, for people: its numbers, its faults, and samples of it.
+"""Inspection of a store for `mmldlm data`: its statistics, its verification, and examples of its samples.
 
 Shape letters: n samples, M latent tokens of a sample, C latent channels.
 """
@@ -17,36 +17,36 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.encoders import load_encoder
-from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME, seal_of
-from mmldlm.data.nearest import latent_blocks, neighbors_of
-from mmldlm.data.shard_writer import spread
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
+from mmldlm.data.nearest import latent_blocks, nearest_neighbors
+from mmldlm.data.shard_writer import squared_deviations
 from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.verify import deal, read_items
+from mmldlm.data.verify import partition_items, verify_items
 from mmldlm.errors import DataError
 from mmldlm.utils.files import sha256
 
-_SAMPLED = 10_000  # latents whose norms are told
-_TOLD = 100  # bad samples of a shard
-_BINS = 12
-_BAR = 40  # characters of the longest bar
+_MAX_NORM_SAMPLES = 10_000  # samples per split whose latent norms are computed
+_MAX_REPORTED = 100  # bad samples per shard
+_LENGTH_BINS = 12
+_BAR_WIDTH = 40  # characters of the longest bar
 
 
 # --- info -----------------------------------------------------------------------------------------
 
 
 def info(store: Store) -> dict[str, Any]:
-    """All that the manifest says but its hashes, and the lengths and latent norms of the splits; JSON values."""
+    """Return the manifest without its hashes, and the lengths and latent norms of the splits, as JSON values."""
     manifest = store.manifest
-    found = asdict(manifest)
+    fields = asdict(manifest)
     for key in ("splits", "files", "latent"):
-        del found[key]
+        del fields[key]
     mean = np.asarray(manifest.latent.mean)
     return {
         "store": str(store.path),
         "identity": store.identity,
         "bytes": sum(file.bytes for _, file in manifest.all_files()),
-        **found,
+        **fields,
         "latent": {
             "tokens": manifest.latent.tokens,
             "channels": manifest.latent.channels,
@@ -61,12 +61,12 @@ def info(store: Store) -> dict[str, Any]:
 def _split_info(split: Split) -> dict[str, Any]:
     totals = split.manifest.splits[split.name]
     counts = np.bincount(split.lengths, minlength=split.manifest.max_length + 1)
-    below = np.cumsum(counts)
-    quantiles = {f"{share:.0%}": int(np.searchsorted(below, share * below[-1])) for share in (0.05, 0.5, 0.95)}
-    width = -(-split.manifest.max_length // _BINS)
+    cumulative = np.cumsum(counts)
+    quantiles = {f"{q:.0%}": int(np.searchsorted(cumulative, q * cumulative[-1])) for q in (0.05, 0.5, 0.95)}
+    width = -(-split.manifest.max_length // _LENGTH_BINS)
     bins = [int(counts[low : low + width].sum()) for low in range(1, len(counts), width)]
-    rows = np.unique(np.linspace(0, len(split) - 1, min(_SAMPLED, len(split))).astype(np.int64))
-    norms = np.linalg.norm(split.gather(rows)[2], axis=-1)
+    indices = np.unique(np.linspace(0, len(split) - 1, min(_MAX_NORM_SAMPLES, len(split))).astype(np.int64))
+    norms = np.linalg.norm(split.gather(indices)[2], axis=-1)
     return {
         "samples": totals.samples,
         "tokens": totals.tokens,
@@ -75,46 +75,46 @@ def _split_info(split: Split) -> dict[str, Any]:
         "lengths": {"shortest": int(np.flatnonzero(counts)[0]), "mean": totals.tokens / totals.samples, **quantiles,
                     "longest": int(np.flatnonzero(counts)[-1])},
         "length_histogram": {"width": width, "samples": bins},
-        "latent_norms": {"of": len(rows), "least": float(norms.min()), "mean": float(norms.mean()),
+        "latent_norms": {"of": len(indices), "least": float(norms.min()), "mean": float(norms.mean()),
                          "largest": float(norms.max())},
     }  # fmt: skip
 
 
-def describe(found: dict[str, Any]) -> str:
-    """`info` for people."""
-    latent, encoder = found["latent"], found["encoder"]
+def describe(info: dict[str, Any]) -> str:
+    """Format the result of `info` as text."""
+    latent, encoder = info["latent"], info["encoder"]
     lines = [
-        f"{found['store']}: {found['bytes']:,} bytes by {found['created_by']}, identity {found['identity'][:12]}",
-        f"tokenizer  {found['vocab_size']} tokens, sha256 {found['tokenizer']['sha256'][:12]}; stored as "
-        f"{found['token_dtype']}, longest sample {found['max_length']}",
+        f"{info['store']}: {info['bytes']:,} bytes by {info['created_by']}, identity {info['identity'][:12]}",
+        f"tokenizer  {info['vocab_size']} tokens, sha256 {info['tokenizer']['sha256'][:12]}; stored as "
+        f"{info['token_dtype']}, longest sample {info['max_length']}",
         f"encoder    {', '.join(f'{key} {_short(value)}' for key, value in encoder.items())}",
-        f"latents    {latent['tokens']} x {latent['channels']} {found['latent_dtype']}; centerd rms "
+        f"latents    {latent['tokens']} x {latent['channels']} {info['latent_dtype']}; centered rms "
         f"{latent['rms']:.4g}, norm of the mean {latent['norm_of_mean']:.4g}, largest standardized norm "
         f"{latent['max_norm']:.4g} (sqrt(C) is {latent['channels'] ** 0.5:.4g})",
     ]
-    for name, split in found["splits"].items():
+    for name, split in info["splits"].items():
         lengths, norms = split["lengths"], split["latent_norms"]
         lines += [
             "",
             f"{name}: {split['samples']:,} samples, {split['tokens']:,} tokens, {split['characters']:,} characters "
-            f"({split['characters'] / split['tokens']:.2f} a token) in {split['shards']} shards",
+            f"({split['characters'] / split['tokens']:.2f} per token) in {split['shards']} shards",
             f"  latent norms {norms['least']:.4g} to {norms['largest']:.4g}, mean {norms['mean']:.4g} "
             f"(of {norms['of']:,})",
             f"  lengths {lengths['shortest']} to {lengths['longest']}, mean {lengths['mean']:.1f}; "
-            f"5 %, half, 95 % of samples have at most {lengths['5%']}, {lengths['50%']}, {lengths['95%']}",
+            f"percentiles 5, 50, 95: {lengths['5%']}, {lengths['50%']}, {lengths['95%']}",
             *_bars(split["length_histogram"]),
         ]
-    problems = ", ".join(f"{count:,} {kind}" for kind, count in found["problems"].items() if count) or "none"
+    problems = ", ".join(f"{count:,} {kind}" for kind, count in info["problems"].items() if count) or "none"
     lines += ["", f"problems   {problems}", "sources"]
-    shown = found["sources"][:10]
-    lines += ["  " + ", ".join(f"{key} {_short(value)}" for key, value in source.items()) for source in shown]
-    if len(found["sources"]) > len(shown):
-        lines.append(f"  and {len(found['sources']) - len(shown)} more (--json has all)")
+    sources = info["sources"][:10]
+    lines += ["  " + ", ".join(f"{key} {_short(value)}" for key, value in source.items()) for source in sources]
+    if len(info["sources"]) > len(sources):
+        lines.append(f"  and {len(info['sources']) - len(sources)} more (--json has all)")
     return "\n".join(lines)
 
 
 def _short(value: Any) -> str:
-    """A value as it is, but hashes cut."""
+    """Format a value, hashes shortened."""
     text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
     return text[:12] if len(text) == 64 and set(text) <= set("0123456789abcdef") else text
 
@@ -123,62 +123,70 @@ def _bars(histogram: dict[str, Any]) -> Iterator[str]:
     width, counts = histogram["width"], histogram["samples"]
     for index, count in enumerate(counts):
         low = 1 + index * width
-        bar = "#" * -(-count * _BAR // max(1, *counts))
+        bar = "#" * -(-count * _BAR_WIDTH // max(1, *counts))
         yield f"  {low:>6} to {low + width - 1:<6} {count:>12,}  {bar}".rstrip()
 
 
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def faults(path: Path, threads: int | None = None) -> list[str]:
-    """A line for every file that is damaged, sample that nobody can train on, and number that contradicts the data.
+def verify_store(path: Path, threads: int | None = None) -> list[str]:
+    """Verify all files and samples of a store, and the numbers of its manifest.
 
-    DataError where the store cannot be opened at all.
+    Args:
+        path: folder of the store.
+        threads: files that are read at a time; by default the number of CPU cores, at most 8.
+
+    Returns:
+        A line for every damaged file, bad sample, and number that contradicts the data; empty if the store is intact.
+
+    Raises:
+        DataError: the store cannot be opened at all.
     """
-    if found := _seal(path):
-        return found  # what the manifest says of the files cannot be trusted
+    if problems := _verify_checksum(path):
+        return problems  # the manifest's hashes of the files cannot be trusted
     store = Store.open(path)
     splits = list(store.manifest.splits)
-    (items,) = deal(store, 1, splits)
+    (items,) = partition_items(store, 1, splits)
 
-    def read(item: tuple[int, int, str]) -> list[str]:
+    def verify_item(item: tuple[int, int, str]) -> list[str]:
         try:
-            count, bad = read_items(store, [item], _TOLD)
+            count, bad = verify_items(store, [item], _MAX_REPORTED)
         except DataError as error:
             return [str(error)]
-        more = [f"{bad[-1].why} and {count - _TOLD} more in this shard"] if count > _TOLD else []
-        return [sample.why for sample in bad[: _TOLD - len(more)]] + more
+        more = [f"{bad[-1].reason} and {count - _MAX_REPORTED} more in this shard"] if count > _MAX_REPORTED else []
+        return [sample.reason for sample in bad[: _MAX_REPORTED - len(more)]] + more
 
-    # Hashing and numpy leave the interpreter to the other threads.
+    # Threads suffice: hashing and NumPy release the GIL.
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        found = [line for lines in pool.map(read, items) for line in lines]
-    if found:
-        return found  # what follows would only say the same in other words
+        problems = [line for lines in pool.map(verify_item, items) for line in lines]
+    if problems:
+        return problems  # contradictions would only repeat them in other words
     try:
         return list(_contradictions(store))
     except (DataError, OSError, ValueError, KeyError) as error:
         return [f"{path}: {error}"]
 
 
-def _seal(path: Path) -> list[str]:
-    """Whether the manifest is what was written; stores of earlier versions have no seal."""
-    seal = path / SEAL_NAME
-    if not seal.is_file() or not (path / MANIFEST_NAME).is_file():
+def _verify_checksum(path: Path) -> list[str]:
+    """Return a line if the manifest does not match its checksum file, which stores of earlier versions lack."""
+    checksum_path, manifest_path = path / CHECKSUM_NAME, path / MANIFEST_NAME
+    if not checksum_path.is_file() or not manifest_path.is_file():
         return []
-    expected, found = seal.read_text(encoding="utf-8", errors="replace"), sha256(path / MANIFEST_NAME)
-    if expected == seal_of(found):
+    expected, digest = checksum_path.read_text(encoding="utf-8", errors="replace"), sha256(manifest_path)
+    if expected == checksum_line(digest):
         return []
     return [
-        f"{path / MANIFEST_NAME}: damaged, or its {SEAL_NAME}: SHA-256 is {found[:12]}..., expected {expected[:12]}..."
+        f"{manifest_path}: damaged, or its {CHECKSUM_NAME}: SHA-256 is {digest[:12]}..., expected {expected[:12]}..."
     ]
 
 
 def _contradictions(store: Store) -> Iterator[str]:
-    """Numbers of the manifest that are not those of the data."""
-    manifest, where = store.manifest, store.path / MANIFEST_NAME
+    """Yield a line for every number of the manifest that contradicts the data."""
+    manifest, manifest_path = store.manifest, store.path / MANIFEST_NAME
     tokenizer = Tokenizer.load(store.path / "tokenizer")
-    counts, longest = np.zeros(manifest.vocab_size, np.int64), 0
-    pairs: dict[str, tuple[Any, Any]] = {
+    counts, max_length = np.zeros(manifest.vocab_size, np.int64), 0
+    pairs: dict[str, tuple[Any, Any]] = {  # of the manifest, of the data
         "tokenizer.sha256": (manifest.tokenizer["sha256"], tokenizer.identity),
         "vocab_size": (manifest.vocab_size, tokenizer.vocab_size),
         "mask_id": (manifest.mask_id, tokenizer.mask_id),
@@ -189,27 +197,27 @@ def _contradictions(store: Store) -> Iterator[str]:
         pairs[f"encoder.{key}"] = manifest.encoder.get(key), encoder.get(key)
     for name, totals in manifest.splits.items():
         split = store.split(name)
-        longest = max(longest, int(np.asarray(split.lengths).max(initial=0)))
+        max_length = max(max_length, int(np.asarray(split.lengths).max(initial=0)))
         pairs[f"splits.{name}.samples"] = totals.samples, sum(shard.samples for shard in totals.shards)
         pairs[f"splits.{name}.tokens"] = totals.tokens, sum(shard.tokens for shard in totals.shards)
         pairs[f"splits.{name}.characters"] = totals.characters, int(split.characters.sum(dtype=np.int64))
         if name == "train":
             for shard in split.shards:
                 counts += np.bincount(shard.tokens, minlength=len(counts))
-    pairs["max_length"] = manifest.max_length, longest
-    told = Counter(json.loads(line)["kind"] for line in _lines(store.path / "problems.jsonl"))
-    pairs |= {f"problems.{kind}": (manifest.problems.get(kind, 0), count) for kind, count in told.items()}
-    for key, (found, expected) in pairs.items():
-        if found != expected:
-            yield f"{where}: {key} is {found}, expected {expected} by the data"
+    pairs["max_length"] = manifest.max_length, max_length
+    reported = Counter(json.loads(line)["kind"] for line in _lines(store.path / "problems.jsonl"))
+    pairs |= {f"problems.{kind}": (manifest.problems.get(kind, 0), count) for kind, count in reported.items()}
+    for key, (value, expected) in pairs.items():
+        if value != expected:
+            yield f"{manifest_path}: {key} is {value}, expected {expected} from the data"
     if not np.array_equal(counts, store.token_counts):
-        yield f"{store.path / 'token_counts.npy'}: not the counts of the training split"
+        yield f"{store.path / 'token_counts.npy'}: differs from the counts in the training split"
     mean, rms, largest = _latent_statistics(store)
     if not np.allclose(manifest.latent.mean, mean, rtol=1e-5, atol=1e-6 * rms):
-        yield f"{where}: latent.mean is not that of the training split"
+        yield f"{manifest_path}: latent.mean differs from the mean of the training split"
     for key, value, expected in (("rms", manifest.latent.rms, rms), ("max_norm", manifest.latent.max_norm, largest)):
         if not np.isclose(value, expected, rtol=1e-5):
-            yield f"{where}: latent.{key} is {value}, expected {expected} by the data"
+            yield f"{manifest_path}: latent.{key} is {value}, expected {expected} from the data"
 
 
 def _lines(path: Path) -> list[str]:
@@ -217,7 +225,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _encoder_identity(folder: Path) -> dict[str, Any]:
-    """Without loading a model of sentence-transformers, which may not be there."""
+    """Return an encoder's identity without loading a sentence-transformers model, which may not be available."""
     description = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     if description["kind"] == "stretches":
         return _encoder_identity(folder / "inner") | {"stretches": description["latent_tokens"]}
@@ -227,13 +235,13 @@ def _encoder_identity(folder: Path) -> dict[str, Any]:
 
 
 def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
-    """Mean [C] and rms of the training split, and the largest standardized norm of all."""
+    """Return the mean [C] and rms of the training split, and the largest standardized norm of all splits."""
     total, count = np.zeros(store.manifest.latent.channels), 0
     for latents in latent_blocks(store.split("train")):
         total, count = total + latents.sum((0, 1)), count + latents.shape[0] * latents.shape[1]
     mean = total / count
     shards = {name: [*split.shards] for name, split in store.manifest.splits.items()}
-    squares, largest = spread(store.path, shards, mean)
+    squares, largest = squared_deviations(store.path, shards, mean)
     rms = float(np.sqrt(sum(squares) / total.size / count))
     return mean, rms, float(np.sqrt(largest)) / rms
 
@@ -242,25 +250,34 @@ def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
 
 
 def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int) -> Iterator[str]:
-    """`count` samples drawn from a split: length, latent norm, text, and the samples whose latents are nearest."""
+    """Yield lines about random samples of a split: length, latent norm, text, and the nearest neighbors' texts.
+
+    Args:
+        store: the data.
+        split_name: train, validation or test.
+        count: samples.
+        seed: of the draw.
+        neighbors: samples with the nearest latents to show for each sample.
+    """
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
-    rows = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
-    near = nearest(store, split, rows, neighbors) if neighbors else [[] for _ in rows]
+    indices = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
+    neighbors_of_samples = nearest(store, split, indices, neighbors) if neighbors else [[] for _ in indices]
 
-    def text(row: int) -> str:
-        (found,) = tokenizer.decode_batch([split.tokens(row).tolist()], keep_special=True)
-        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in found)
+    def printable_text(index: int) -> str:
+        (text,) = tokenizer.decode_batch([split.tokens(index).tolist()], keep_special=True)
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
-    for row, length, others in zip(rows.tolist(), split.lengths[rows].tolist(), near, strict=True):
-        characters = split.characters[row]
-        norm = np.linalg.norm(split.latents(row), axis=-1).mean()
-        yield f"{split_name} {row}: {length} tokens, {characters} characters, latent norm {norm:.4g}"
-        yield f"  {text(row)}"
-        for other, cosine in others:
-            yield f"  near {cosine:+.3f}, {split_name} {other}: {text(other)}"
+    lengths = split.lengths[indices].tolist()
+    for index, length, neighbors_of_sample in zip(indices.tolist(), lengths, neighbors_of_samples, strict=True):
+        characters = split.characters[index]
+        norm = np.linalg.norm(split.latents(index), axis=-1).mean()
+        yield f"{split_name} {index}: {length} tokens, {characters} characters, latent norm {norm:.4g}"
+        yield f"  {printable_text(index)}"
+        for neighbor, cosine in neighbors_of_sample:
+            yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {printable_text(neighbor)}"
 
 
-def nearest(store: Store, split: Split, rows: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
-    """For each of `rows`, the `count` other samples whose standardized latents have the largest cosine, and these."""
-    return neighbors_of(store, split, split.gather(rows)[2], count, rows.tolist())
+def nearest(store: Store, split: Split, indices: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
+    """Return, for each sample, (index, cosine) of the `count` other samples with the most similar latents."""
+    return nearest_neighbors(store, split, split.gather(indices)[2], count, indices.tolist())

@@ -1,4 +1,4 @@
-"""The manifest of a store: what is in it, where it came from, and the hash of every file.
+"""Manifest of a store: its contents, their provenance, and the hash of every file.
 
 Shape letters: V vocabulary, M latent tokens of a sample, C latent channels.
 """
@@ -20,12 +20,12 @@ from mmldlm.utils.files import FileInfo, write_atomically
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
-SEAL_NAME = "manifest.sha256"  # as sha256sum writes and reads it
+CHECKSUM_NAME = "manifest.sha256"  # in the format of sha256sum
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard: its files are `NAME.SUFFIX` for every suffix in `files`."""
+    """One shard; its files are `NAME.SUFFIX` for every suffix in `files`."""
 
     name: str
     samples: int
@@ -47,8 +47,8 @@ class SplitInfo:
 class LatentInfo:
     """Shape and scale of the latents, measured on the training split (`max_norm` on all splits).
 
-    `rms` is the root mean square of the centerd latents, so that `(x - mean) / rms` has norm sqrt(C)
-    on average; `max_norm` is the largest norm of a latent vector so standardized, or a bound on it.
+    `rms` is the root mean square of the centered latents, so that `(x - mean) / rms` has norm sqrt(C) on average;
+    `max_norm` is the largest norm of a standardized latent vector, or an upper bound on it.
     """
 
     tokens: int
@@ -58,23 +58,23 @@ class LatentInfo:
     max_norm: float
 
     @classmethod
-    def read(cls, found: Mapping[str, Any]) -> LatentInfo:
-        """From JSON; TypeError or ValueError where it is none."""
-        values = _checked(cls, found)
+    def from_json(cls, content: Mapping[str, Any]) -> LatentInfo:
+        """Create from JSON values; TypeError or ValueError if they do not describe latents."""
+        values = _checked_fields(cls, content)
         return cls(**values | {"mean": tuple(values["mean"])})
 
     def standardize(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
+        """Map latents [..., M, C] to unit root mean square (norm sqrt(C) on average), float32."""
         return (latents.astype(np.float32) - np.asarray(self.mean, np.float32)) / np.float32(self.rms)
 
     def restore(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [..., M, C]: the inverse of `standardize`."""
+        """Map standardized latents [..., M, C] back to the encoder's scale, float32."""
         return latents.astype(np.float32) * np.float32(self.rms) + np.asarray(self.mean, np.float32)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that describes a store. `options` are the resolved ones of `mmldlm prepare`."""
+    """Complete description of a store. `options` are the resolved options of `mmldlm prepare`."""
 
     format: int
     created_by: str
@@ -95,16 +95,17 @@ class Manifest:
     files: dict[str, FileInfo]
 
     def to_json(self) -> str:
+        """Return the content of the manifest file."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def write(self, store: Path) -> None:
-        """Durably, with its seal, the hash of the manifest itself. The manifest comes last."""
+        """Write the manifest durably, after its checksum file."""
         content = self.to_json()
-        write_atomically(store / SEAL_NAME, seal_of(hashlib.sha256(content.encode()).hexdigest()))
+        write_atomically(store / CHECKSUM_NAME, checksum_line(hashlib.sha256(content.encode()).hexdigest()))
         write_atomically(store / MANIFEST_NAME, content)
 
     def all_files(self) -> Iterator[tuple[str, FileInfo]]:
-        """Every file of the store but the manifest and its seal, by name."""
+        """Yield (name, info) of every file of the store except the manifest and its checksum."""
         for split in self.splits.values():
             for shard in split.shards:
                 yield from ((f"{shard.name}.{suffix}", info) for suffix, info in shard.files.items())
@@ -112,57 +113,68 @@ class Manifest:
 
     @classmethod
     def read(cls, store: Path) -> Manifest:
-        """The manifest of the store at `store`; DataError where it is missing, torn or of another format."""
+        """Read the manifest of the store at `store`.
+
+        Raises:
+            DataError: it is missing, incomplete or of another format.
+        """
         path = store / MANIFEST_NAME
         if not path.is_file():
-            what = "no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
-            raise DataError(f"{store}: not a data store: {what}; expected the folder that `mmldlm prepare --out` wrote")
+            reason = "no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
+            raise DataError(
+                f"{store}: not a data store: {reason}; expected the folder that `mmldlm prepare --out` wrote"
+            )
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON ({error}); expected the manifest of a data store") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            value = found.get("format") if isinstance(found, dict) else type(found).__name__
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            value = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise DataError(f"{path}: format is {value!r}, expected {FORMAT}; prepare the data again")
         try:
-            values = _checked(cls, found)
-            values["latent"] = LatentInfo.read(found["latent"])
-            values["splits"] = {name: _split(split) for name, split in found["splits"].items()}
-            values["files"] = {name: FileInfo(**_checked(FileInfo, info)) for name, info in found["files"].items()}
+            values = _checked_fields(cls, content)
+            values["latent"] = LatentInfo.from_json(content["latent"])
+            values["splits"] = {name: _split_info(split) for name, split in content["splits"].items()}
+            values["files"] = {name: _file_info(info) for name, info in content["files"].items()}
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: {error}; expected a complete manifest of format {FORMAT}") from None
 
 
-def seal_of(digest: str) -> str:
-    """What the seal of a manifest of this SHA-256 holds."""
+def checksum_line(digest: str) -> str:
+    """Return the content of the checksum file of a manifest with this SHA-256."""
     return f"{digest}  {MANIFEST_NAME}\n"
 
 
-def _checked(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """`found` with exactly the fields of the dataclass `cls`; ValueError naming the first that differ."""
-    expected = _names(cls)
-    if found.keys() != expected:
-        if missing := sorted(expected - found.keys()):
+def shard_info(content: Mapping[str, Any]) -> ShardInfo:
+    """Create a `ShardInfo` from JSON values; KeyError, TypeError or ValueError if they are incomplete."""
+    files = {suffix: _file_info(info) for suffix, info in content["files"].items()}
+    return ShardInfo(**_checked_fields(ShardInfo, content) | {"files": files})
+
+
+def _split_info(content: Mapping[str, Any]) -> SplitInfo:
+    return SplitInfo(**_checked_fields(SplitInfo, content) | {"shards": tuple(map(shard_info, content["shards"]))})
+
+
+def _file_info(content: Mapping[str, Any]) -> FileInfo:
+    return FileInfo(**_checked_fields(FileInfo, content))
+
+
+def _checked_fields(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `content` as a dict; ValueError names the first key that is not, or should be, a field of `cls`."""
+    expected = _field_names(cls)
+    if content.keys() != expected:
+        if missing := sorted(expected - content.keys()):
             raise ValueError(f"key {missing[0]!r} is missing")
-        raise ValueError(f"key {min(found.keys() - expected)!r} is unknown")
-    return dict(found)
+        raise ValueError(f"key {min(content.keys() - expected)!r} is unknown")
+    return dict(content)
 
 
 @cache
-def _names(cls: type) -> frozenset[str]:
+def _field_names(cls: type) -> frozenset[str]:
     return frozenset(field.name for field in fields(cls))
 
 
-def shard_info(found: Mapping[str, Any]) -> ShardInfo:
-    """From its JSON values; KeyError, TypeError or ValueError where they are not complete."""
-    files = {suffix: FileInfo(**_checked(FileInfo, info)) for suffix, info in found["files"].items()}
-    return ShardInfo(**_checked(ShardInfo, found) | {"files": files})
-
-
-def _split(found: Mapping[str, Any]) -> SplitInfo:
-    return SplitInfo(**_checked(SplitInfo, found) | {"shards": tuple(map(shard_info, found["shards"]))})
-
-
 def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest type in which tokens of the vocabulary are stored."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

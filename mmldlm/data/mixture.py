@@ -1,4 +1,7 @@
-"""Several stores as one, drawn from by their shares: whether they fit together, and what then holds for all."""
+"""Mixtures: several compatible stores opened as one, from which samples are drawn by their shares.
+
+Shape letters: K stores, C latent channels.
+"""
 
 from __future__ import annotations
 
@@ -12,70 +15,86 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.manifest import LatentInfo, Manifest, SplitInfo
-from mmldlm.data.sampler import MixedOrder, Part, SampleOrder, drawn_before
+from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
 from mmldlm.data.store import Source, Split, Store
 from mmldlm.errors import DataError
-from mmldlm.utils.short_repr import shown
+from mmldlm.utils.short_repr import short_repr
 
 
-def open_data(place: str | Path | Mapping[str, float]) -> Store:
-    """The store at a path, or those of `data.mixture`, by path and weight. DataError as `Store.open` raises it."""
-    return open_mixture(dict(place)) if isinstance(place, Mapping) else Store.open(place)
+def open_data(location: str | Path | Mapping[str, float]) -> Store:
+    """Open the store at a path, or the stores of `data.mixture`, a mapping of path to weight.
+
+    Raises:
+        DataError: as `Store.open` and `open_mixture` do.
+    """
+    return open_mixture(dict(location)) if isinstance(location, Mapping) else Store.open(location)
 
 
 def open_mixture(weights: dict[str, float]) -> Store:
-    """Several stores as one. DataError in one line where two do not fit together.
+    """Open several stores as one.
 
-    Their order follows from shares and contents alone, so that samples have the same rows wherever the stores lie and
-    however the map is written: the largest share first.
+    The stores are ordered by share, largest first, and then by content. So samples have the same indices regardless of
+    the paths of the stores and the order of `weights`.
+
+    Args:
+        weights: proportions in which samples are drawn, by path; they need not sum to 1.
+
+    Raises:
+        DataError: a store cannot be opened, or two are incompatible.
     """
     if len(weights) == 1:
         return Store.open(*weights)
-    exact = {path: Fraction(str(weight)) for path, weight in weights.items()}  # 0.1 is a tenth
-    stores = [(Store.open(path, name), exact[path]) for path, name in _names(list(weights)).items()]
+    exact = {path: Fraction(str(weight)) for path, weight in weights.items()}  # via str, so that 0.1 is exactly 1/10
+    stores = [(Store.open(path, name), exact[path]) for path, name in _display_names(list(weights)).items()]
     sources = [replace(store.sources[0], share=weight / sum(exact.values())) for store, weight in stores]
     sources.sort(key=lambda source: (-source.share, source.identity))
     for source in sources[1:]:
-        _check_fits(sources[0], source)
-    return Store.of(_pooled(sources), sources, partial(open_mixture, weights))
+        _check_compatible(sources[0], source)
+    return Store.from_sources(_pooled_manifest(sources), sources, partial(open_mixture, weights))
 
 
-def order_of(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
-    """The order in which a run reads a split."""
+def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
+    """Return the order in which a run reads a split."""
     if len(split.sources) == 1:
         return SampleOrder(split.lengths, seed, window, skipped=split.skipped)
     parts = [
-        Part(first, stop - first, split.skipped_in(first, stop) - first, source.share, int(source.identity[:16], 16))
-        for source, first, stop in split.parts()
+        MixturePart(
+            first=first,
+            count=stop - first,
+            skipped=split.skipped_in(first, stop) - first,
+            share=source.share,
+            key=int(source.identity[:16], 16),
+        )
+        for source, first, stop in split.source_ranges()
     ]
     return MixedOrder(split.lengths, seed, parts, window)
 
 
-def shared_out(count: int, split: Split) -> list[int]:
-    """`count` samples of a split, for each of its sources by its share."""
-    return drawn_before(count, [source.share for source in split.sources])
+def samples_per_source(count: int, split: Split) -> list[int]:
+    """Divide `count` samples of a split among its sources by their shares."""
+    return count_draws(count, [source.share for source in split.sources])
 
 
-def _names(paths: Sequence[str]) -> dict[str, str]:
-    """What each store is called in records and curves: the last part of its path, or all of it where two have that."""
-    last = [Path(path).name for path in paths]
-    return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
+def _display_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the name of each store in records and curves: its folder's name, or its path if that is ambiguous."""
+    names = [Path(path).name for path in paths]
+    return {path: name if names.count(name) == 1 else path for path, name in zip(paths, names, strict=True)}
 
 
-def _check_fits(first: Source, other: Source) -> None:
+def _check_compatible(first: Source, other: Source) -> None:
     if first.identity == other.identity:
         raise DataError(f"data.mixture: {first.path} and {other.path} are the same store, expected different ones")
-    one, two = _common(first.manifest), _common(other.manifest)
-    for what, value in one.items():
-        if value != two.get(what):
+    expected, actual = _shared_properties(first.manifest), _shared_properties(other.manifest)
+    for key, value in expected.items():
+        if value != actual.get(key):
             raise DataError(
-                f"data.mixture: {first.path} and {other.path} do not fit together: {what} is {shown(value)} and "
-                f"{shown(two.get(what))}, expected the same"
+                f"data.mixture: {first.path} and {other.path} are incompatible: {key} is {short_repr(value)} and "
+                f"{short_repr(actual.get(key))}, expected the same"
             )
 
 
-def _common(manifest: Manifest) -> dict[str, Any]:
-    """What all stores of a mixture must have in common."""
+def _shared_properties(manifest: Manifest) -> dict[str, Any]:
+    """Return the properties that must be equal in all stores of a mixture."""
     return {
         "vocab_size": manifest.vocab_size,
         "mask_id": manifest.mask_id,
@@ -88,8 +107,8 @@ def _common(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _pooled(sources: Sequence[Source]) -> Manifest:
-    """The manifest of all: sums, the longest sample, one scale of latents. Files are the sources' own."""
+def _pooled_manifest(sources: Sequence[Source]) -> Manifest:
+    """Return the manifest of the mixture: summed counts, the largest length, pooled latent statistics, and no files."""
     manifests = [source.manifest for source in sources]
     splits = {
         name: SplitInfo(
@@ -100,24 +119,23 @@ def _pooled(sources: Sequence[Source]) -> Manifest:
         )
         for name in manifests[0].splits
     }
-    longest = max(manifest.max_length for manifest in manifests)
-    latent = pooled_latents(
-        [(manifest.latent, float(each.share)) for manifest, each in zip(manifests, sources, strict=True)]
-    )
-    return replace(manifests[0], max_length=longest, latent=latent, splits=splits, files={})
+    max_length = max(manifest.max_length for manifest in manifests)
+    latent = pooled_latents([(source.manifest.latent, float(source.share)) for source in sources])
+    return replace(manifests[0], max_length=max_length, latent=latent, splits=splits, files={})
 
 
 def pooled_latents(parts: Sequence[tuple[LatentInfo, float]]) -> LatentInfo:
-    """Mean and root mean square of what is drawn from all `parts` by their shares, which sum to 1.
+    """Return the latent statistics of samples that are drawn from all `parts` by their shares, which sum to 1.
 
-    The law of total variance, over channels too: the pooled mean square is the mean of the parts' own, plus that of
-    their means' distances from the pooled mean. No latent is longer than its part's longest, plus that distance.
+    By the law of total variance, averaged over channels, the pooled mean square is the mean of the parts' mean squares
+    plus the mean squared distance of their means from the pooled mean. `max_norm` is a bound: the norm of a centered
+    latent is at most the largest of its part plus the distance of the part's mean.
     """
     means = np.array([latent.mean for latent, _ in parts])  # [K, C]
     shares = np.array([share for _, share in parts])
     rms = np.array([latent.rms for latent, _ in parts])
     mean = shares @ means
-    distances = np.square(means - mean)
+    distances = np.square(means - mean)  # squared, [K, C]
     pooled = float(np.sqrt(shares @ (np.square(rms) + distances.mean(axis=1))))
-    longest = np.array([latent.max_norm for latent, _ in parts]) * rms + np.sqrt(distances.sum(axis=1))
-    return replace(parts[0][0], mean=tuple(mean.tolist()), rms=pooled, max_norm=float(longest.max()) / pooled)
+    max_norms = np.array([latent.max_norm for latent, _ in parts]) * rms + np.sqrt(distances.sum(axis=1))
+    return replace(parts[0][0], mean=tuple(mean.tolist()), rms=pooled, max_norm=float(max_norms.max()) / pooled)

@@ -1,4 +1,4 @@
-"""The samples of a store that are nearest to given latents.
+"""Nearest neighbors of latents among the samples of a store.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -11,40 +11,50 @@ import numpy as np
 
 from mmldlm.data.store import Split, Store
 
-_ROWS = 8192  # latents compared at a time
+_BLOCK_SAMPLES = 8192
 
 
-def directions(latents: np.ndarray) -> np.ndarray:
-    """[n, M C]: each of the latents [n, M, C], or [n, D], at length 1."""
+def unit_vectors(latents: np.ndarray) -> np.ndarray:
+    """Flatten latents [n, M, C] or [n, D] and scale each to norm 1: [n, M C] or [n, D]."""
     flat = latents.reshape(len(latents), -1)
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
 
 
 def latent_blocks(split: Split) -> Iterator[np.ndarray]:
-    """float64 [rows, M, C] of all samples, in order, on the encoder's scale."""
+    """Yield the latents of all samples in order, on the encoder's scale, in blocks float64 [block, M, C]."""
     for shard in split.shards:
-        for first in range(0, len(shard.latents), _ROWS):
-            yield shard.latents[first : first + _ROWS].astype(np.float64)
+        for first in range(0, len(shard.latents), _BLOCK_SAMPLES):
+            yield shard.latents[first : first + _BLOCK_SAMPLES].astype(np.float64)
 
 
-def neighbors_of(
-    store: Store, split: Split, latents: np.ndarray, count: int, but: Sequence[int | None] = ()
+def nearest_neighbors(
+    store: Store, split: Split, latents: np.ndarray, count: int, exclude: Sequence[int | None] = ()
 ) -> list[list[tuple[int, float]]]:
-    """For each of `latents` [n, M, C], on the encoder's scale, the `count` nearest rows of `split` and their cosines.
+    """Find the samples of `split` whose latents have the largest cosine with each of `latents`.
 
-    Nearest is the largest cosine of standardized latents: without their mean, which all samples share. `but` names a
-    row for each latent that does not count, such as its own. Reads all latents of the split.
+    The cosine is that of standardized latents, that is, without the mean that all samples share. Reads all latents of
+    the split.
+
+    Args:
+        store: standardizes the latents.
+        split: is searched.
+        latents: [n, M, C] on the encoder's scale.
+        count: neighbors per latent.
+        exclude: for each latent, the index of a sample that does not count (such as its own), or None.
+
+    Returns:
+        For each latent, (index, cosine) of its neighbors, the nearest first.
     """
-    wanted, first = directions(store.standardize(latents)), 0
+    queries, first = unit_vectors(store.standardize(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
     for block in latent_blocks(split):
-        cosines = wanted @ directions(store.standardize(block)).T
-        for index, row in enumerate(but):
-            if row is not None and first <= row < first + len(block):
-                cosines[index, row - first] = -np.inf
-        for index, found in enumerate(best):
-            top = np.argsort(-cosines[index], kind="stable")[:count]
-            found += [(float(cosines[index, place]), first + int(place)) for place in top if cosines[index, place] > -2]
-            best[index] = sorted(found, key=lambda pair: (-pair[0], pair[1]))[:count]
+        cosines = queries @ unit_vectors(store.standardize(block)).T
+        for query, index in enumerate(exclude):
+            if index is not None and first <= index < first + len(block):
+                cosines[query, index - first] = -np.inf
+        for query, candidates in enumerate(best):
+            top = np.argsort(-cosines[query], kind="stable")[:count]
+            candidates += [(float(cosines[query, i]), first + int(i)) for i in top if cosines[query, i] > -2]
+            best[query] = sorted(candidates, key=lambda pair: (-pair[0], pair[1]))[:count]
         first += len(block)
-    return [[(row, cosine) for cosine, row in found] for found in best]
+    return [[(index, cosine) for cosine, index in neighbors] for neighbors in best]

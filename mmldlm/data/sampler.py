@@ -1,4 +1,8 @@
-"""The order of samples, as pure functions of (seed, position): no state to save, nothing of size n to hold."""
+"""Sample order as pure functions of (seed, position): no state to save, and no array of the size of the data set.
+
+`SampleOrder` shuffles one store, `MixedOrder` draws from several. A position counts the samples drawn since the start
+of the run; an index numbers the samples of a split.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_ROUNDS = 6
+_ROUNDS = 6  # of the Feistel network
 
 
 def _mix(value: int) -> int:
@@ -23,7 +27,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_array(value: np.ndarray) -> np.ndarray:
-    """`_mix` of a uint64 array; array arithmetic wraps modulo 2^64 by itself."""
+    """`_mix` of a uint64 array; NumPy arithmetic wraps modulo 2^64 without a mask."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -31,6 +35,7 @@ def _mix_array(value: np.ndarray) -> np.ndarray:
 
 
 def _key(*parts: int) -> int:
+    """Return a 64-bit key that depends on all `parts` and their order."""
     key = 0
     for part in parts:
         key = _mix(key ^ (part & _MASK))
@@ -38,18 +43,27 @@ def _key(*parts: int) -> int:
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np.ndarray:
-    """int64, shape of `index`: the images of `index` under the permutation of range(n) keyed by (seed, epoch).
+    """Map `index` by the permutation of range(n) that is keyed by (seed, epoch).
 
-    Each index may have an epoch of its own. A Feistel network permutes the smallest power of four that is not below n;
-    an image outside range(n) is permuted again until it falls inside (cycle walking), about 4 times at most on average.
+    A Feistel network permutes the smallest power of four that is not below n. An image outside range(n) is permuted
+    again until it falls inside (cycle walking), at most about 4 times on average.
+
+    Args:
+        index: integers in range(n), of any shape.
+        n: size of the permutation.
+        seed: key of the family of permutations.
+        epoch: key within the family; one for all, or one per index in the shape of `index`.
+
+    Returns:
+        The images, int64 in the shape of `index`.
     """
     assert n > 0 and (index.size == 0 or (index.min() >= 0 and index.max() < n)), "index outside range(n)"
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
-    keys: list[Any]  # of each round: one, or one for each index
+    keys: list[Any]  # one per round: a scalar, or an array with one key per index
     if isinstance(epoch, np.ndarray):
-        of_epoch = _mix_array(epoch.astype(np.uint64).ravel() ^ np.uint64(_key(seed)))
-        keys = [_mix_array(of_epoch ^ np.uint64(round_)) for round_ in range(_ROUNDS)]
+        epoch_key = _mix_array(epoch.astype(np.uint64).ravel() ^ np.uint64(_key(seed)))
+        keys = [_mix_array(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]
     else:
         keys = [np.uint64(_key(seed, epoch, round_)) for round_ in range(_ROUNDS)]
 
@@ -68,65 +82,66 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np
 
 
 class Lengths(Protocol):
-    """Tokens of samples by row: an array, or what looks them up where they lie."""
+    """Token counts of samples by index: an array, or an object that looks them up on disk."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray: ...
+    def __getitem__(self, indices: np.ndarray, /) -> np.ndarray: ...
 
 
-class _Windows:
-    """An infinite stream of samples with neighbors of similar length, in windows.
+class _WindowedOrder:
+    """An infinite stream of sample indices in which neighbors have similar lengths.
 
-    A window is sorted by length and cut into blocks of `block`, which are shuffled. Which samples are in it, and where
-    it lies in the stream, is for the order to say.
+    The stream consists of windows. A window's samples are sorted by length and cut into blocks of `block` samples,
+    which are shuffled. Subclasses define which samples a window holds and where it begins in the stream.
     """
 
     def __init__(self, lengths: Lengths, seed: int, window: int, block: int):
         assert len(lengths) and window >= 1 and block >= 1
         self.lengths, self.seed, self.window, self.block = lengths, seed, window, block
-        # Steps walk through a window one global batch at a time: keep the one at hand, and its neighbor.
+        # Steps read a window one global batch at a time: cache the current window and its neighbor.
         self._window = lru_cache(maxsize=2)(self._sorted_window)
 
     def take(self, start: int, count: int) -> np.ndarray:
-        """int64 [count]: the rows of the samples at stream positions [start, start + count)."""
-        return self.take_sized(start, count)[0]
+        """Return the indices of the samples at stream positions [start, start + count), int64 [count]."""
+        return self.take_with_lengths(start, count)[0]
 
-    def take_sized(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`take`, and the lengths of those samples: [count] both."""
+    def take_with_lengths(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same indices as `take` and the lengths of those samples, both [count]."""
         assert start >= 0 and count >= 0
-        rows, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+        indices, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         position, stop = start, start + count
         while position < stop:
-            number, offset = self._place(position)
-            window = self._window(number)
-            rows.append(window[0][offset : offset + stop - position])
-            lengths.append(window[1][offset : offset + stop - position])
-            position += len(rows[-1])
-        return np.concatenate(rows), np.concatenate(lengths)
+            number, offset = self._locate(position)
+            window_indices, window_lengths = self._window(number)
+            indices.append(window_indices[offset : offset + stop - position])
+            lengths.append(window_lengths[offset : offset + stop - position])
+            position += len(indices[-1])
+        return np.concatenate(indices), np.concatenate(lengths)
 
-    def _place(self, position: int) -> tuple[int, int]:
-        """The number of the window that a position lies in, and its place in there."""
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Return the number of the window that contains `position`, and the offset in it."""
         raise NotImplementedError
 
-    def _drawn(self, number: int) -> np.ndarray:
-        """int64: the rows of a window's samples. Those of equal lengths stay in this order."""
+    def _window_indices(self, number: int) -> np.ndarray:
+        """Return the indices of a window's samples, int64; samples of equal length keep this order."""
         raise NotImplementedError
 
     def _sorted_window(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = self._drawn(number)
-        lengths = self.lengths[rows]
+        indices = self._window_indices(number)
+        lengths = self.lengths[indices]
         by_length = np.argsort(lengths, kind="stable")
-        blocks = -(-len(rows) // self.block)
+        blocks = -(-len(indices) // self.block)
+        # Epochs are not negative, so the blocks' keys (-1, -2, ...) never coincide with those of the samples.
         shuffled = permute(np.arange(blocks), blocks, self.seed, -1 - number)
-        chosen = np.concatenate([by_length[b * self.block : (b + 1) * self.block] for b in shuffled])
-        return rows[chosen], lengths[chosen]
+        order = np.concatenate([by_length[b * self.block : (b + 1) * self.block] for b in shuffled])
+        return indices[order], lengths[order]
 
 
-class SampleOrder(_Windows):
-    """The order of one store, shuffled anew every epoch.
+class SampleOrder(_WindowedOrder):
+    """Order of the samples of one store, reshuffled every epoch.
 
-    Epoch e holds each of the n samples once, permuted by (seed, e) and cut into windows of `window` positions.
+    Epoch e contains each of the n samples once, permuted by (seed, e) and cut into windows of `window` positions.
     """
 
     def __init__(
@@ -137,112 +152,128 @@ class SampleOrder(_Windows):
         block: int = 64,
         skipped: Sequence[int] | np.ndarray = (),
     ):
-        """`lengths` are of all rows; `skipped`, rising, are the rows that are no samples."""
+        """Create an order.
+
+        Args:
+            lengths: token counts of all samples, skipped ones included.
+            seed: key of the permutations.
+            window: samples that are sorted by length together.
+            block: consecutive samples of a sorted window that stay together.
+            skipped: ascending indices that are never drawn.
+        """
         super().__init__(lengths, seed, window, block)
-        self._samples = _Samples(0, len(lengths), np.asarray(skipped, np.int64))
-        self._windows = -(-len(self) // window)  # of one epoch; the last may be shorter
+        self._samples = _KeptSamples(0, len(lengths), np.asarray(skipped, np.int64))
+        self._windows = -(-len(self) // window)  # per epoch; the last may be shorter
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the number of samples per epoch."""
         return len(self._samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleOrder, (self.lengths, self.seed, self.window, self.block, self._samples.skipped)
 
     def epochs(self, position: int) -> list[float]:
-        """How often the samples before `position` are all that there are; of each store, here of one."""
+        """Return how many epochs of each store (here one) have been drawn before `position`."""
         return [position / len(self)]
 
-    def _place(self, position: int) -> tuple[int, int]:
+    def _locate(self, position: int) -> tuple[int, int]:
         epoch, within = divmod(position, len(self))
         number, offset = divmod(within, self.window)
         return epoch * self._windows + number, offset
 
-    def _drawn(self, number: int) -> np.ndarray:
+    def _window_indices(self, number: int) -> np.ndarray:
         epoch, within = divmod(number, self._windows)
         positions = np.arange(within * self.window, min((within + 1) * self.window, len(self)))
-        return self._samples.rows(permute(positions, len(self), self.seed, epoch))
+        return self._samples.indices(permute(positions, len(self), self.seed, epoch))
 
 
-class _Samples:
-    """The samples among the rows [first, first + count): all but `skipped`, which are numbered from the first."""
+class _KeptSamples:
+    """The samples with indices [first, first + count) except `skipped`, which are relative to `first`."""
 
     def __init__(self, first: int, count: int, skipped: np.ndarray):
         self.first, self.count, self.skipped = first, count, skipped
-        self._good_before = skipped - np.arange(len(skipped))  # samples before each skipped row
+        self._kept_before = skipped - np.arange(len(skipped))  # kept samples before each skipped one
 
     def __len__(self) -> int:
         return self.count - len(self.skipped)
 
-    def rows(self, samples: np.ndarray) -> np.ndarray:
-        """The rows of the samples of these numbers."""
-        return self.first + samples + np.searchsorted(self._good_before, samples, side="right")
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the indices of the kept samples with these `numbers`, which count kept samples from 0."""
+        return self.first + numbers + np.searchsorted(self._kept_before, numbers, side="right")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What an order of several stores draws from one of them: its rows [first, first + count) but `skipped`."""
+class MixturePart:
+    """One store of a mixture: the samples with indices [first, first + count) except `skipped`."""
 
     first: int
     count: int
-    skipped: np.ndarray  # int64, rising, numbered from `first`
-    share: Fraction  # of the stream; those of all parts sum to 1
-    key: int  # of its own permutations
+    skipped: np.ndarray  # int64, ascending, relative to `first`
+    share: Fraction  # of the stream; the shares of all parts sum to 1
+    key: int  # distinguishes the part's permutations
 
 
-def drawn_before(position: int, shares: Sequence[Fraction]) -> list[int]:
-    """How many of the first `position` samples of a stream each part has, where shares are given in falling order.
+def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
+    """Return how many of the first `position` samples of a stream are drawn from each part.
 
-    The first part has its share, rounded; the second its share of what is left, and so on. None ever loses a sample as
-    the position rises. Two or three parts are never a whole sample away from their shares, and K parts never more than
-    (1 + H) / 2, H being the sum of 1 / j for j < K: each rounding, of 1/2 at most, reaches part k by its share of what
-    was left, and what was left behind part j held k - j parts at least as large.
+    The first part gets its share of the samples, rounded; the second its share of the remaining samples, and so on. No
+    count decreases as the position grows. With two or three parts no count is off its share by a whole sample, and
+    with K parts none by more than (1 + H) / 2, where H is the sum of 1 / j for j < K: each rounding error, at most 1/2,
+    reaches part k in proportion to its share of the remainder, and the remainder behind part j contained k - j parts at
+    least as large.
+
+    Args:
+        position: samples drawn in all.
+        shares: of the parts, in descending order; they sum to 1.
     """
-    counts, left, rest = [], position, Fraction(1)
+    counts, samples_left, share_left = [], position, Fraction(1)
     for share in shares:
-        conditional = share / rest if rest != share else Fraction(1)
-        above, below = conditional.numerator, conditional.denominator
-        counts.append((2 * above * left + below) // (2 * below))
-        left, rest = left - counts[-1], rest - share
+        conditional = share / share_left if share_left != share else Fraction(1)
+        numerator, denominator = conditional.numerator, conditional.denominator
+        # Integer arithmetic: rounds half up, exactly, at any position.
+        counts.append((2 * numerator * samples_left + denominator) // (2 * denominator))
+        samples_left, share_left = samples_left - counts[-1], share_left - share
     return counts
 
 
-class MixedOrder(_Windows):
-    """The order of several stores, each with its share of every window.
+class MixedOrder(_WindowedOrder):
+    """Order of the samples of several stores, each with its share of every window.
 
-    Each store is walked epoch by epoch, in its own permutations; an epoch of all does not exist. A window's samples of
-    one store lie evenly among the others before it is sorted, and so do those of equal lengths afterwards.
+    Each store is read epoch by epoch, in permutations of its own; there is no epoch of the mixture. A window's samples
+    of one store are spaced evenly among the others before the window is sorted, and so are samples of equal length
+    afterwards.
     """
 
-    def __init__(self, lengths: Lengths, seed: int, parts: Sequence[Part], window: int = 4096, block: int = 64):
-        """`parts` in falling order of their shares."""
+    def __init__(self, lengths: Lengths, seed: int, parts: Sequence[MixturePart], window: int = 4096, block: int = 64):
+        """Create an order; see `SampleOrder`. `parts` are in descending order of their shares."""
         super().__init__(lengths, seed, window, block)
         self.parts = parts
         self._shares = [part.share for part in parts]
-        self._samples = [_Samples(part.first, part.count, part.skipped) for part in parts]
+        self._samples = [_KeptSamples(part.first, part.count, part.skipped) for part in parts]
         assert sum(self._shares) == 1 and self._shares == sorted(self._shares, reverse=True)
         assert min(map(len, self._samples)) > 0
 
     def __len__(self) -> int:
-        """Samples of all stores."""
+        """Return the number of samples of all stores."""
         return sum(map(len, self._samples))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MixedOrder, (self.lengths, self.seed, self.parts, self.window, self.block)
 
     def epochs(self, position: int) -> list[float]:
-        """How often the samples before `position` are all that there are, of each store."""
-        drawn = drawn_before(position, self._shares)
-        return [count / len(samples) for count, samples in zip(drawn, self._samples, strict=True)]
+        """Return how many epochs of each store have been drawn before `position`."""
+        counts = count_draws(position, self._shares)
+        return [count / len(samples) for count, samples in zip(counts, self._samples, strict=True)]
 
-    def _place(self, position: int) -> tuple[int, int]:
+    def _locate(self, position: int) -> tuple[int, int]:
         return divmod(position, self.window)
 
-    def _drawn(self, number: int) -> np.ndarray:
-        edges = (drawn_before(place * self.window, self._shares) for place in (number, number + 1))
-        rows, places = [], []
-        for part, samples, start, stop in zip(self.parts, self._samples, *edges, strict=True):
+    def _window_indices(self, number: int) -> np.ndarray:
+        starts, stops = (count_draws(edge * self.window, self._shares) for edge in (number, number + 1))
+        indices, fractions = [], []
+        for part, samples, start, stop in zip(self.parts, self._samples, starts, stops, strict=True):
             epochs, within = np.divmod(np.arange(start, stop), len(samples))
-            rows.append(samples.rows(permute(within, len(samples), _key(self.seed, part.key), epochs)))
-            places.append((np.arange(stop - start) + 0.5) / (stop - start))
-        return np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")]
+            indices.append(samples.indices(permute(within, len(samples), _key(self.seed, part.key), epochs)))
+            # Midpoints of equal intervals of the window, so that sorting them spaces each store evenly.
+            fractions.append((np.arange(stop - start) + 0.5) / (stop - start))
+        return np.concatenate(indices)[np.argsort(np.concatenate(fractions), kind="stable")]

@@ -1,4 +1,4 @@
-"""`Shard`: the arrays of one shard, each mapped when it is first asked for, and how many a process maps at once."""
+"""`Shard`: the arrays of one shard, memory-mapped on first access, and a limit on the maps of a process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ KINDS = frozenset({"tokens", "offsets", "latents", "characters"})
 
 
 class Shard:
-    """One shard of a store. Its arrays are read-only; DataError where a file is not what the manifest says.
+    """One shard of a store, with read-only arrays; accessing one raises DataError if its file contradicts the manifest.
 
-    The longest mapped array is let go where a process would map too many: it is mapped again when it is asked for.
+    If a process would map too many arrays, the one that was mapped first is released; its next access maps it again.
     """
 
     def __init__(self, store: Path, info: ShardInfo, manifest: Manifest):
@@ -28,12 +28,12 @@ class Shard:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """[tokens of the shard]."""
+        """Token ids of all samples, concatenated, [tokens of the shard]."""
         return self._map("tokens", self._manifest.token_dtype, (self.info.tokens,))
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [samples + 1]: where each sample's tokens begin."""
+        """Start of each sample in `tokens`, and the end of the last, int64 [samples + 1]."""
         offsets = self._map("offsets", "int64", (self.info.samples + 1,))
         first, last = int(offsets[0]), int(offsets[-1])
         if (first, last) != (0, self.info.tokens):
@@ -43,68 +43,73 @@ class Shard:
 
     @cached_property
     def latents(self) -> np.ndarray:
-        """[samples, M, C], on the encoder's own scale."""
+        """Latents on the encoder's scale, [samples, M, C]."""
         latent = self._manifest.latent
         return self._map("latents", self._manifest.latent_dtype, (self.info.samples, latent.tokens, latent.channels))
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """int32 [samples]: characters of each sample's text."""
+        """Characters of each sample's text, int32 [samples]."""
         return self._map("characters", "int32", (self.info.samples,))
 
     def path(self, kind: str) -> Path:
+        """Return the path of the file of an array, one of `KINDS`."""
         return self.store / f"{self.name}.{kind}.npy"
 
     def check(self) -> None:
-        """DataError where the header of a file is not what the manifest says."""
+        """Raise DataError if the header of a file contradicts the manifest."""
         for kind in sorted(KINDS):
             getattr(self, kind)
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """int64: tokens of the samples `rows` of this shard, or of all. DataError where offsets cannot be."""
+        """Return the token counts of the samples `rows` of this shard, by default of all, int64.
+
+        Raises:
+            DataError: offsets are not increasing or out of range.
+        """
         starts, stops = (self.offsets[:-1], self.offsets[1:]) if rows is None else self.offsets[[rows, rows + 1]]
         lengths = stops - starts
-        wrong = (lengths < 1) | (lengths > self._manifest.max_length) | (starts < 0) | (stops > self.info.tokens)
-        if wrong.any():
-            at = int(np.argmax(wrong))
+        invalid = (lengths < 1) | (lengths > self._manifest.max_length) | (starts < 0) | (stops > self.info.tokens)
+        if invalid.any():
+            first = int(np.argmax(invalid))
             raise DataError(
-                f"{self.path('offsets')}: sample {at if rows is None else rows[at]} has {lengths[at]} tokens from "
-                f"{starts[at]} on, expected 1 to {self._manifest.max_length} among {self.info.tokens}"
+                f"{self.path('offsets')}: sample {first if rows is None else rows[first]} has {lengths[first]} tokens "
+                f"from {starts[first]} on, expected 1 to {self._manifest.max_length} among {self.info.tokens}"
             )
         return lengths
 
     def _map(self, kind: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         path = self.path(kind)
         try:
-            # A plain view of the map: indexing np.memmap itself costs a Python call each time.
+            # A plain view of the map: every indexing of np.memmap costs a Python call.
             array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: not a readable array ({error})") from None
         if array.dtype != np.dtype(dtype) or array.shape != shape:
             raise DataError(f"{path}: {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}")
         _mapped.append((weakref.ref(self), kind))
-        while len(_mapped) > most_mapped():
-            owner, longest = _mapped.popleft()
-            if (shard := owner()) is not None:
-                vars(shard).pop(longest, None)
+        while len(_mapped) > max_mapped_arrays():
+            reference, oldest_kind = _mapped.popleft()
+            if (shard := reference()) is not None:
+                vars(shard).pop(oldest_kind, None)  # clears the cached property
         return array
 
 
-_mapped: deque[tuple[weakref.ref[Shard], str]] = deque()  # arrays of this process, in the order of mapping
+_mapped: deque[tuple[weakref.ref[Shard], str]] = deque()  # by this process, oldest first
 
 
 @cache
-def most_mapped() -> int:
-    """Arrays to map at once. Each costs a map and a file descriptor, of which the other half is left to others.
+def max_mapped_arrays() -> int:
+    """Return how many arrays may be mapped at once: half of the maps and file descriptors available to the process.
 
-    As many descriptors are asked for as the system grants this process.
+    Each mapped array costs one of both. The limit on descriptors is first raised to the maximum allowed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         maps = int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
         maps = 65_530  # Linux's default
-    wanted = maps if hard == resource.RLIM_INFINITY else min(maps, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted // 2
+    limit = maps if hard == resource.RLIM_INFINITY else min(maps, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit // 2

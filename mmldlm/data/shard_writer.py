@@ -1,4 +1,4 @@
-"""`ShardWriter`: samples to the files of shards, as they come, and `Contents`: what these hold, as numbers that add up.
+"""`ShardWriter`: streams samples into the files of shards; `Contents`: summable totals of shards.
 
 Shape letters: n samples, M latent tokens of a sample, C latent channels, V vocabulary.
 """
@@ -19,26 +19,27 @@ from mmldlm.utils.files import FileInfo, file_info, fsync
 
 SPLITS = ("train", "validation", "test")
 TOKEN_COUNTS = "token_counts.npy"
-_AT_ONCE = 1 << 22  # numbers of latents that are looked at together: 32 MiB in float64
+_BLOCK_VALUES = 1 << 22  # of a block of rows: 32 MiB in float64
 
 
 @dataclass
 class Contents:
-    """Of shards, by split. `latent_sum` float64 [C] is of the training split, over n and M."""
+    """Totals of shards, by split; totals of consecutive shards can be added."""
 
     shards: dict[str, list[ShardInfo]]
     characters: dict[str, int]
     token_counts: np.ndarray  # int64 [V], of the training split
-    latent_sum: np.ndarray
+    latent_sum: np.ndarray  # float64 [C], of the training split, over n and M
     max_length: int = 0
 
     @classmethod
     def empty(cls, vocab_size: int, channels: int) -> Contents:
-        nothing = np.zeros(vocab_size, np.int64), np.zeros(channels)
-        return cls({split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), *nothing)
+        """Return the totals of no shards."""
+        shards: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
+        return cls(shards, dict.fromkeys(SPLITS, 0), np.zeros(vocab_size, np.int64), np.zeros(channels))
 
     def add(self, other: Contents) -> None:
-        """What follows in the store. Sums of floats depend on the order, so that is always the store's."""
+        """Add the totals of the shards that follow in the store; sums of floats depend on this order."""
         for split in SPLITS:
             self.shards[split] += other.shards[split]
             self.characters[split] += other.characters[split]
@@ -47,7 +48,7 @@ class Contents:
         self.max_length = max(self.max_length, other.max_length)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """As JSON values, but for the counts of tokens, which go to `folder`."""
+        """Write the token counts to `folder` and return the other totals as JSON values."""
         np.save(folder / TOKEN_COUNTS, self.token_counts, allow_pickle=False)
         return {
             "shards": {split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()},
@@ -58,14 +59,17 @@ class Contents:
 
     @classmethod
     def load(cls, folder: Path, saved: dict[str, Any]) -> Contents:
+        """Return the totals that `save` wrote to `folder` and returned as `saved`."""
         shards = {split: [shard_info(shard) for shard in shards] for split, shards in saved["shards"].items()}
         counts = np.load(folder / TOKEN_COUNTS, allow_pickle=False)
         return cls(shards, saved["characters"], counts, np.array(saved["latent_sum"]), saved["max_length"])
 
     def samples(self, split: str) -> int:
+        """Return the number of samples of a split."""
         return sum(shard.samples for shard in self.shards[split])
 
-    def infos(self) -> dict[str, SplitInfo]:
+    def split_infos(self) -> dict[str, SplitInfo]:
+        """Return the manifest's entries of the splits."""
         return {
             split: SplitInfo(
                 samples=self.samples(split),
@@ -77,14 +81,14 @@ class Contents:
         }
 
     def mean(self, latent_tokens: int) -> np.ndarray:
-        """float64 [C] over the training split."""
+        """Return the mean latent vector of the training split, float64 [C]."""
         return self.latent_sum / (self.samples("train") * latent_tokens)
 
 
 class ShardWriter:
-    """Writes the shards of all splits into `folder`; use as a context manager, and `finish()` at the end.
+    """Writes the shards of all splits into `folder`; use as a context manager and call `finish()` at the end.
 
-    Holds no more than what it is given at a time, whatever the size of a shard or of a latent.
+    Memory use is bounded by the samples of one `add`, whatever the size of a shard or of a latent.
     """
 
     def __init__(
@@ -116,9 +120,16 @@ class ShardWriter:
             shard.close()
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
-        """Append samples: `tokens` of n, raw `latents` [n, M, C], and `characters` of n texts.
+        """Append n samples.
 
-        DataError where a latent is not finite as it is to be stored.
+        Args:
+            split: train, validation or test.
+            tokens: ids of each sample, at least one.
+            latents: [n, M, C] on the encoder's scale.
+            characters: length of each text.
+
+        Raises:
+            DataError: a latent is not finite in the type in which it is stored.
         """
         assert len(tokens) == len(latents) == len(characters)
         assert all(len(sample) for sample in tokens), "a sample without tokens"
@@ -139,33 +150,34 @@ class ShardWriter:
                 self._close(split)
 
     def finish(self) -> Contents:
+        """Complete all open shards and return the totals."""
         for split in list(self._open):
             self._close(split)
         return self._contents
 
     def _close(self, split: str) -> None:
-        shard, found = self._open.pop(split), self._contents
+        shard, contents = self._open.pop(split), self._contents
         info = shard.finish()
-        found.shards[split].append(info)
-        found.characters[split] += shard.characters
-        found.max_length = max(found.max_length, shard.longest)
+        contents.shards[split].append(info)
+        contents.characters[split] += shard.characters
+        contents.max_length = max(contents.max_length, shard.max_length)
         if split == "train":
-            for tokens in _stretches(self.folder, info, "tokens"):
-                found.token_counts += np.bincount(tokens, minlength=len(found.token_counts))
-            for latents in _stretches(self.folder, info, "latents"):
-                found.latent_sum += latents.sum(axis=(0, 1), dtype=np.float64)
+            for tokens in _row_blocks(self.folder, info, "tokens"):
+                contents.token_counts += np.bincount(tokens, minlength=len(contents.token_counts))
+            for latents in _row_blocks(self.folder, info, "latents"):
+                contents.latent_sum += latents.sum(axis=(0, 1), dtype=np.float64)
 
 
 @dataclass
 class _Shard:
-    """The four files of a shard that is being written."""
+    """The four open files of a shard that is being written."""
 
     folder: Path
     name: str
     rows: dict[str, tuple[np.dtype, tuple[int, ...]]]  # type and shape of a row, by kind of file
     samples: int = 0
     characters: int = 0
-    longest: int = 0
+    max_length: int = 0
     _files: dict[str, BinaryIO] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -184,15 +196,16 @@ class _Shard:
         self._append("characters", np.asarray(characters))
         self.samples += len(tokens)
         self.characters += sum(characters)
-        self.longest = max(self.longest, int(lengths.max()))
+        self.max_length = max(self.max_length, int(lengths.max()))
 
     def finish(self) -> ShardInfo:
-        """Numbers of rows are known now: the header, which leaves room for any, is written anew."""
+        """Write the final headers, close and hash the files."""
+        # The number of rows is known only now; numpy's header has the same size for any number.
         for kind, file in self._files.items():
-            begin = file.tell()
+            end = file.tell()
             file.seek(0)
             self._write_header(kind)
-            assert begin - file.tell() == self._counts[kind] * self._row_bytes(kind)
+            assert end - file.tell() == self._counts[kind] * self._row_bytes(kind)
         self.close()
         files: dict[str, FileInfo] = {}
         for kind in self.rows:
@@ -217,38 +230,52 @@ class _Shard:
 
     def _write_header(self, kind: str) -> None:
         dtype, shape = self.rows[kind]
-        described: dict[str, Any] = {"descr": dtype.str, "fortran_order": False, "shape": (self._counts[kind], *shape)}
-        np.lib.format.write_array_header_1_0(self._files[kind], described)
+        header: dict[str, Any] = {"descr": dtype.str, "fortran_order": False, "shape": (self._counts[kind], *shape)}
+        np.lib.format.write_array_header_1_0(self._files[kind], header)
 
 
-def _stretches(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarray]:
-    """The rows of a shard's file, many at a time."""
+def _row_blocks(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarray]:
+    """Yield the rows of a shard's file in blocks of about `_BLOCK_VALUES` numbers."""
     array = np.load(folder / f"{shard.name}.{kind}.npy", mmap_mode="r", allow_pickle=False)
-    step = max(1, _AT_ONCE // max(1, int(np.prod(array.shape[1:], dtype=np.int64))))
+    step = max(1, _BLOCK_VALUES // max(1, int(np.prod(array.shape[1:], dtype=np.int64))))
     for start in range(0, len(array), step):
         yield np.asarray(array[start : start + step])
 
 
-def spread(folder: Path, shards: dict[str, list[ShardInfo]], mean: np.ndarray) -> tuple[list[float], float]:
-    """Around `mean` [C], of stored latents: the sum of squares of each training shard, and the largest of one vector.
+def squared_deviations(folder: Path, shards: dict[str, list[ShardInfo]], mean: np.ndarray) -> tuple[list[float], float]:
+    """Return squared deviations of the stored latents from `mean` [C].
 
-    A second pass, since a difference of squares cancels.
+    This is a second pass over the data: one pass that subtracts the squared mean at the end would lose precision to
+    cancellation.
+
+    Returns:
+        The sum over each shard of the training split, in order; and the largest squared deviation of a single latent
+        vector of any split.
     """
     squares, largest = [], 0.0
     for split in SPLITS:
         for shard in shards[split]:
             total = 0.0
-            for latents in _stretches(folder, shard, "latents"):
-                square = np.square(latents - mean)
-                total += float(square.sum())
-                largest = max(largest, float(square.sum(axis=-1).max()))
+            for latents in _row_blocks(folder, shard, "latents"):
+                deviations = np.square(latents - mean)
+                total += float(deviations.sum())
+                largest = max(largest, float(deviations.sum(axis=-1).max()))
             if split == "train":
                 squares.append(total)
     return squares, largest
 
 
 def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float], largest: float) -> LatentInfo:
-    """Statistics of what was stored, after rounding: `squares` of all training shards in order, `largest` of any."""
+    """Return the statistics of the stored (rounded) latents.
+
+    Args:
+        contents: totals of all shards.
+        latent_tokens: M.
+        squares, largest: as `squared_deviations` returns them, `squares` of all training shards in order.
+
+    Raises:
+        DataError: all training latents are equal.
+    """
     mean = contents.mean(latent_tokens)
     channels = len(mean)
     rms = float(np.sqrt(sum(squares) / (contents.samples("train") * latent_tokens * channels)))

@@ -1,7 +1,7 @@
 """`Store`: memory-mapped pairs of tokens and latents, in shards.
 
-Opening costs what the manifest says, not what the store holds: nothing grows with the number of samples.
-A store is written by `mmldlm.data.store_writer.StoreWriter`, exported here for convenience, as `Split` is.
+The cost of opening a store depends on its number of files, not on its number of samples. A store is written by
+`mmldlm.data.store_writer.StoreWriter`, which is exported here for convenience, as `Split` is.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mmldlm.utils.files import FileInfo
 
 __all__ = ["Manifest", "Source", "Split", "Store", "StoreWriter"]
 
-_AT_ONCE = 2048  # files that one thread looks at before it takes others
+_FILES_PER_TASK = 2048  # of a thread that checks sizes
 
 
 class Store:
-    """An opened store. Opening is cheap: it checks sizes, and maps the first shard of each split.
+    """An opened store. Opening is cheap: it checks file sizes and maps the first shard of each split.
 
-    One folder; or several that `mixture.open_mixture` has found to fit together, under one manifest.
+    A store has one source folder, or several compatible ones under one manifest (see `mixture.open_mixture`).
     """
 
     def __init__(
@@ -47,9 +47,14 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | str, name: str = "") -> Store:
-        """Open the store at `path`, called `name`.
+        """Open the store at `path`.
 
-        DataError naming the file that is missing, truncated or of another shape.
+        Args:
+            path: folder of the store.
+            name: of its source in records; by default the folder's name.
+
+        Raises:
+            DataError: names the file that is missing, truncated or has another shape.
         """
         path = Path(path)
         try:
@@ -57,16 +62,16 @@ class Store:
             check_sizes(source)
         except OSError as error:
             raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
-        store = cls.of(source.manifest, [source], partial(Store.open, path, name))
+        store = cls.from_sources(source.manifest, [source], partial(Store.open, path, name))
         for split in store._splits.values():
-            split.shards[0].check()  # what is wrong in all of them is said at once
+            split.shards[0].check()  # a defect of all shards is reported at once
         return store
 
     @classmethod
-    def of(cls, manifest: Manifest, sources: Sequence[Source], reopen: Callable[[], Store]) -> Store:
-        """The store of `sources`, which `reopen` opens again in another process."""
+    def from_sources(cls, manifest: Manifest, sources: Sequence[Source], reopen: Callable[[], Store]) -> Store:
+        """Create the store of `sources`; `reopen` opens it again in another process."""
         splits = {
-            name: Split(name, manifest, sources, [shard for each in sources for shard in each.shards(name)], reopen)
+            name: Split(name, manifest, sources, [shard for source in sources for shard in source.shards(name)], reopen)
             for name in manifest.splits
         }
         return cls(manifest, sources, splits, reopen)
@@ -75,65 +80,76 @@ class Store:
         skipped = {name: split.skipped.tolist() for name, split in self._splits.items()}
         return _open_store, (self._reopen, skipped, self.manifest.latent)
 
-    def without(self, rows: Mapping[str, Sequence[int]]) -> Store:
-        """The same store with these rows of its splits skipped. DataError where no sample of a source is left."""
-        splits = {name: split.without(rows.get(name, ())) for name, split in self._splits.items()}
+    def without(self, indices: Mapping[str, Sequence[int]]) -> Store:
+        """Return this store with exactly `indices` (ascending, by split) skipped.
+
+        Raises:
+            DataError: no sample of a source would be left.
+        """
+        splits = {name: split.without(indices.get(name, ())) for name, split in self._splits.items()}
         return Store(self.manifest, self.sources, splits, self._reopen)
 
     def with_manifest(self, manifest: Manifest) -> Store:
-        """The same samples under another manifest, as one that standardizes their latents otherwise."""
+        """Return the same samples under another manifest, such as one with other latent statistics."""
         splits = {name: split.with_manifest(manifest) for name, split in self._splits.items()}
         return Store(manifest, self.sources, splits, self._reopen)
 
     def split(self, name: str) -> Split:
+        """Return the split `name`; DataError if there is none."""
         if name not in self._splits:
             raise DataError(f"{self.path}: no split {name!r}, expected one of {', '.join(self._splits)}")
         return self._splits[name]
 
     @property
     def path(self) -> Path:
-        """The folder; of several the first, whose tokenizer and encoder are those of all."""
+        """The folder of the first source, whose tokenizer and encoder all sources share."""
         return self.sources[0].path
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the manifest, which holds the hash of every other file; of several, of theirs and their shares."""
+        """SHA-256 of the manifest, which contains the hash of every other file.
+
+        For several sources: SHA-256 of their identities and shares.
+        """
         if len(self.sources) == 1:
             return self.sources[0].identity
-        return hashlib.sha256("\n".join(f"{each.identity} {each.share}" for each in self.sources).encode()).hexdigest()
+        lines = (f"{source.identity} {source.share}" for source in self.sources)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
     def token_counts(self) -> np.ndarray:
-        """int64 [V]: how often each token occurs in the training split; of several sources, drawn by their shares."""
+        """Counts of the tokens in the training split, int64 [V]; several sources are weighted by their shares."""
         if len(self.sources) == 1:
             return self.sources[0].token_counts
         samples = [source.manifest.splits["train"].samples for source in self.sources]
-        parts = zip(self.sources, samples, strict=True)
-        drawn = [source.token_counts * (float(source.share) * sum(samples) / own) for source, own in parts]
-        return np.rint(np.sum(drawn, axis=0)).astype(np.int64)
+        weighted = [
+            source.token_counts * (float(source.share) * sum(samples) / count)
+            for source, count in zip(self.sources, samples, strict=True)
+        ]
+        return np.rint(np.sum(weighted, axis=0)).astype(np.int64)
 
     def check_files(self) -> None:
-        """DataError naming the first file that is missing or of another size than was written."""
+        """Check the sizes of all files; DataError names the first that is missing or has another size."""
         for source in self.sources:
             check_sizes(source)
 
     def standardize(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [..., M, C]: from the encoder's scale to unit root mean square (norm sqrt(C) on average)."""
+        """Map latents [..., M, C] to unit root mean square (norm sqrt(C) on average), float32."""
         return self.manifest.latent.standardize(latents)
 
     def restore(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [..., M, C]: the inverse of `standardize`."""
+        """Map standardized latents [..., M, C] back to the encoder's scale, float32."""
         return self.manifest.latent.restore(latents)
 
 
 def check_sizes(source: Source) -> None:
-    """DataError naming the first file that is missing or of another size than was written."""
+    """Check the sizes of all files of a source; DataError names the first that is missing or has another size."""
     files = list(source.manifest.all_files())
-    if len(files) <= _AT_ONCE:
+    if len(files) <= _FILES_PER_TASK:
         _check_sizes(source.path, files)
         return
-    with ThreadPoolExecutor(16) as pool:  # a file system on the network answers many at once
-        parts = (files[start : start + _AT_ONCE] for start in range(0, len(files), _AT_ONCE))
+    with ThreadPoolExecutor(16) as pool:  # a network file system answers many requests at once
+        parts = (files[start : start + _FILES_PER_TASK] for start in range(0, len(files), _FILES_PER_TASK))
         list(pool.map(partial(_check_sizes, source.path), parts))
 
 
@@ -141,13 +157,13 @@ def _check_sizes(folder: Path, files: Sequence[tuple[str, FileInfo]]) -> None:
     prefix = f"{folder}/"
     for name, info in files:
         try:
-            found = os.stat(f"{prefix}{name}")  # noqa: PTH116  a Path for each of many files takes longer than this
+            status = os.stat(f"{prefix}{name}")  # noqa: PTH116  creating a Path per file takes longer than the call
         except (FileNotFoundError, NotADirectoryError):
-            found = None
-        if found is None or not stat.S_ISREG(found.st_mode):
+            status = None
+        if status is None or not stat.S_ISREG(status.st_mode):
             raise DataError(f"{folder / name}: missing, expected a file of {info.bytes} bytes")
-        if found.st_size != info.bytes:
-            raise DataError(f"{folder / name}: damaged: {found.st_size} bytes, expected {info.bytes}")
+        if status.st_size != info.bytes:
+            raise DataError(f"{folder / name}: damaged: {status.st_size} bytes, expected {info.bytes}")
 
 
 def _open_store(reopen: Callable[[], Store], skipped: dict[str, list[int]], latent: LatentInfo) -> Store:

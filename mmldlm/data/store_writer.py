@@ -1,4 +1,7 @@
-"""What makes a folder of shards a store: its manifest, last, and one rename. `StoreWriter` does it in one process."""
+"""`StoreWriter`: writes a store in one process; and the steps that turn a folder of shards into a store.
+
+The manifest is written last, and one rename publishes the store.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import numpy as np
 
 from mmldlm import __version__
 from mmldlm.data.encoders import LatentEncoder
-from mmldlm.data.manifest import FORMAT, MANIFEST_NAME, SEAL_NAME, LatentInfo, Manifest, token_dtype
-from mmldlm.data.shard_writer import SPLITS, TOKEN_COUNTS, Contents, ShardWriter, latent_info, spread
+from mmldlm.data.manifest import CHECKSUM_NAME, FORMAT, MANIFEST_NAME, LatentInfo, Manifest, token_dtype
+from mmldlm.data.shard_writer import SPLITS, TOKEN_COUNTS, Contents, ShardWriter, latent_info, squared_deviations
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, file_info, fsync
@@ -24,8 +27,8 @@ from mmldlm.utils.files import FileInfo, file_info, fsync
 class StoreWriter:
     """Writes a store at `path`; use as a context manager and call `finish()` at the end.
 
-    Until `finish()` renames it, everything lies in `PATH.incomplete-PID` beside `path`, which is
-    removed when the block ends early. A killed process leaves that folder behind, and no store.
+    Until `finish()` renames it, all data is in the folder `PATH.incomplete-PID` next to `path`, which is removed if the
+    block ends early. A killed process leaves that folder behind, and no store.
     """
 
     def __init__(
@@ -37,6 +40,16 @@ class StoreWriter:
         shard_samples: int = 100_000,
         overwrite: bool = False,
     ):
+        """Create a writer.
+
+        Args:
+            path: folder of the store.
+            tokenizer: saved with the store; its vocabulary size determines the type of the tokens.
+            encoder: saved with the store; determines the shape of the latents.
+            latent_dtype: type in which latents are stored.
+            shard_samples: samples per shard.
+            overwrite: replace a store at `path`.
+        """
         self.path = Path(path)
         self.folder = self.path.with_name(f"{self.path.name}.incomplete-{os.getpid()}")
         self.tokenizer, self.encoder = tokenizer, encoder
@@ -62,8 +75,18 @@ class StoreWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
-        """Append samples: `tokens` of n, raw `latents` [n, M, C], and `characters` of n texts."""
-        with named(self.path):
+        """Append n samples.
+
+        Args:
+            split: train, validation or test.
+            tokens: ids of each sample.
+            latents: [n, M, C] on the encoder's scale.
+            characters: length of each text.
+
+        Raises:
+            DataError: a latent is not finite in `latent_dtype`.
+        """
+        with error_prefix(self.path):
             self._shards.add(split, tokens, latents, characters)
 
     def finish(
@@ -73,44 +96,45 @@ class StoreWriter:
         problems: dict[str, int],
         grouping: dict[str, Any],
     ) -> Manifest:
-        """Write what is left, the statistics and the manifest, and rename the folder to the store.
+        """Write the last shards, the statistics and the manifest, and rename the folder to the store.
 
-        DataError where a split has no samples or all latents are equal.
+        Raises:
+            DataError: a split has no samples, or all latents are equal.
         """
         self.tokenizer.save(self.folder / "tokenizer")
         self.encoder.save(self.folder / "encoder")
         contents = self._shards.finish()
-        with named(self.path):
+        with error_prefix(self.path):
             check_splits(contents)
             latent_tokens = self.encoder.latent_tokens
-            measured = spread(self.folder, contents.shards, contents.mean(latent_tokens))
-            latent = latent_info(contents, latent_tokens, *measured)
-        described = {"sources": sources, "options": options, "problems": problems, "grouping": grouping}
+            squares, largest = squared_deviations(self.folder, contents.shards, contents.mean(latent_tokens))
+            latent = latent_info(contents, latent_tokens, squares, largest)
+        provenance = {"sources": sources, "options": options, "problems": problems, "grouping": grouping}
         manifest = write_manifest(
-            self.folder, contents, latent, self.tokenizer, self.encoder, self.latent_dtype.name, described
+            self.folder, contents, latent, self.tokenizer, self.encoder, self.latent_dtype.name, provenance
         )
         publish(self.folder, self.path, self.path.with_name(f"{self.path.name}.replaced-{os.getpid()}"))
         return manifest
 
 
 def check_splits(contents: Contents) -> None:
-    """DataError where a split has no samples."""
+    """Raise DataError if a split has no samples."""
     for split in SPLITS:
         if not contents.shards[split]:
             raise DataError(f"split {split} has no samples; expected more documents or larger fractions")
 
 
 def check_replaceable(path: Path, overwrite: bool) -> None:
-    """DataError where something is at `path` that is not to be replaced."""
+    """Raise DataError if `path` exists and may not be replaced."""
     if path.exists() and not overwrite:
-        raise DataError(f"{path}: exists already; expected a new folder, or --overwrite")
+        raise DataError(f"{path}: already exists; expected a new folder, or --overwrite")
     if path.exists() and not (path / MANIFEST_NAME).is_file():
-        raise DataError(f"{path}: is no data store, so --overwrite does not replace it; expected a new folder")
+        raise DataError(f"{path}: not a data store, so --overwrite does not replace it; expected a new folder")
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Which store an error is of."""
+def error_prefix(path: Path) -> Iterator[None]:
+    """Prefix the message of a DataError in the body with the path of the store."""
     try:
         yield
     except DataError as error:
@@ -124,11 +148,17 @@ def write_manifest(
     tokenizer: Tokenizer,
     encoder: LatentEncoder,
     latent_dtype: str,
-    described: dict[str, Any],
+    provenance: dict[str, Any],
 ) -> Manifest:
-    """Of the shards, the tokenizer, the encoder and what else lies in `folder`: the last file of a store.
+    """Write the token counts and the manifest, which is the last file of a store.
 
-    `described` are sources, options, problems and grouping.
+    Args:
+        folder: contains the shards, the saved tokenizer and encoder, and any other files of the store.
+        contents: of the shards.
+        latent: statistics of the latents.
+        tokenizer, encoder: described in the manifest.
+        latent_dtype: name of the type in which latents are stored.
+        provenance: the manifest's fields sources, options, problems and grouping.
     """
     np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
     manifest = Manifest(
@@ -143,28 +173,29 @@ def write_manifest(
         latent=latent,
         tokenizer={"sha256": tokenizer.identity},
         encoder=encoder.identity,
-        splits=contents.infos(),
+        splits=contents.split_infos(),
         files=_other_files(folder, contents),
-        **described,
+        **provenance,
     )
     manifest.write(folder)
     return manifest
 
 
 def _other_files(folder: Path, contents: Contents) -> dict[str, FileInfo]:
-    """All that are of no shard, but the manifest of an attempt before, and its seal."""
-    known = {f"{shard.name}.{end}" for shards in contents.shards.values() for shard in shards for end in shard.files}
-    found = {}
+    """Hash the files of no shard, except a manifest and its checksum that an earlier attempt left behind."""
+    shards = [shard for split in contents.shards.values() for shard in split]
+    shard_files = {f"{shard.name}.{suffix}" for shard in shards for suffix in shard.files}
+    infos = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if name not in known and name.removesuffix(".tmp") not in (MANIFEST_NAME, SEAL_NAME):
+        if name not in shard_files and name.removesuffix(".tmp") not in (MANIFEST_NAME, CHECKSUM_NAME):
             fsync(path)
-            found[name] = file_info(path)
-    return found
+            infos[name] = file_info(path)
+    return infos
 
 
 def publish(folder: Path, path: Path, old: Path) -> None:
-    """Put the finished folder in place; a store that was there is moved to `old` first and deleted last."""
+    """Rename the finished `folder` to `path`; a store at `path` is first moved to `old` and deleted at the end."""
     fsync(folder)
     if path.exists():
         path.rename(old)

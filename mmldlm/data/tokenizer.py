@@ -1,4 +1,4 @@
-"""Byte-level BPE, whole words, single characters, or any `tokenizer.json`, behind one small class."""
+"""`Tokenizer`: byte-level BPE, whole words, single characters, or any `tokenizer.json`, with one interface."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from mmldlm.errors import DataError
 
 MASK, PAD = "[MASK]", "[PAD]"
-BUILT_IN = ("bpe", "words", "characters")  # by name; any other tokenizer is a tokenizer.json
+BUILT_IN = ("bpe", "words", "characters")  # names; any other tokenizer is given as a tokenizer.json
 LOWERCASE_ALPHABET = "abcdefghijklmnopqrstuvwxyz "  # of text8
 
 
 class Tokenizer:
-    """Text to token ids and back. Ids below `vocab_size`; `[MASK]` and `[PAD]` never come from text."""
+    """Maps text to token ids below `vocab_size` and back; `[MASK]` and `[PAD]` are never encoded from text."""
 
     def __init__(self, backend: tokenizers.Tokenizer):
-        """`[MASK]` and `[PAD]` are added behind the vocabulary where `backend` lacks them."""
+        """Wrap `backend`; `[MASK]` and `[PAD]` are appended to its vocabulary if missing."""
         missing = [token for token in (MASK, PAD) if backend.token_to_id(token) is None]
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
         backend.no_truncation()
         backend.no_padding()
-        # Otherwise a literal "[MASK]" in a user's text becomes the mask id. Not part of tokenizer.json.
+        # Otherwise a literal "[MASK]" in a user's text would become the mask id. Not saved in tokenizer.json.
         backend.encode_special_tokens = True
         self._backend = backend
         self.mask_id: int = backend.token_to_id(MASK)  # type: ignore[assignment]
@@ -37,7 +37,11 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Byte-level BPE of at most `vocab_size` tokens; exact for any UTF-8 text, the same for the same texts."""
+        """Train a byte-level BPE of at most `vocab_size` tokens: lossless for any UTF-8 text, deterministic.
+
+        Raises:
+            DataError: `vocab_size` is too small for all bytes and the special tokens.
+        """
         alphabet = _byte_alphabet(vocab_size)
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,10 +54,13 @@ class Tokenizer:
 
     @classmethod
     def words(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """One token per lower-cased word with the space before it, and per run of punctuation.
+        """Build a vocabulary of lower-cased words with the space before them, and of runs of punctuation.
 
-        The commonest of `texts`, `vocab_size` tokens in all; bytes spell every other word, so that any UTF-8 text has
-        tokens. They are exact but for case, and for white space at the start.
+        It contains the most frequent words of `texts`, `vocab_size` tokens in all. Other words are spelled in bytes, so
+        any UTF-8 text can be encoded. Encoding is lossless except for case and white space at the start.
+
+        Raises:
+            DataError: `vocab_size` is too small for all bytes and the special tokens.
         """
         alphabet = _byte_alphabet(vocab_size)
         lower, split = normalizers.Lowercase(), pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -70,7 +77,7 @@ class Tokenizer:
 
     @classmethod
     def characters(cls, alphabet: str = LOWERCASE_ALPHABET) -> Tokenizer:
-        """One token per character of `alphabet`; encoding any other character is a DataError."""
+        """Build a vocabulary of the characters of `alphabet`; encoding any other character raises DataError."""
         backend = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(alphabet)}))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Fuse()
@@ -78,18 +85,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """A `tokenizer.json`, or a folder that holds one; DataError where it is missing or not readable."""
+        """Load a `tokenizer.json`, or a folder that contains one; DataError if it is missing or not readable."""
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise DataError(f"{file}: no such file; expected a tokenizer.json or a folder that holds one")
+            raise DataError(f"{file}: no such file; expected a tokenizer.json or a folder that contains one")
         try:
             return cls(tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8")))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a readable tokenizer.json ({_one_line(error)})") from None
 
     def save(self, folder: Path | str) -> None:
-        """Write `tokenizer.json` and the config with which transformers' AutoTokenizer reads the folder."""
+        """Write `tokenizer.json`, and the config that transformers' AutoTokenizer needs to load the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
@@ -103,15 +110,15 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, nothing added; DataError where the vocabulary cannot spell a text."""
+        """Return the ids of each text, without special tokens; DataError if the vocabulary cannot spell a text."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise _unknown_characters(error) from None
         return [encoding.ids for encoding in encodings]
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids as of `encode_batch`, and the characters [start, stop) of `text` that each of them spells."""
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids like `encode_batch`, and the range [start, stop) of characters of `text` that each id spells."""
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
@@ -119,12 +126,12 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def decode_batch(self, ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
-        """Texts of ids; `[MASK]` and `[PAD]` are left out unless `keep_special`."""
+        """Return the texts of ids, without `[MASK]` and `[PAD]` unless `keep_special`."""
         return self._backend.decode_batch([list(sample) for sample in ids], skip_special_tokens=not keep_special)
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -137,7 +144,7 @@ class Tokenizer:
 
 
 def _byte_alphabet(vocab_size: int) -> list[str]:
-    """The 256 tokens that spell bytes; DataError where a vocabulary has no room for them, `[MASK]` and `[PAD]`."""
+    """Return the 256 tokens of bytes; DataError if the vocabulary has no room for them, `[MASK]` and `[PAD]`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 2:
         raise DataError(f"--vocab-size {vocab_size}: expected at least {len(alphabet) + 2} for a byte-level tokenizer")

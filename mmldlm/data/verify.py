@@ -1,4 +1,4 @@
-"""Whether a store is still what was written, and fit to train on: hashes of its files, and a look at every sample."""
+"""Verification of a store before training: hashes of its files, and a check of every sample."""
 
 from __future__ import annotations
 
@@ -19,96 +19,122 @@ from mmldlm.utils.partition import partition_by_size
 if TYPE_CHECKING:
     from mmldlm.distributed.engine import Engine
 
-TRAINING = SPLITS[:2]  # what training reads
-_CHUNK = 1 << 20
-_EXPONENT = {2: 0x7C00, 4: 0x7F800000}  # bits that are all set in a float of so many bytes that is not finite
+TRAINING_SPLITS = SPLITS[:2]  # read by training
+_CHUNK_BYTES = 1 << 20
+_EXPONENT_BITS = {2: 0x7C00, 4: 0x7F800000}  # by bytes per float; all set exactly if the float is not finite
 
 
 class BadSample(NamedTuple):
-    """A row that nobody can train on, in a store that was written so; `split` counts those that were read."""
+    """A sample that cannot be trained on though its store is undamaged."""
 
-    split: int
-    row: int
-    why: str
+    split: int  # in `SPLITS`
+    sample: int  # index in the split
+    reason: str
 
 
 def verify(store: Store, full: bool, max_bad_samples: int, runtime: Engine) -> tuple[Store, list[str]]:
-    """Collective: the store without its bad samples, and a line about each of them.
+    """Verify the store and leave out its bad samples (collective).
 
-    DataError on all ranks where a file is not what the manifest says, offsets do not rise, or more samples are bad.
-    Unless `full`, nothing is read; the ranks take part all the same, as their configs are yet to be compared.
+    Args:
+        store: the data.
+        full: hash all files and check all samples of the training splits, shared by the ranks. If False nothing is
+            read, but ranks still communicate, as their configs are not compared yet.
+        max_bad_samples: how many bad samples to leave out at most.
+        runtime: engine of this run.
+
+    Returns:
+        The store without its bad samples, and a line about each of them.
+
+    Raises:
+        DataError: on all ranks, if a file is not as the manifest says, offsets are not increasing, or more samples are
+            bad than allowed.
     """
-    # Ranks that see one and the same folder share the work; a copy on another node is read by the ranks there.
+    # Ranks that see the same folder share the work; another node's own copy is read by the ranks of that node.
     manifests = [(source.path / MANIFEST_NAME).stat() for source in store.sources]
-    seen = [[manifest.st_ino, manifest.st_ctime_ns] for manifest in manifests]
-    places = runtime.gather([full, seen], "places of the data")
-    sharing = [rank for rank, place in enumerate(places) if place == places[runtime.rank]]
+    folder_id = [[manifest.st_ino, manifest.st_ctime_ns] for manifest in manifests]
+    folder_ids = runtime.gather([full, folder_id], "data folders")
+    sharing = [rank for rank, other in enumerate(folder_ids) if other == folder_ids[runtime.rank]]
     count, bad = 0, list[BadSample]()
     with runtime.raise_on_all_ranks("verification of the data"):
         if full:
-            count, bad = read_part(store, sharing.index(runtime.rank), len(sharing), max_bad_samples + 1)
-    # As their hashes are equal, all copies have the same bad samples: those of rank 0's copy count.
-    mine = (count, bad) if 0 in sharing else (0, [])
-    parts = runtime.gather(mine, "bad samples of the data")
-    total = sum(count for count, _ in parts)
-    found = sorted(BadSample(*sample) for _, samples in parts for sample in samples)
-    return _left_out(store, total, found, max_bad_samples, TRAINING), [sample.why for sample in found]
+            count, bad = verify_part(store, sharing.index(runtime.rank), len(sharing), max_bad_samples + 1)
+    # All copies have equal hashes and so the same bad samples: count those of rank 0's copy.
+    local_result = (count, bad) if 0 in sharing else (0, [])
+    results = runtime.gather(local_result, "bad samples of the data")
+    total = sum(count for count, _ in results)
+    bad = sorted(BadSample(*sample) for _, samples in results for sample in samples)
+    return _leave_out(store, total, bad, max_bad_samples, TRAINING_SPLITS), [sample.reason for sample in bad]
 
 
-def without_bad(store: Store, split: str, max_bad_samples: int) -> Store:
-    """In one process: the store without the bad samples of `split`, of which up to `max_bad_samples` are left out.
+def drop_bad_samples(store: Store, split: str, max_bad_samples: int) -> Store:
+    """Return the store without the bad samples of `split`, at most `max_bad_samples` (single process).
 
-    Where none may be left out nothing is read: the first that is met is refused.
+    If none may be left out nothing is read here: reading the first bad sample raises later.
+
+    Raises:
+        DataError: more samples are bad.
     """
     if not max_bad_samples:
         return store
-    total, found = read_part(store, keep=max_bad_samples + 1, splits=(split,))
-    return _left_out(store, total, found, max_bad_samples, (split,))
+    total, bad = verify_part(store, keep=max_bad_samples + 1, splits=(split,))
+    return _leave_out(store, total, bad, max_bad_samples, (split,))
 
 
-def _left_out(
-    store: Store, total: int, found: Sequence[BadSample], max_bad_samples: int, splits: Sequence[str]
+def _leave_out(
+    store: Store, total: int, bad: Sequence[BadSample], max_bad_samples: int, splits: Sequence[str]
 ) -> Store:
-    """DataError where more samples than allowed are bad; `found` are the first of them."""
+    """Return the store without its `total` bad samples, of which `bad` are the first; DataError if too many."""
     if total > max_bad_samples:
         raise DataError(
-            f"{found[0].why} ({total} bad samples in {' and '.join(splits)}, data.max_bad_samples is {max_bad_samples})"
+            f"{bad[0].reason} ({total} bad samples in {' and '.join(splits)}, "
+            f"data.max_bad_samples is {max_bad_samples})"
         )
-    rows = {name: [sample.row for sample in found if sample.split == number] for number, name in enumerate(SPLITS)}
-    return store.without(rows) if found else store
+    indices = {name: [sample.sample for sample in bad if sample.split == split] for split, name in enumerate(SPLITS)}
+    return store.without(indices) if bad else store
 
 
-def read_part(
-    store: Store, part: int = 0, parts: int = 1, keep: int = 1, splits: Sequence[str] = TRAINING
+def verify_part(
+    store: Store, part: int = 0, parts: int = 1, keep: int = 1, splits: Sequence[str] = TRAINING_SPLITS
 ) -> tuple[int, list[BadSample]]:
-    """Read the `part`-th of `parts` of the store, of these splits: its number of bad samples, and the first.
+    """Verify the `part`-th of `parts` nearly equal parts of `splits`.
 
-    DataError naming the first file that is not what was written.
+    Returns:
+        The number of bad samples, and the first `keep` of them.
+
+    Raises:
+        DataError: names the first file that is damaged.
     """
-    return read_items(store, deal(store, parts, splits)[part], keep)
+    return verify_items(store, partition_items(store, parts, splits)[part], keep)
 
 
-def read_items(store: Store, items: Sequence[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
-    """Read these shards and files, as `deal` gives them: the number of bad samples, and the first `keep`.
+def verify_items(store: Store, items: Sequence[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
+    """Verify shards and files, given as `partition_items` returns them.
 
-    DataError naming the first file that is not what was written.
+    Returns:
+        The number of bad samples, and the first `keep` of them.
+
+    Raises:
+        DataError: names the first file that is damaged.
     """
     count, bad = 0, list[BadSample]()
     for split, index, name in sorted(items):
         if split < len(SPLITS):
-            found = _read_shard(store, split, index)
-            count, bad = count + len(found), (bad + found)[:keep]
+            bad_in_shard = _verify_shard(store, split, index)
+            count, bad = count + len(bad_in_shard), (bad + bad_in_shard)[:keep]
         else:
             source = store.sources[index]
-            for _ in _chunks(source.path / name, source.manifest.files[name]):
+            for _ in _read_and_hash(source.path / name, source.manifest.files[name]):
                 pass
     return count, bad
 
 
-def deal(store: Store, parts: int, splits: Sequence[str] = TRAINING) -> list[list[tuple[int, int, str]]]:
-    """All shards of `splits` and other files in `parts` of nearly equal size, the same on every rank.
+def partition_items(
+    store: Store, parts: int, splits: Sequence[str] = TRAINING_SPLITS
+) -> list[list[tuple[int, int, str]]]:
+    """Partition all shards of `splits` and all other files into `parts` of nearly equal size, the same on every rank.
 
-    Shards are (split, shard, name), other files (number of splits, source, name).
+    Returns:
+        The items of each part: (split, shard, name) for a shard, (number of splits, source, name) for another file.
     """
     sizes = {
         (len(SPLITS), number, name): info.bytes
@@ -121,58 +147,60 @@ def deal(store: Store, parts: int, splits: Sequence[str] = TRAINING) -> list[lis
     return partition_by_size(sizes, parts)
 
 
-def _read_shard(store: Store, number: int, index: int) -> list[BadSample]:
-    """Hash the files of a shard and look at every offset, token and latent."""
-    split = store.split(SPLITS[number])
-    shard, why = split.shards[index], dict[int, str]()
-    shard.lengths()  # refuses offsets that do not rise
+def _verify_shard(store: Store, split_number: int, shard_number: int) -> list[BadSample]:
+    """Hash the files of a shard and check every offset, token and latent."""
+    split = store.split(SPLITS[split_number])
+    shard, reasons = split.shards[shard_number], dict[int, str]()
+    shard.lengths()  # raises if offsets are not increasing
     for suffix, info in shard.info.files.items():
         kind = suffix.removesuffix(".npy")
         array = getattr(shard, kind)
-        size = array[0].nbytes  # of a token, of a sample's latents
+        row_bytes = array[0].nbytes  # of a token, or of a sample's latents
         first = 0
-        for chunk in _chunks(shard.path(kind), info, info.bytes - array.nbytes, size):
+        for chunk in _read_and_hash(shard.path(kind), info, info.bytes - array.nbytes, row_bytes):
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
             if kind == "tokens":
-                why.update(_bad_tokens(split, index, rows, first))
+                reasons.update(_bad_tokens(split, shard_number, rows, first))
             elif kind == "latents":
-                why.update(_bad_latents(split, index, rows, first))
+                reasons.update(_bad_latents(split, shard_number, rows, first))
             first += len(rows)
-    return [BadSample(number, row, why[row]) for row in sorted(why)]
+    return [BadSample(split_number, index, reasons[index]) for index in sorted(reasons)]
 
 
-def _bad_tokens(split: Split, index: int, tokens: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
-    at = np.flatnonzero(tokens >= split.manifest.vocab_size)
-    samples = np.searchsorted(split.shards[index].offsets, first + at, side="right") - 1
-    for sample, place in zip(*(found.tolist() for found in np.unique(samples, return_index=True)), strict=True):
-        row = split.first_row(index) + sample
-        yield row, split.unknown_token(row, int(tokens[at[place]]))
+def _bad_tokens(split: Split, shard: int, tokens: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
+    """Yield (sample index, reason) of each sample with an unknown token among `tokens`, which begin at `first`."""
+    positions = np.flatnonzero(tokens >= split.manifest.vocab_size)
+    samples = np.searchsorted(split.shards[shard].offsets, first + positions, side="right") - 1
+    unique, first_of_sample = np.unique(samples, return_index=True)
+    for sample, nth in zip(unique.tolist(), first_of_sample.tolist(), strict=True):
+        index = split.first_index(shard) + sample
+        yield index, split.unknown_token_message(index, int(tokens[positions[nth]]))
 
 
-def _bad_latents(split: Split, index: int, latents: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
-    # On bits, since numpy tells half-precision numbers apart more slowly than SHA-256 hashes them.
-    exponent = _EXPONENT[latents.itemsize]
-    unlike = (latents.view(f"u{latents.itemsize}") & exponent) == exponent
-    if unlike.any():
-        for sample in np.flatnonzero(unlike.any(axis=(1, 2))).tolist():
-            row = split.first_row(index) + first + sample
-            yield row, split.not_finite(row)
+def _bad_latents(split: Split, shard: int, latents: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
+    """Yield (sample index, reason) of each sample with a non-finite latent; `latents` begin at sample `first`."""
+    # Compare bits: np.isfinite on half precision is slower than SHA-256.
+    exponent = _EXPONENT_BITS[latents.itemsize]
+    nonfinite = (latents.view(f"u{latents.itemsize}") & exponent) == exponent
+    if nonfinite.any():
+        for sample in np.flatnonzero(nonfinite.any(axis=(1, 2))).tolist():
+            index = split.first_index(shard) + first + sample
+            yield index, split.nonfinite_message(index)
 
 
-def _chunks(path: Path, info: FileInfo, header: int = 0, size: int = 1) -> Iterator[memoryview]:
-    """The file behind its first `header` bytes, in whole pieces of `size` bytes, many at a time.
+def _read_and_hash(path: Path, info: FileInfo, header_bytes: int = 0, row_bytes: int = 1) -> Iterator[memoryview]:
+    """Yield the file after its header in chunks of whole rows; DataError at the end if its hash is wrong.
 
-    DataError at its end where it is not what was written. Read, not mapped: a mapped file that is cut short, or whose
-    disk fails, kills the process.
+    The file is read, not mapped: a mapped file that is truncated, or whose disk fails, kills the process.
     """
-    buffer = memoryview(bytearray(max(1, _CHUNK // size) * size))
+    buffer = memoryview(bytearray(max(1, _CHUNK_BYTES // row_bytes) * row_bytes))
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            digest.update(file.read(header))
+            digest.update(file.read(header_bytes))
             while read := file.readinto(buffer):
                 digest.update(buffer[:read])
-                yield buffer[: read // size * size]
+                yield buffer[: read // row_bytes * row_bytes]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if digest.hexdigest() != info.sha256:

@@ -1,4 +1,4 @@
-"""The worker processes of a DataLoader: what goes wrong in them is a `DataError`, and none of them stays behind."""
+"""Worker processes of a DataLoader: failures in them become a `DataError`, and no worker outlives its run."""
 
 from __future__ import annotations
 
@@ -19,84 +19,90 @@ from torch.utils.data import DataLoader
 from mmldlm.errors import DataError
 
 T = TypeVar("T")
-_KILLED_S = 2.0  # for killed workers to be gone; one that hangs in the kernel stays until its file system answers
+_KILL_TIMEOUT_S = 2.0  # to join killed workers; one that hangs in the kernel stays until its file system answers
 
 
-def read(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> Iterator[T]:
-    """What `loader` gives; a `DataError` that it gives is raised.
+def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> Iterator[T]:
+    """Yield the items of `loader`, raising those that are a `DataError`.
 
-    Where a worker dies, raises, or gives nothing for the timeout of `loader`: DataError, and all workers are killed.
-    `check_files` raises DataError for a file that was cut short, which kills whoever has mapped it.
+    Args:
+        loader: may have any number of workers; its timeout bounds the time per item.
+        check_files: raises DataError for a truncated file, the usual cause of death of a worker that has mapped it.
+
+    Raises:
+        DataError: an item is one, or a worker died, raised or returned nothing within the timeout; in the latter cases
+            all workers are killed.
     """
     workers: list[BaseProcess] = []
     try:
-        batches = iter(loader)
-        workers = getattr(batches, "_workers", workers)  # torch hands them out nowhere else
-        atexit.register(_kill, workers)  # before multiprocessing waits for what it has sent a SIGTERM
+        items = iter(loader)
+        workers = getattr(items, "_workers", workers)  # torch has no public access to them
+        atexit.register(_kill, workers)  # before multiprocessing's own handler joins workers that got only a SIGTERM
         while True:
-            with _watching(workers, loader.timeout):
+            with _watch(workers, loader.timeout):
                 try:
-                    found = next(batches)
+                    item = next(items)
                 except StopIteration:
                     return
-            if isinstance(found, DataError):
-                raise found
-            yield found
+            if isinstance(item, DataError):
+                raise item
+            yield item
     except Exception as error:
         if not loader.num_workers:
             raise
-        # A pipe may be found closed before its worker is found dead.
-        death = _death(workers, patience_s=1.0 if isinstance(error, (EOFError, ConnectionError)) else 0.0)
+        # A closed pipe may be noticed before the exit of its worker.
+        exit_reason = _exit_reason(workers, timeout_s=1.0 if isinstance(error, (EOFError, ConnectionError)) else 0.0)
         _kill(workers)
-        raise _explained(error, death, loader.timeout, check_files) from error
+        raise _to_data_error(error, exit_reason, loader.timeout, check_files) from error
 
 
-def leave_it_to_the_parent(_worker: int) -> None:
-    """For a worker: its parent answers to signals, and tells of whoever dies.
+def ignore_signals_in_worker(_worker: int) -> None:
+    """Have the parent process alone handle signals and report failures (a `worker_init_fn`).
 
-    Schedulers send to all processes what asks the run to end or to save, which needs its data. And a parent that ends
-    the run may do so while it fetches a batch, of which the thread that hands it over would print a traceback.
+    Schedulers send the signals that end a run, or make it save, to all processes; but saving still needs the data. And
+    a parent that ends the run while it receives a batch breaks the connection of the worker's thread that sends it,
+    whose traceback would be noise.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    show = sys.excepthook
+    excepthook = sys.excepthook
 
-    def show_what_is_ours(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        handing_over = trace is not None and trace.tb_frame.f_code.co_filename == resource_sharer.__file__
-        if not (handing_over and issubclass(kind, (ConnectionError, EOFError))):
-            show(kind, error, trace)
+    def filter_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_sending = trace is not None and trace.tb_frame.f_code.co_filename == resource_sharer.__file__
+        if not (is_sending and issubclass(kind, (ConnectionError, EOFError))):
+            excepthook(kind, error, trace)
 
-    sys.excepthook = show_what_is_ours
+    sys.excepthook = filter_traceback
 
 
 def _kill(workers: list[BaseProcess]) -> None:
-    """By SIGKILL: a stopped process obeys no other signal."""
+    """Kill workers by SIGKILL, as stopped processes react to no other signal."""
     for worker in workers:
         worker.kill()
     for worker in workers:
-        worker.join(_KILLED_S)
+        worker.join(_KILL_TIMEOUT_S)
 
 
 @contextmanager
-def _watching(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
-    """In the body, where the main thread waits, a dead worker raises at once, and silence when it has lasted too long.
+def _watch(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
+    """Raise in the body, where the main thread waits, as soon as a worker dies or the timeout expires.
 
-    Torch would raise for a dead worker wherever the main thread happens to be; and its timeout does not hold while it
-    fetches a batch that is announced from a worker that has stopped since.
+    Torch's own checks do not suffice: its handler for a dead worker raises wherever the main thread happens to be, and
+    its timeout does not apply while it receives a batch that was announced by a worker that has stopped since.
     """
 
     def check(*_: Any) -> None:
-        if _death(workers) is not None:
+        if _exit_reason(workers) is not None:
             raise ChildProcessError
 
-    def late(*_: Any) -> None:
+    def expire(*_: Any) -> None:
         raise TimeoutError
 
-    if not workers or threading.current_thread() is not threading.main_thread():  # only that one gets signals
+    if not workers or threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
     signal.signal(signal.SIGCHLD, check)
-    signal.signal(signal.SIGALRM, late)
+    signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         check()
@@ -107,9 +113,9 @@ def _watching(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _death(workers: list[BaseProcess], patience_s: float = 0.0) -> str | None:
-    """What ended the first worker that did not end in good order, within so many seconds."""
-    deadline = time.monotonic() + patience_s
+def _exit_reason(workers: list[BaseProcess], timeout_s: float = 0.0) -> str | None:
+    """Return the signal or exit code of the first worker that failed, waiting up to `timeout_s` for one to exit."""
+    deadline = time.monotonic() + timeout_s
     while True:
         for worker in workers:
             if code := worker.exitcode:
@@ -119,18 +125,20 @@ def _death(workers: list[BaseProcess], patience_s: float = 0.0) -> str | None:
         time.sleep(0.01)
 
 
-def _explained(error: Exception, death: str | None, timeout_s: float, check_files: Callable[[], None]) -> DataError:
-    if death is not None:
+def _to_data_error(
+    error: Exception, exit_reason: str | None, timeout_s: float, check_files: Callable[[], None]
+) -> DataError:
+    if exit_reason is not None:
         try:
             check_files()
         except DataError as damage:
             return damage
-        return DataError(f"a data loader worker died ({death}); try data.num_workers=0")
+        return DataError(f"a data loader worker died ({exit_reason}); try data.num_workers=0")
     if isinstance(error, DataError):
         return error
     if isinstance(error, TimeoutError) or "DataLoader timed out" in str(error):
         return DataError(
-            f"the data loader workers gave nothing for {timeout_s:g} s (data.worker_timeout_s); look at the file "
+            f"the data loader workers returned nothing for {timeout_s:g} s (data.worker_timeout_s); check the file "
             "system of data.path, try data.num_workers=0 or a larger data.worker_timeout_s"
         )
     # Torch packs a worker's traceback into the message; its last line is the cause.

@@ -1,6 +1,7 @@
-"""Text: masked (absorbing-state) diffusion; corruption, loss, reverse steps (MDLM, arXiv 2406.07524).
+"""Masked (absorbing-state) diffusion of text: corruption, loss weights, reverse steps (MDLM, arXiv 2406.07524).
 
-Shapes: tokens [N] of an unpadded micro-batch, t [B] noise times of its samples, V vocabulary.
+Shape letters: B samples, N tokens of the whole unpadded micro-batch, L tokens of a sample, P predicted tokens,
+V vocabulary. Noise times t are [B].
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.noise import Randomness, draw_uniform
-from mmldlm.diffusion.schedule import MOST_MODE_SCALE, LogLinear, TimeSampler, check_sampler
+from mmldlm.diffusion.noise import RandomSource, draw_uniform
+from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler, check_sampler
 from mmldlm.settings.fields import setting
 
 TextLoss = Literal["elbo", "masked_mean"]
@@ -24,22 +25,23 @@ Masks = Literal["independent", "exact"]
 
 @dataclass(frozen=True)
 class TextConfig:
+    """Diffusion process of the text."""
+
     time_sampling: Literal["uniform", "mode"] = setting(
         "uniform",
-        "distribution of t_text in training; mode: more of the middle, with `loss.text: elbo` weighted by one over the "
-        "density, so that the bound stays one",
+        "distribution of t_text in training; mode favors the middle, and `loss.text: elbo` is weighted by 1 / density, "
+        "so that it remains a bound",
     )
     mode_scale: float = setting(
-        1.29, "mode: 0 is uniform, more is more of the middle, less of the ends", above=-1, below=MOST_MODE_SCALE
+        1.29, "mode: 0 is uniform; larger values favor the middle over the ends", above=-1, below=MAX_MODE_SCALE
     )
     stratified: bool = setting(
-        True, "t_text from a low-discrepancy grid over the global batch; false: each sample's by itself"
+        True, "t_text from a low-discrepancy grid over the global batch; false: independent draws"
     )
-
     masks: Masks = setting(
         "independent",
-        "independent: each token is masked with probability t_text; exact: t_text of a text's tokens, rounded up, with "
-        "which the bound is the same and varies far less",
+        "independent: each token is masked with probability t_text; exact: the fraction t_text of a text's tokens, "
+        "rounded up, which gives the same bound with far less variance",
     )
 
     def __post_init__(self) -> None:
@@ -47,23 +49,36 @@ class TextConfig:
 
     @property
     def sampler(self) -> TimeSampler:
+        """Distribution of t_text."""
         return TimeSampler(self.time_sampling, mode_scale=self.mode_scale, stratified=self.stratified)
 
 
 class MaskedDiffusion:
+    """Masked diffusion with the schedule alpha(t) = 1 - t.
+
+    Args:
+        mask_id: id of [MASK].
+        loss: weight of the masked tokens.
+        masks: how the masked tokens are drawn.
+    """
+
     def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "independent"):
         self.mask_id = mask_id
         self.loss_kind = loss
         self.masks = masks
         self.schedule = LogLinear()
 
-    def masked(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
-        """bool [N]: which tokens are masked at time t, given one uniform number each (float32 [N]).
+    def token_mask(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
+        """Return which tokens are masked at time t, bool [N].
 
-        Tokens of a sample lie one behind the other. With exact masks those with the smallest numbers are masked.
+        Args:
+            uniforms: float32 [N], one per token. With exact masks, the tokens with the smallest are masked.
+            t: noise times [B].
+            sample_of_token: int64 [N], sorted.
         """
         if self.masks == "exact":
             lengths = torch.bincount(sample_of_token, minlength=len(t))
+            # Sorted by (sample, number), a token's rank in its sample is its index less that of the sample's start.
             by_number = uniforms.argsort()
             order = by_number[sample_of_token[by_number].argsort(stable=True)]
             rank = torch.empty_like(order)
@@ -72,17 +87,24 @@ class MaskedDiffusion:
         return uniforms < (1 - self.schedule.alpha(t))[sample_of_token].to(uniforms.dtype)
 
     def corrupt(self, tokens: Tensor, masked: Tensor) -> Tensor:
+        """Return the tokens with [MASK] where `masked` (bool [N]) is set."""
         return tokens.masked_fill(masked, self.mask_id)
 
     def weights(self, t: Tensor, lengths: Tensor, importance: Tensor, limit: float = math.inf) -> Tensor:
-        """[B]: weight of each masked token's negative log likelihood.
+        """Return the weight [B] of a masked token's negative log likelihood in each sample.
 
-        `elbo`: -alpha' / (1 - alpha), whose sum over masked tokens is an unbiased estimate of the negative
-        ELBO of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5), times `importance`, one over
-        the density of the times; with a `limit` it is biased. `masked_mean`: 1.
+        `elbo`: -alpha' / (1 - alpha). The weighted sum over masked tokens is an unbiased estimate of the negative ELBO
+        of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5). With exact masks the weight is L / n for n
+        masked tokens of L. Uniform times make n uniform in 1..L, and the sum estimates the same bound, as that of a
+        random order of the tokens (arXiv 2110.02037, eq. 6).
 
-        With exact masks it is L / n for n of L tokens. Uniform times make n uniform in 1..L, and the sum an estimate of
-        the same bound: that of an order of the tokens drawn at random (arXiv 2110.02037, eq. 6).
+        `masked_mean`: 1.
+
+        Args:
+            t: noise times [B].
+            lengths: tokens of each sample, int64 [B].
+            importance: 1 / density of the times, [B].
+            limit: upper bound of the weight before `importance`; it makes the estimate biased.
         """
         if self.loss_kind != "elbo":
             return torch.ones_like(t)
@@ -95,16 +117,16 @@ class MaskedDiffusion:
     # --- reverse ----------------------------------------------------------------------------------------
 
     def unmask_probability(self, t: float, s: float, remask: float) -> tuple[float, float]:
-        """Probabilities, going from time t to s < t, that a masked token is written and a written one masked again.
+        """Return the probabilities, in a step from t to s < t, of unmasking a masked token and of masking another.
 
-        `remask` = eta in [0, 1] of ReMDM (arXiv 2503.00307, eq. 8 with sigma = eta x its largest value); 0 is
-        the plain reverse process (MDLM, eq. 7).
+        `remask` is eta in [0, 1] of ReMDM (arXiv 2503.00307, eq. 8 with sigma = eta x its largest value); 0 is the
+        plain reverse process (MDLM, eq. 7).
         """
         alpha_t, alpha_s = 1 - t, 1 - s
         sigma = 0.0 if alpha_t <= 0 else remask * min(1.0, (1 - alpha_s) / alpha_t)
         return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
 
-    def choose(
+    def select_tokens(
         self,
         noised: Tensor,
         t: float,
@@ -112,84 +134,98 @@ class MaskedDiffusion:
         layout: PackedLayout,
         decoding: TextDecoding,
         remask: float,
-        generator: Randomness,
+        generator: RandomSource,
     ) -> tuple[Tensor, Tensor]:
-        """bool [N] each, before the network is asked: the tokens that a step from t to s may write, and those that it
-        masks again.
+        """Return the tokens that a step from t to s may unmask, and those that it remasks; bool [N] each.
 
-        `ancestral`: each masked token with the probability of the reverse process, so the network is asked for these
-        alone. `confidence`: all masked ones. At s = 0 nothing stays masked.
+        Called before the network, which then predicts the first ones only. `ancestral`: each masked token with the
+        probability of the reverse process. `confidence`: all masked tokens. At s = 0 no token stays masked.
         """
         is_masked = noised == self.mask_id
         if s <= 0 or decoding == "confidence":
             assert remask == 0 or decoding == "ancestral", "confidence-based decoding has no remasking"
             return is_masked, torch.zeros_like(is_masked)
-        write, mask_again = self.unmask_probability(t, s, remask)
-        chance = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
-        return is_masked & (chance < write), ~is_masked & (chance < mask_again)
+        p_unmask, p_remask = self.unmask_probability(t, s, remask)
+        uniform = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
+        return is_masked & (uniform < p_unmask), ~is_masked & (uniform < p_remask)
 
     def reverse_step(
         self,
         noised: Tensor,
         proposal: Tensor,
         confidence: Tensor,
-        chosen: tuple[Tensor, Tensor],
+        selected: tuple[Tensor, Tensor],
         s: float,
         layout: PackedLayout,
         decoding: TextDecoding,
     ) -> Tensor:
-        """Tokens [N] at time s, given what was chosen, and of what may be written a proposed token and its log
-        probability [N].
+        """Return the tokens [N] at time s.
 
-        `confidence`: the surest tokens first, as many as the schedule has written by s (MaskGIT, arXiv
-        2202.04200, section 3.2).
+        `confidence` decoding unmasks the most confident proposals, so many that round(s L) tokens stay masked (MaskGIT,
+        arXiv 2202.04200, section 3.2).
+
+        Args:
+            noised: tokens [N] before the step.
+            proposal: tokens [N] drawn from the network, used where they may be unmasked.
+            confidence: their log probabilities [N].
+            selected: result of `select_tokens`.
+            s: time after the step.
+            layout: which tokens belong to which sample.
+            decoding: order of unmasking.
         """
-        write, mask_again = chosen
+        unmask, remask = selected
         if decoding == "confidence" and s > 0:
-            write = write & self._surest(write, confidence, s, layout)
-        return torch.where(write, proposal, noised).masked_fill(mask_again, self.mask_id)
+            unmask = unmask & self._most_confident(unmask, confidence, s, layout)
+        return torch.where(unmask, proposal, noised).masked_fill(remask, self.mask_id)
 
-    def _surest(self, is_masked: Tensor, confidence: Tensor, s: float, layout: PackedLayout) -> Tensor:
-        """bool [N]: the masked tokens to write now, so that each sample keeps round(s L) masked ones."""
+    def _most_confident(self, is_masked: Tensor, confidence: Tensor, s: float, layout: PackedLayout) -> Tensor:
+        """Return the masked tokens to unmask, bool [N], so that round(s L) of each sample stay masked."""
         choice = torch.zeros_like(is_masked)
         start = 0
         for length in layout.lengths:
             part = slice(start, start + length)
             masked = is_masked[part]
             count = max(0, int(masked.sum()) - round(s * length))
-            surest = confidence[part].masked_fill(~masked, float("-inf")).topk(count).indices
-            choice[part][surest] = True
+            indices = confidence[part].masked_fill(~masked, float("-inf")).topk(count).indices
+            choice[part][indices] = True
             start += length
         return choice
 
 
 def _exact_counts(t: Tensor, lengths: Tensor) -> Tensor:
-    """int64 [B]: t of each sample's tokens, rounded up."""
+    """Return the number of masked tokens of each sample, t x lengths rounded up; int64 [B]."""
     return (t.double() * lengths).ceil().long()
 
 
 def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Log probabilities [P, V] at a temperature, cut to the smallest set with mass `top_p` (arXiv 1904.09751).
+    """Return log probabilities [P, V] at a temperature, truncated to the smallest set with mass `top_p`.
 
-    At temperature 0 `draw_tokens` takes the likeliest token; how sure it is, which confidence-based decoding
-    asks, is then what the network says untempered.
+    The truncation is nucleus sampling (arXiv 1904.09751). At temperature 0, where `draw_tokens` returns the most likely
+    token, the probabilities are those at temperature 1, which confidence-based decoding needs.
     """
     log_p = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     if top_p >= 1:
         return log_p
-    ordered, index = log_p.sort(-1, descending=True)
-    mass_before = ordered.exp().cumsum(-1) - ordered.exp()
-    cut = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
-    return log_p.masked_fill(cut, float("-inf")).log_softmax(-1)
+    sorted_log_p, index = log_p.sort(-1, descending=True)
+    mass_before = sorted_log_p.exp().cumsum(-1) - sorted_log_p.exp()
+    removed = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
+    return log_p.masked_fill(removed, float("-inf")).log_softmax(-1)
 
 
-def draw_tokens(log_p: Tensor, temperature: float, generator: Randomness, samples: Tensor | None = None) -> Tensor:
-    """One token a row [P]: the likeliest at temperature 0, else by the Gumbel-max trick in float64.
+def draw_tokens(log_p: Tensor, temperature: float, generator: RandomSource, samples: Tensor | None = None) -> Tensor:
+    """Draw one token per row by the Gumbel-max trick, or take the most likely one at temperature 0.
 
-    `samples` [P] says whose each row is, where each sample has a stream of its own.
-
-    float64: in lower precision Gumbel noise cuts the tails, which lowers the temperature unasked
+    The noise is float64: in lower precision Gumbel noise truncates the tails, which lowers the effective temperature
     (arXiv 2409.02908).
+
+    Args:
+        log_p: log probabilities [P, V].
+        temperature: temperature of `log_p`; only whether it is 0 matters.
+        generator: source of the noise.
+        samples: int64 [P], the sample of each row, sorted; required if `generator` has one stream per sample.
+
+    Returns:
+        Token ids [P].
     """
     if temperature == 0:
         return log_p.argmax(-1)

@@ -1,10 +1,9 @@
-"""All randomness of training: a function of (seed, step, place in the global batch), and of nothing else; and the same
-for generation, where each sample has a stream of its own.
+"""Randomness of training and generation, with a separate random stream for each sample.
 
-Rank, world size, micro-batches and loader workers do not enter, so a run resumes and re-partitions
-exactly. A counter-based generator (Philox, SC 2011, "Parallel random numbers: as easy as 1, 2, 3") gives
-each sample its own stream. Everything is drawn on the host: it is little, and the positions of masked
-tokens are then known without waiting for a device.
+In training it is a function of (seed, step, slot in the global batch). It does not depend on rank, world size,
+micro-batches or loader workers, so a run resumes and re-partitions exactly. The streams come from a counter-based
+generator (Philox, SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). Everything is drawn on the host: it is
+little data, and the positions of masked tokens are then known without waiting for a device.
 """
 
 from __future__ import annotations
@@ -22,27 +21,32 @@ from mmldlm.diffusion.schedule import UNIFORM, LogLinear, TimeSampler, stratifie
 
 Mode = Literal["l2t", "t2l", "joint"]
 MODES: tuple[Mode, ...] = ("l2t", "t2l", "joint")
-ModeShares = Mode | dict[str, float]  # one mode, or the shares of several
+ModeShares = Mode | dict[str, float]  # a mode, or several with their weights
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Of one micro-batch, on the host."""
+    """Modes, noise times and noise of one micro-batch, on the host."""
 
     mode: Tensor  # int64 [B]: index into MODES
     t_text: Tensor  # float32 [B]
     t_latent: Tensor  # float32 [B]
-    uniforms: Tensor  # float32 [N]: a token is masked where its number is below its sample's 1 - alpha(t_text)
+    uniforms: Tensor  # float32 [N]: a token is masked if its number is below its sample's 1 - alpha(t_text)
     epsilon: Tensor  # float32 [B, M, C]
-    importance: Tensor  # float32 [B]: one over the density that t_text was drawn with
+    importance: Tensor  # float32 [B]: 1 / density of t_text
 
 
 def _philox(seed: int, purpose: int, step: int, slot: int = 0) -> np.random.Generator:
+    """Return an independent stream for each (seed, purpose, step, slot)."""
     return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=[0, 0, slot, step]))
 
 
 def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
-    """Shares of the modes, summing to 1, from one mode's name or a map of weights; ValueError if neither."""
+    """Return the probability of each mode, from one mode's name or from weights by mode.
+
+    Raises:
+        ValueError: a mode is unknown or the weights are invalid.
+    """
     weights = {mode: 1.0} if isinstance(mode, str) else dict(mode)
     unknown = set(weights) - set(MODES)
     if unknown:
@@ -54,19 +58,21 @@ def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
 
 
 def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[int, dict[Mode, float]]:
-    """The shares of the modes by the optimizer step that they begin at; in order, the first at step 0.
+    """Return the mode probabilities by the optimizer step from which they apply; in order, the first at step 0.
 
-    Raises ValueError, naming the key, for a step below 0 and for what `mode_weights` refuses.
+    Raises:
+        ValueError: names the key with a step below 0, an unknown mode or invalid weights.
     """
-    stages = {0: _weights_of("mode", mode)}
+    stages = {0: _weights_of_key("mode", mode)}
     for step in sorted(mode_schedule):
         if step < 0:
             raise ValueError(f"mode_schedule.{step}: expected an optimizer step, at least 0, found {step}")
-        stages[step] = _weights_of(f"mode_schedule.{step}", mode_schedule[step])
+        stages[step] = _weights_of_key(f"mode_schedule.{step}", mode_schedule[step])
     return stages
 
 
-def _weights_of(key: str, mode: ModeShares) -> dict[Mode, float]:
+def _weights_of_key(key: str, mode: ModeShares) -> dict[Mode, float]:
+    """Return `mode_weights(mode)`, with `key` in its errors."""
     try:
         return mode_weights(mode)
     except ValueError as error:
@@ -74,13 +80,13 @@ def _weights_of(key: str, mode: ModeShares) -> dict[Mode, float]:
 
 
 def mode_weights_at(step: int, mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[Mode, float]:
-    """Shares of the modes in optimizer step `step`, counted from 0."""
+    """Return the mode probabilities of optimizer step `step`, counted from 0."""
     stages = mode_stages(mode, mode_schedule)
     return stages[max(start for start in stages if start <= step)]
 
 
 def trained_modes(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> tuple[Mode, ...]:
-    """The modes that have a share at some step; `mode` itself counts only if no entry replaces it at step 0."""
+    """Return the modes with a probability above 0 at some step; `mode` counts unless an entry replaces it at step 0."""
     stages = mode_stages(mode, mode_schedule)
     return tuple(name for name in MODES if any(weights[name] for weights in stages.values()))
 
@@ -94,25 +100,34 @@ def draw_noise(
     text: TimeSampler = UNIFORM,
     latent: TimeSampler = UNIFORM,
 ) -> Noise:
-    """Modes, noise times, token uniforms and latent noise of the samples in `batch.slots`.
+    """Draw modes, noise times, token uniforms and latent noise of the samples in `batch.slots`.
 
-    Times and modes come from low-discrepancy grids over the global batch, each dealt in an order of its
-    own, so that no two of them, nor a time and a length, go together; times that are not stratified are drawn
-    one by one. l2t pins t_latent to 0, t2l t_text.
+    Modes and times come from low-discrepancy grids over the global batch. Each grid has its own random permutation over
+    the slots, so that they are uncorrelated with each other and with text lengths. Times that are not stratified are
+    drawn independently. l2t pins t_latent to 0, t2l pins t_text to 0.
+
+    Args:
+        batch: a micro-batch.
+        seed: `run.seed`.
+        step: optimizer step.
+        global_batch_size: number of slots, over all ranks.
+        weights: probability of each mode.
+        text: distribution of t_text.
+        latent: distribution of t_latent.
     """
     shared = _philox(seed, purpose=0, step=step)
     offsets = shared.random(3)
-    local_items = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
+    local_strata = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
     t_mode, u_text, u_latent = (
         stratified_times(float(offset), strata, global_batch_size)
-        for offset, strata in zip(offsets, local_items, strict=True)
+        for offset, strata in zip(offsets, local_strata, strict=True)
     )
     if not (text.stratified and latent.stratified):
-        # After all else, so that they change nothing else.
-        alone_text, alone_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, batch.slots]
-        u_text, u_latent = u_text if text.stratified else alone_text, u_latent if latent.stratified else alone_latent
-    shares = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
-    mode = torch.searchsorted(shares, t_mode, right=True).clamp_max(len(MODES) - 1)
+        # Drawn last from the shared stream, so that `stratified` changes no other number.
+        free_text, free_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, batch.slots]
+        u_text, u_latent = u_text if text.stratified else free_text, u_latent if latent.stratified else free_latent
+    cumulative = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
+    mode = torch.searchsorted(cumulative, t_mode, right=True).clamp_max(len(MODES) - 1)
     t_text = text.times(u_text).clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
     t_latent = latent.times(u_latent).masked_fill(mode == MODES.index("l2t"), 0.0)
     uniforms, epsilon = sample_noise(batch, seed, step)
@@ -120,7 +135,7 @@ def draw_noise(
 
 
 def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Token uniforms [N] and latent noise [B, M, C]: each sample's own stream, whatever lies beside it."""
+    """Draw token uniforms [N] and latent noise [B, M, C] from each sample's stream, whatever else is in the batch."""
     uniforms, epsilon = [], []
     for slot, length in zip(batch.slots.tolist(), batch.lengths, strict=True):
         generator = _philox(seed, purpose=1, step=step, slot=slot)
@@ -130,41 +145,52 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 class SampleStreams:
-    """Random numbers of one generation: each sample's from its own stream, a function of (seed, kind, slot).
+    """Random numbers of one generation, from one stream per sample: a function of (seed, kind, slot).
 
-    So what is made of a sample does not depend on its company, its rank or the number of ranks.
+    What is generated for a sample does not depend on its batch, its rank or the number of ranks.
+
+    Args:
+        seed: seed of the generation.
+        kind: generations of different kinds are independent.
+        slots: int64 [B].
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):
-        """`slots` int64 [B]; generations of another `kind` are drawn independently."""
         self._streams = [_philox(seed, purpose=2, step=kind, slot=slot) for slot in slots.tolist()]
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """float32 of `shape` [B, ...]."""
+        """Return standard normal numbers, float32 of `shape` [B, ...]."""
         return torch.from_numpy(np.stack([s.standard_normal(shape[1:], dtype=np.float32) for s in self._streams]))
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, samples: Tensor) -> Tensor:
-        """In [0, 1), of `shape` [rows, ...]; `samples` int64 [rows], rising: the sample that each row is of."""
+        """Return numbers in [0, 1) of `shape` [rows, ...]; `samples` int64 [rows] is the sorted sample of each row."""
         rows = torch.bincount(samples, minlength=len(self._streams)).tolist()
-        drawn = [
+        parts = [
             stream.random((count, *shape[1:]), dtype=np.float64 if dtype == torch.float64 else np.float32)
             for stream, count in zip(self._streams, rows, strict=True)
             if count
         ]
-        return torch.from_numpy(np.concatenate(drawn)) if drawn else torch.empty(tuple(shape), dtype=dtype)
+        return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(tuple(shape), dtype=dtype)
 
 
-Randomness = torch.Generator | SampleStreams  # of a generation, on the host: the same on any device
+RandomSource = torch.Generator | SampleStreams  # of a generation; on the host, so the same for any device
 
 
-def draw_normal(source: Randomness, shape: Sequence[int]) -> Tensor:
-    """float32 of `shape` [B, ...], on the host."""
+def draw_normal(source: RandomSource, shape: Sequence[int]) -> Tensor:
+    """Return standard normal numbers, float32 of `shape` [B, ...], on the host."""
     return source.normal(shape) if isinstance(source, SampleStreams) else torch.randn(tuple(shape), generator=source)
 
 
-def draw_uniform(source: Randomness, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None) -> Tensor:
-    """In [0, 1), of `shape` [rows, ...], on the host; `samples` int64 [rows], rising: the sample of each row."""
+def draw_uniform(source: RandomSource, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None) -> Tensor:
+    """Return numbers in [0, 1) of `shape` [rows, ...], on the host.
+
+    Args:
+        source: a generator, or one stream per sample.
+        shape: [rows, ...].
+        dtype: float32 or float64.
+        samples: int64 [rows], the sample of each row, sorted; required by one stream per sample.
+    """
     if isinstance(source, torch.Generator):
         return torch.rand(tuple(shape), generator=source, dtype=dtype)
-    assert samples is not None, "a stream for each sample must know whose each row is"
+    assert samples is not None, "one stream per sample needs the sample of each row"
     return source.uniform(shape, dtype, samples.cpu())

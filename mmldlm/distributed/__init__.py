@@ -1,1 +1,1 @@
-"""The only importers of accelerate, deepspeed and torch.distributed."""
+"""Ranks, engines and optimizers: the only importers of accelerate, deepspeed and torch.distributed."""

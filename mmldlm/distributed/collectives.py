@@ -1,4 +1,4 @@
-"""`Collectives`: those that the launcher started, and what they tell each other. A `Engine` has a model beside."""
+"""`Collectives`: communication between the ranks of a launch. An `Engine` adds a model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import MmldlmError, error_of
+from mmldlm.errors import MmldlmError, error_from_exit_code
 
 T = TypeVar("T")
 
-# Groups that were left, never freed: where DDP's reducer holds the last reference, gloo's threads are joined under the
-# lock of Python's interpreter, which now and then they wait for themselves.
-_left: list[Any] = []
+# Closed groups are never freed: if DDP's reducer holds the last reference, gloo's threads are joined while the GIL is
+# held, which they sometimes wait for themselves.
+_closed_groups: list[Any] = []
 
 
 class Collectives:
-    """This process among those of a run: by itself the only one.
+    """This rank and its collectives; by default a single process.
 
-    Every method that is called collective must be called by all ranks in the same order.
+    All ranks must call every method that is marked collective, in the same order.
     """
 
-    shards_parameters = False  # whether a forward pass is itself collective
+    shards_parameters = False  # whether a forward pass is collective
 
     def __init__(self, rank: int = 0, world_size: int = 1, watchdog: Watchdog | None = None):
         self.rank, self.world_size, self.watchdog = rank, world_size, watchdog
@@ -38,23 +38,24 @@ class Collectives:
         return self.rank == 0
 
     def in_collective(self, collective: str) -> contextlib.AbstractContextManager[Any]:
-        """Tell the watchdog what the main thread waits for from here on."""
+        """Return a context manager in which the watchdog knows the collective that the main thread waits for."""
         return contextlib.nullcontext() if self.watchdog is None else self.watchdog.in_collective(collective)
 
     def local_items(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
-        """This rank's share of `items` with their numbers, and whether each counts.
+        """Yield this rank's share of `items` as (index, item, whether it counts).
 
-        Where a forward pass is collective, a rank that is out of items gets the last one again, uncounted.
+        If a forward pass is collective, all ranks yield equally often: one that has run out of items repeats the last
+        one, which then does not count.
         """
-        for place in range(self.rank, len(items) + self.rank, self.world_size):
-            counted = place < len(items)
-            if not counted and not self.shards_parameters:
+        for position in range(self.rank, len(items) + self.rank, self.world_size):
+            counts = position < len(items)
+            if not counts and not self.shards_parameters:
                 return
-            number = min(place, len(items) - 1)
-            yield number, items[number], counted
+            index = min(position, len(items) - 1)
+            yield index, items[index], counts
 
     def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
-        """Collective: sum of a small tensor, on the host in float64; every rank gets the same bits."""
+        """Sum a small tensor over the ranks, on the host in float64 (collective); bit-identical on all ranks."""
         total = values.detach().to("cpu", torch.float64, copy=True)
         if self.world_size > 1:
             with self.in_collective(what):
@@ -62,12 +63,12 @@ class Collectives:
         return total
 
     def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
-        """Collective: the small value of each rank, in order of rank, as JSON has it: a tuple comes back as a list."""
-        assert _is_json(value), f"{what}: {value!r} is more than JSON can say"
+        """Return the small value of every rank, by rank (collective). Values pass through JSON: tuples become lists."""
+        assert _is_json(value), f"{what}: {value!r} cannot be written as JSON"
         text = json.dumps(value).encode()
         if self.world_size == 1:
             return [json.loads(text)]
-        # PyTorch's own gather of objects unpickles, and so runs, whatever comes over the network.
+        # PyTorch's `all_gather_object` unpickles, and thereby executes, whatever it receives from the network.
         with self.in_collective(what):
             lengths = [int(length) for length in _all_gather(torch.tensor([len(text)]))]
             padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
@@ -75,33 +76,33 @@ class Collectives:
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self, what: str) -> Iterator[None]:
-        """Collective: a user error of one rank in the body is an error of all, so that nobody waits in vain."""
+        """Raise a user error of any rank in the body on all ranks (collective), so that none waits for it forever."""
         error: MmldlmError | None = None
         try:
             yield
-        except MmldlmError as found:
-            error = found
-        verdicts = self.gather(None if error is None else (int(error.exit_code), str(error)), what)
+        except MmldlmError as raised:
+            error = raised
+        errors = self.gather(None if error is None else (int(error.exit_code), str(error)), what)
         if error is not None:
             raise error
-        for rank, verdict in enumerate(verdicts):
-            if verdict is not None:
-                raise error_of(verdict[0], f"rank {rank}: {verdict[1]}")
+        for rank, code_and_text in enumerate(errors):
+            if code_and_text is not None:
+                raise error_from_exit_code(code_and_text[0], f"rank {rank}: {code_and_text[1]}")
 
     def close(self) -> None:
-        """Leave the group; one that has lost a rank cannot be taken down in good order, and goes with the process."""
+        """Leave the process group. One that has lost a rank cannot be closed cleanly; it ends with the process."""
         if self.watchdog is not None:
             self.watchdog.close()
         if dist.is_available() and dist.is_initialized() and not self.peer_lost:
-            _left.append(dist.group.WORLD)
+            _closed_groups.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 
 def _all_gather(tensor: Tensor) -> list[Tensor]:
-    """Collective: this tensor of the host of each rank."""
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return found
+    """Return the CPU tensor of every rank, all of one shape (collective)."""
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return tensors
 
 
 def _is_json(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of the runtime."""
+"""Settings of the engines and their communication."""
 
 from __future__ import annotations
 
@@ -12,36 +12,40 @@ DAY_S = 86_400
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """Reach `torch.nn.parallel.DistributedDataParallel` and its communication hook as they are."""
+    """Arguments of `torch.nn.parallel.DistributedDataParallel` and of its communication hook, passed unchanged."""
 
     find_unused_parameters: bool = setting(
         False, "look for parameters without gradient; false is safe: every mode uses every trainable parameter"
     )
-    gradient_as_bucket_view: bool = setting(True, "gradients are views of the buckets: saves a copy of them")
+    gradient_as_bucket_view: bool = setting(True, "gradients are views of the buckets, which saves a copy of them")
     broadcast_buffers: bool = setting(False, "broadcast rank 0's buffers before each forward; they are constants")
     static_graph: bool = setting(True, "the graph is the same in every step, which lets DDP overlap more")
     bucket_cap_mb: int = setting(25, "size of a gradient bucket in MiB", at_least=1)
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = setting(
         "none",
-        "compression of exchanged gradients; anything but none changes the curve. "
-        "With powersgd the host waits for a GPU in each step",
+        "compression of the gradients during their reduction; anything but none changes the loss curve. "
+        "powersgd synchronizes host and GPU in each step",
     )
-    powersgd_rank: int = setting(4, "rank of the approximation under comm_hook: powersgd", at_least=1)
+    powersgd_rank: int = setting(4, "rank of the approximation with comm_hook: powersgd", at_least=1)
     powersgd_start_step: int = setting(
-        1000, "gradients are exchanged uncompressed before this many exchanges (powersgd)", at_least=2
+        1000, "number of gradient reductions before compression starts (powersgd)", at_least=2
     )
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
+    """Timeouts, failure handling and environment of the process group, and the options of DDP."""
+
     timeout_s: float = setting(1800.0, "seconds that a collective may take before the run ends", above=0)
     allow_long_timeout: bool = setting(False, "accept a timeout_s above 24 hours")
     heartbeat_timeout_s: int = setting(
         1800, "seconds that NCCL's watchdog may be silent before PyTorch ends the process", at_least=1
     )
-    blocking_wait: bool = setting(False, "wait for NCCL on the host; true loses the overlap with computing")
+    blocking_wait: bool = setting(
+        False, "wait for NCCL on the host; true prevents overlap of communication and computation"
+    )
     async_error_handling: bool = setting(True, "end the process when an NCCL collective fails or times out")
-    flight_recorder: bool = setting(True, "keep the last collectives, and write them down when a rank is lost")
+    flight_recorder: bool = setting(True, "record the latest collectives, and write them to a file if a rank is lost")
     nccl: dict[str, str | int] = setting(
         factory=lambda: {"NCCL_SOCKET_NTHREADS": 4, "NCCL_NSOCKS_PERTHREAD": 4},
         doc="environment variables that are set before the process group starts",
@@ -56,6 +60,6 @@ class DistributedConfig:
             )
         for name in self.nccl:
             if name == "NCCL_TIMEOUT":
-                raise ValueError("nccl: NCCL_TIMEOUT is read by nobody; use distributed.timeout_s")
+                raise ValueError("nccl: NCCL_TIMEOUT has no effect; use distributed.timeout_s")
             if not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")):
                 raise ValueError(f"nccl: expected names such as NCCL_SOCKET_IFNAME, found {name!r}")

@@ -1,4 +1,4 @@
-"""DeepSpeed's own AdamW: CPUAdam where the optimizer is offloaded to the host, FusedAdam on CUDA."""
+"""DeepSpeed's own AdamW: CPUAdam if the optimizer is offloaded to the host, FusedAdam on CUDA."""
 
 from __future__ import annotations
 
@@ -12,31 +12,40 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from mmldlm.errors import ConfigError
-from mmldlm.utils.short_repr import named
+from mmldlm.utils.short_repr import display_name
 
 
 def build_deepspeed_adam(groups: list[dict[str, Any]], offloaded: bool, **options: Any) -> torch.optim.Optimizer:
-    """Its kernel is compiled at first use, about a minute; `ConfigError` with what is missing where it cannot be."""
-    beside = str(Path(sys.executable).parent)  # where pip puts ninja, also of an environment that is not activated
-    if beside not in os.environ["PATH"].split(os.pathsep):
-        os.environ["PATH"] += os.pathsep + beside
+    """Build CPUAdam or FusedAdam. The kernel is compiled at first use, which takes about a minute.
+
+    Args:
+        groups: Parameter groups.
+        offloaded: Build CPUAdam, which steps on the host.
+        options: lr, betas and eps.
+
+    Raises:
+        ConfigError: the kernel cannot be built or loaded; the message names what is missing.
+    """
+    bin_dir = str(Path(sys.executable).parent)  # pip installs ninja here; not on the PATH of an inactive environment
+    if bin_dir not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += os.pathsep + bin_dir
     try:
         if offloaded:
             return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         return FusedAdam(groups, adam_w_mode=True, **options)
-    except Exception as error:  # DeepSpeed, PyTorch and the loader of libraries have a type of their own each
+    except Exception as error:  # DeepSpeed, PyTorch and the dynamic linker each raise types of their own
         op = "CPUAdam" if offloaded else "FusedAdam"
         raise ConfigError(
             f"optim.name: deepspeed_adam is DeepSpeed's {op}, whose kernel could not be built or loaded: "
-            f"{_missing(offloaded) or _complaint(error.__cause__ or error)}; adamw needs none"
+            f"{_missing_tools(offloaded) or _error_line(error.__cause__ or error)}; adamw needs none"
         ) from error
 
 
 def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Bring CPUAdam where it is after so many steps.
+    """Bring CPUAdam's internal step count to `steps`.
 
-    It keeps beta^step as a running product, which is not among its state and is, in float32, not the power that it
-    would start from otherwise. 20 microseconds a step.
+    It keeps beta^step as a running product that is not part of its state. In float32 this product differs from the
+    power that CPUAdam would otherwise start from. Takes 20 microseconds per step.
     """
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return
@@ -49,14 +58,14 @@ def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     del optimizer.state[dummy]
 
 
-def _missing(offloaded: bool) -> str:
-    """Tools that the build needs and that are not on the PATH."""
+def _missing_tools(offloaded: bool) -> str:
+    """Name the tools that the build needs and that are not on the PATH; "" if none."""
     tools = [os.environ.get("CXX", "c++"), "ninja", *([] if offloaded else ["nvcc"])]
     missing = [tool for tool in tools if shutil.which(tool) is None]
     return f"no {', no '.join(missing)} on the PATH" if missing else ""
 
 
-def _complaint(error: BaseException) -> str:
-    """Of a compiler's output the line that says what is wrong, else the first."""
+def _error_line(error: BaseException) -> str:
+    """Return the line of a compiler's output that states the error, or else the first line."""
     lines = str(error).splitlines() or [type(error).__name__]
-    return named(next((line for line in lines[1:] if "error" in line.lower()), lines[0]).strip())
+    return display_name(next((line for line in lines[1:] if "error" in line.lower()), lines[0]).strip())

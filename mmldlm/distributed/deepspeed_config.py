@@ -1,4 +1,4 @@
-"""The DeepSpeed file: what the run config is the source of is filled in, and refused where it says otherwise."""
+"""The DeepSpeed file: values that the run config determines are filled in; contradicting ones are errors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import flatten
-from mmldlm.utils.short_repr import shown
+from mmldlm.utils.short_repr import short_repr
 
 AUTO = "auto"
-# Sections that would be a second source of what the run config has.
-REFUSED = {
+# Sections that would be a second source of settings, with the run config's key for these settings.
+REJECTED_SECTIONS = {
     "optimizer": "optim",
     "scheduler": "schedule",
     "activation_checkpointing": "memory.activation_checkpointing",
@@ -27,7 +27,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What an engine must know of a step before it wraps the model."""
+    """Batch sizes, clipping and precision of a step, which an engine needs before it wraps the model."""
 
     micro_batch_size: int
     accumulation: int
@@ -37,6 +37,11 @@ class StepPlan:
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
+    """Read a DeepSpeed file.
+
+    Raises:
+        ConfigError: the file does not exist or is not a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,37 +53,47 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def engine_of(config: Mapping[str, Any], path: str) -> str:
-    """zero1, zero2, zero3, zero2_offload or zero3_offload."""
+def engine_name(config: Mapping[str, Any], path: str) -> str:
+    """Return zero1, zero2, zero3, zero2_offload or zero3_offload.
+
+    Raises:
+        ConfigError: the file has no valid stage or offload section.
+    """
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     if stage not in (1, 2, 3):
-        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, found {shown(stage)}")
+        raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, found {short_repr(stage)}")
     offloads = False
     for key in ("offload_optimizer", "offload_param"):
         section = zero.get(key) or {}
         if not isinstance(section, Mapping):
-            raise ConfigError(f"{path}: zero_optimization.{key}: expected keys below it, found {shown(section)}")
+            raise ConfigError(f"{path}: zero_optimization.{key}: expected keys below it, found {short_repr(section)}")
         offloads |= section.get("device", "none") != "none"
     return f"zero{stage}_offload" if offloads else f"zero{stage}"
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer steps on the host, by a file that `engine_of` has read."""
+    """Return whether the optimizer steps on the host. `engine_name` must have checked the file."""
     section = config["zero_optimization"].get("offload_optimizer") or {}
     return bool(section.get("device", "none") != "none")
 
 
 def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPlan) -> dict[str, Any]:
-    """`config` with every "auto" filled from the run config.
+    """Return `config` with every "auto" filled in from the run config.
 
-    Raises `ConfigError` naming each value that contradicts the run config, and each section that would be
-    a second source.
+    Args:
+        config: Content of the DeepSpeed file.
+        path: Name of the file in messages.
+        plan: The run config's values.
+
+    Raises:
+        ConfigError: a value contradicts the run config, a section would be a second source of its settings, or an
+            "auto" has no value. The message names all of them.
     """
     resolved = deepcopy(dict(config))
     problems = [
         f"{section}: expected nothing (the run config's {key} is the source), found a section"
-        for section, key in REFUSED.items()
+        for section, key in REJECTED_SECTIONS.items()
         if section in resolved
     ]
     from_run: dict[str, tuple[Any, str]] = {
@@ -96,16 +111,16 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
     }
     for dotted, (value, key) in from_run.items():
         *parents, leaf = dotted.split(".")
-        place = resolved
+        section = resolved
         for parent in parents:
-            place = place.setdefault(parent, {})
-        found = place.get(leaf, AUTO)
-        if found == AUTO:
-            place[leaf] = value
-        elif found != value or isinstance(found, bool) != isinstance(value, bool):
-            problems.append(f"{dotted} is {json.dumps(found)}, but {json.dumps(value)} by the run config ({key})")
-    left = [name for name, value in flatten(resolved).items() if value == AUTO]
-    problems += [f'{name}: "auto" is not known here, expected a value' for name in left]
+            section = section.setdefault(parent, {})
+        current = section.get(leaf, AUTO)
+        if current == AUTO:
+            section[leaf] = value
+        elif current != value or isinstance(current, bool) != isinstance(value, bool):
+            problems.append(f"{dotted} is {json.dumps(current)}, but {json.dumps(value)} by the run config ({key})")
+    unresolved = [name for name, value in flatten(resolved).items() if value == AUTO]
+    problems += [f'{name}: "auto" is not supported here, expected a value' for name in unresolved]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
     return resolved

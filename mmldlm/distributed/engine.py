@@ -1,5 +1,6 @@
-"""`Engine`: the one object through which a run reaches its processes. This is the replicated engine (one process
-and DDP); FSDP2 and ZeRO override what differs.
+"""`Engine`: the interface between a run and its ranks.
+
+This is the replicated engine (a single process and DDP); FSDP2 and ZeRO override what differs.
 """
 
 from __future__ import annotations
@@ -22,24 +23,28 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.optim.weight_average import WeightAverage
+from mmldlm.optim.weight_average import EmaWeights
 
 T = TypeVar("T")
 
 
-def is_accepted(norm: Tensor, limit: float) -> Tensor:
-    """Whether a step may be taken with gradients of this norm: bool, where the norm is, which nobody waits for.
+def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
+    """Return whether a step with this gradient norm updates the weights, without synchronizing the host.
 
-    All judge by this one rule, on the device and on the host, in float64: a norm that is not finite is above any limit.
+    This is the only such rule, on the device and on the host, and it compares in float64: a non-finite norm exceeds
+    every limit.
+
+    Returns:
+        bool [], on the device of `grad_norm`.
     """
-    return norm.double() <= min(limit, sys.float_info.max)
+    return grad_norm.double() <= min(limit, sys.float_info.max)
 
 
 class Engine(Collectives):
-    """The processes of this run, and what they do together with one model."""
+    """The ranks of a run and the model that they train: forward, backward, update, EMA and state."""
 
-    exchange_bytes = 0  # memory of the device that the engine takes within a backward pass and gives back after it
-    average: WeightAverage | None = None  # of the trained weights, see `keep_average`
+    comm_buffer_bytes = 0  # device memory that the engine allocates for a backward pass and frees after it
+    ema: EmaWeights | None = None  # of the trained weights, see `enable_ema`
     loss_scale: LossScale | None = None  # in fp16
 
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
@@ -54,25 +59,26 @@ class Engine(Collectives):
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
         with self.in_collective("wrapping the model"), warnings.catch_warnings():
-            # Accelerate knows the argument by the name that PyTorch is about to drop.
+            # Accelerate passes the argument by the name that PyTorch has deprecated.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:
-        """The model without the engine's wrapper; callable where `shards_parameters`, too, if all ranks call it."""
+        """The model without the engine's wrapper. With `shards_parameters`, all ranks must call it together."""
         return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=True)
 
     @property
     def unwrapped_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without Accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network, for the objective."""
+        """Run the model in training; this is the network that the objective calls."""
         return self._call(self.model, *args, **kwargs)
 
     def eval_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same without gradients to come: for validation and samples."""
+        """Run the unwrapped model where no backward follows: for validation and generation."""
         return self._call(self.unwrapped_model, *args, **kwargs)
 
     def _call(self, network: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -83,59 +89,72 @@ class Engine(Collectives):
         ):
             return network(*args, **kwargs)
 
-    def rehearse(self, loss_of: Callable[[Callable[..., Any]], Tensor]) -> None:
-        """Collective, before the first step: one forward and backward whose gradients are thrown away.
+    def warm_up(self, loss_fn: Callable[[Callable[..., Any]], Tensor]) -> None:
+        """Run one forward and backward before the first step and discard the gradients (collective).
 
-        DDP records its graph in its first backward, which must exchange gradients (PyTorch fails in an assertion of
-        its own where it does not), and packs its buckets anew after it. After this every step is like any other, and
-        so a resumed run gives the same bits. `loss_of` gets the network.
+        DDP records its graph in its first backward, which must reduce gradients (otherwise an assertion in PyTorch
+        fails), and rebuilds its buckets after it. After the warm-up all steps are alike, so a resumed run is
+        bit-identical.
+
+        Args:
+            loss_fn: Returns the loss, given the network.
         """
         if self.engine != DDP:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            self.backward(loss_of(self.forward))
+            self.backward(loss_fn(self.forward))
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
-        """The micro-batches of one step; gradients are exchanged with the last one's backward only."""
+        """Yield the micro-batches of one step; gradients are reduced in the backward of the last one only."""
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 yield micro_batch
 
     def backward(self, loss: Tensor) -> None:
-        """`loss` is this rank's share of the step's loss; data parallelism averages, we want the sum."""
-        # Scaled, the mean becomes the sum in `update`: float16 has no room to spare for that.
-        factor = self.world_size if self.loss_scale is None else self.loss_scale.now
+        """Compute gradients. `loss` is this rank's share of the step's loss, so the ranks' gradients add up."""
+        # Data parallelism averages over ranks, so the loss is multiplied by their number. With a loss scale `update`
+        # does that instead: float16 has no range to spare.
+        factor = self.world_size if self.loss_scale is None else self.loss_scale.scale
         with self.in_collective("backward: reduction of the gradients"):
             self.accelerator.backward(loss * factor)
 
-    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
-        """Clip and step at learning rate `lr`. Returns the norm before clipping [], on the device, equal on all ranks.
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
+        """Clip the gradients, step the optimizer at learning rate `lr` and update the EMA.
 
-        A norm that does not fit changes no weight and no moment. That is decided on the device, for which the host does
-        not wait; it does where the optimizer is not fused, and where DDP's hook keeps something of the gradients.
-        `decay` is the share that stays of the weights' average, where one is kept.
+        If the gradient norm is non-finite or above `norm_limit`, no weight, moment or average changes. This is decided
+        on the device without synchronizing the host, except where the optimizer is not fused or DDP runs PowerSGD.
+
+        Args:
+            lr: Learning rate of this step.
+            clip_norm: Norm to clip to; 0 clips nothing.
+            norm_limit: Largest norm with which the step is taken.
+            ema_decay: Decay of the EMA, if one is kept.
+
+        Returns:
+            Gradient norm before clipping: [], on the device, equal on all ranks.
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters(), self.world_size)
         with self.in_collective("norm of the gradients"):
-            norm = self._whole(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
+            norm = self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
         self._set_lr(lr)
         self._step(norm, norm_limit)
-        self._forget_errors(norm, norm_limit)
+        self._reset_powersgd(norm, norm_limit)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.follow(is_accepted(norm, norm_limit), decay)
+        if self.ema is not None:
+            self.ema.update(is_accepted(norm, norm_limit), ema_decay)
         if self.loss_scale is not None:
-            self.loss_scale.follow(norm)
+            self.loss_scale.update(norm)
         return norm
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
         optimizer: Any = self.unwrapped_optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # What `GradScaler` says to fused optimizers: where it is 1, their kernel leaves all as it is.
+            # `GradScaler` passes overflows to fused optimizers like this; if `found_inf` is 1, their kernel changes
+            # nothing.
             optimizer.found_inf = 1 - is_accepted(norm, norm_limit).float()
             self.optimizer.step()
             optimizer.found_inf = None
@@ -143,10 +162,10 @@ class Engine(Collectives):
             with self.in_collective("optimizer step"):  # Muon gathers what FSDP2 shards
                 self.optimizer.step()
 
-    def _forget_errors(self, norm: Tensor, norm_limit: float) -> None:
-        """PowerSGD adds what it left out of one step's gradients to the next, and starts from its last matrices.
+    def _reset_powersgd(self, norm: Tensor, norm_limit: float) -> None:
+        """Clear PowerSGD's error feedback and low-rank factors after a skipped step.
 
-        None of a skipped step may come back. Its hook waits for the device in each step, so we may, too.
+        They carry over into the next step's gradients. PowerSGD's hook synchronizes the host in each step anyway.
         """
         for _, state in getattr(self.model, "_comm_hooks", ()):
             if isinstance(state, PowerSGDState) and not is_accepted(norm, norm_limit):
@@ -157,99 +176,107 @@ class Engine(Collectives):
         for group in self.unwrapped_optimizer.param_groups:
             group["lr"] = lr
 
-    # --- the average of the weights ------------------------------------------------------------------------
+    # --- EMA ----------------------------------------------------------------------------------------------
 
-    def keep_average(self, saved: Mapping[str, Tensor]) -> None:
-        """Collective, after `prepare`: from here on `update` keeps a moving average of the trained weights.
+    def enable_ema(self, saved: Mapping[str, Tensor]) -> None:
+        """Keep an EMA of the trained weights from here on (collective; after `prepare`).
 
-        It begins as `saved`, whole tensors by clean name, and for weights that are not there as they are now.
+        Args:
+            saved: Initial averages, unsharded, by clean name. A weight that is not in it starts from its current value.
         """
-        self.average = WeightAverage(self._masters())
-        self.average.exchange()
+        self.ema = EmaWeights(self._master_params())
+        self.ema.swap()
         with self.in_collective("setting the average of the weights"), torch.no_grad():
-            for name, parameter in self._trained():
+            for name, parameter in self._trainable_params():
                 if name in saved:
                     self._set_master(parameter, saved[name])
-        self.average.exchange()
+        self.ema.swap()
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Collective: within it the network computes with the average of its weights.
+    def ema_scope(self) -> Iterator[None]:
+        """Compute with the EMA weights within the context (collective).
 
-        An error within it ends the run, so nothing is put back then, which might wait for ranks that are lost.
+        An error in the body ends the run, so the weights are not restored after one: that might wait for lost ranks.
         """
-        assert self.average is not None
-        self.average.exchange()
+        assert self.ema is not None
+        self.ema.swap()
         self._sync_model_from_masters()
         yield
-        self.average.exchange()
+        self.ema.swap()
         self._sync_model_from_masters()
 
-    def _masters(self) -> list[Tensor]:
-        """This rank's tensors that the optimizer steps."""
+    def _master_params(self) -> list[Tensor]:
+        """This rank's tensors that the optimizer updates."""
         return self._parameters()
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.unwrapped_optimizer.param_groups for parameter in group["params"]]
 
     def _sync_model_from_masters(self) -> None:
-        """Collective: have the network compute with the masters as they are now."""
+        """Make the network compute with the current master weights (collective)."""
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _trainable_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((clean_name(n), p) for n, p in self.unwrapped_model.named_parameters() if p.requires_grad)
 
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        """Collective: a trained parameter, whole, in float32."""
-        return self._whole(parameter.detach())
+    def _get_master(self, parameter: nn.Parameter) -> Tensor:
+        """Return a trained parameter's master weight, unsharded, in float32 (collective)."""
+        return self._unshard(parameter.detach())
 
-    def _set_master(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Collective: the same, written; every rank has it."""
-        parameter.copy_(whole)
+    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a trained parameter's master weight from the unsharded `value`, which every rank has (collective)."""
+        parameter.copy_(value)
 
     # --- state, by parameter name and the same under every engine ------------------------------------------
 
     def sizes(self) -> dict[str, int]:
-        """Elements of every tensor of the model, whole, by clean name; the same on every rank."""
+        """Return the number of elements of every unsharded tensor of the model, by clean name; same on all ranks."""
         return {name: tensor.numel() for name, tensor in model_state(self.unwrapped_model).items()}
 
     def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """Collective, to be exhausted: what this rank owns of the state, as (group, entry, whole tensor).
+        """Yield the state of the weights in `owned` as (group, entry, unsharded tensor).
 
-        "model": float32 weights by clean name. "optimizer": state of the weights in `owned`, see `optimizer_state`.
-        "ema": the average of the trained weights, where one is kept. Each tensor is to be copied before the next.
+        Collective: every rank must exhaust the iterator. Copy each tensor before the next is drawn. Groups:
+
+        - "model": float32 weights by clean name;
+        - "optimizer": see `optimizer_state`;
+        - "ema": averages by clean name, if an EMA is kept.
         """
         with self.in_collective("gather of the state"):
             for name, tensor in model_state(self.unwrapped_model).items():
-                whole = self._whole(tensor)
+                full = self._unshard(tensor)
                 if name in owned:
-                    yield "model", name, whole
+                    yield "model", name, full
             for entry, tensor in optimizer_state(self.unwrapped_optimizer, self.unwrapped_model).items():
-                whole = self._whole(tensor)
+                full = self._unshard(tensor)
                 if entry.rpartition("/")[0] in owned:
-                    yield "optimizer", entry, whole
-        yield from self._gather_average(owned)
+                    yield "optimizer", entry, full
+        yield from self._gather_ema(owned)
 
-    def _gather_average(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-        if self.average is None:
+    def _gather_ema(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+        if self.ema is None:
             return
-        self.average.exchange()
+        self.ema.swap()
         with self.in_collective("gather of the average of the weights"):
-            for name, parameter in self._trained():
-                whole = self._master(parameter)
+            for name, parameter in self._trainable_params():
+                full = self._get_master(parameter)
                 if name in owned:
-                    yield "ema", name, whole
-        self.average.exchange()
+                    yield "ema", name, full
+        self.ema.swap()
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """Collective: a tensor of the state without the engine's sharding."""
+    def _unshard(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the state without the engine's sharding (collective)."""
         return tensor
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Collective, after `prepare`: put back the "optimizer" of `gather_state`, whole; DataError if it is not."""
+        """Load the group "optimizer" of `gather_state`, complete (collective; after `prepare`).
+
+        Raises:
+            DataError: the entries or shapes are not exactly those of this optimizer.
+        """
         load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, tensors)
 
     def check_precision(self) -> None:
-        """Assert that what the optimizer updates is float32, whatever the matrix products run in."""
+        """Assert that the optimizer updates float32 weights, whatever type the matrix products use."""
         for group in self.unwrapped_optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.engine}"

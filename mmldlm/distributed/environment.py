@@ -15,7 +15,7 @@ FLIGHT_RECORDER_ENTRIES = 2000
 
 
 def settings_to_export(config: DistributedConfig) -> dict[str, str]:
-    """Variables and their values, `distributed.nccl` last, so that what the user names wins."""
+    """Return variables and their values, `distributed.nccl` last, so that the user's values take precedence."""
     recorder = str(FLIGHT_RECORDER_ENTRIES if config.flight_recorder else 0)
     return {
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
@@ -28,33 +28,37 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
 
 
 def export_settings(config: DistributedConfig) -> None:
-    """Set them; must come before the process group starts."""
+    """Set the variables of `settings_to_export`; must be called before the process group starts."""
     os.environ.update(settings_to_export(config))
 
 
-def unread_names(names: Iterable[str]) -> list[str]:
-    """Those that the installed PyTorch and NCCL do not read: setting them does nothing.
+def unread_variables(names: Iterable[str]) -> list[str]:
+    """Return the variables that the installed PyTorch and NCCL do not read, so that setting them has no effect.
 
-    Empty where there is no NCCL to ask, since then none of them is in use.
+    Empty without CUDA: there is no NCCL to search, and none of them is in use.
     """
     if not torch.cuda.is_available():
         return []
-    return names_not_in([*Path(torch.__file__).parent.glob("lib/libtorch*.so"), *_nccl_libraries()], names)
+    return variables_not_in([*Path(torch.__file__).parent.glob("lib/libtorch*.so"), *_nccl_libraries()], names)
 
 
-def names_not_in(libraries: Iterable[Path], names: Iterable[str]) -> list[str]:
-    """The names of environment variables that occur in none of the compiled `libraries`."""
-    left = set(names)
+def variables_not_in(libraries: Iterable[Path], names: Iterable[str]) -> list[str]:
+    """Return the names of environment variables that occur in none of the compiled `libraries`, sorted."""
+    missing = set(names)
     for library in libraries:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            # NCCL builds its names from a prefix and the rest.
-            left = {name for name in left if content.find(name.encode()) < 0 and content.find(_rest(name).encode()) < 0}
-        if not left:
+            # NCCL stores its names without the prefix.
+            missing = {
+                name
+                for name in missing
+                if content.find(name.encode()) < 0 and content.find(_without_prefix(name).encode()) < 0
+            }
+        if not missing:
             break
-    return sorted(left)
+    return sorted(missing)
 
 
-def _rest(name: str) -> str:
+def _without_prefix(name: str) -> str:
     return name.removeprefix("NCCL_") + "\0" if name.startswith("NCCL_") else name
 
 

@@ -1,6 +1,6 @@
-"""How processes end: whether one is still there, and what it leaves in the run folder.
+"""How processes end: whether one still runs, and what it leaves in the run folder.
 
-That is its exit record, the stacks of its threads, and its last collectives.
+The exit files are its exit record, the stacks of its threads and its last collectives.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 
 from mmldlm.errors import ExitCode
 
-FIRST = "exit.json"
-GOOD_ENDS = (ExitCode.DONE, ExitCode.STOPPED)
-_PATTERNS = (FIRST, "exit.rank*.json", "stacks.rank*.txt", "flight_recorder.rank*.json")
+EXIT_FILE = "exit.json"
+CLEAN_EXIT_CODES = (ExitCode.DONE, ExitCode.STOPPED)
+_PATTERNS = (EXIT_FILE, "exit.rank*.json", "stacks.rank*.txt", "flight_recorder.rank*.json")
 
-PATIENCE_S = 2.0  # for a process that is to end to do so by itself
+KILL_TIMEOUT_S = 2.0  # for a process to end before it is killed
 
 
 @dataclass(frozen=True)
-class Process:
-    """A process of any host; `machine` and `start_time` tell it from another that has the same number."""
+class ProcessInfo:
+    """A process on any host. `machine` and `start_time` distinguish it from others with the same pid."""
 
     host: str
     machine: str
@@ -40,16 +40,17 @@ class Process:
     start_time: int
 
     @classmethod
-    def own(cls) -> Process:
+    def current(cls) -> ProcessInfo:
+        """Return this process."""
         return cls(socket.gethostname(), machine_id("pid"), os.getpid(), _stat(os.getpid())[1])
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return self.machine == machine_id("pid")
 
     def state(self) -> Literal["", "running", "stopped", "gone"]:
-        """As the kernel has it; "" for a process of another machine."""
-        if not self.is_here:
+        """Return the state in the kernel; "" for a process on another machine."""
+        if not self.is_local:
             return ""
         letter, start_time = _stat(self.pid)
         if start_time != self.start_time or letter in "ZX":
@@ -57,17 +58,17 @@ class Process:
         return "stopped" if letter in "Tt" else "running"
 
 
-def kill_processes(processes: Iterable[Process]) -> None:
-    """SIGKILL those of this machine that do not end by themselves; never a process that only has the same number."""
-    patience_ends = time.monotonic() + PATIENCE_S
+def kill_processes(processes: Iterable[ProcessInfo]) -> None:
+    """SIGKILL processes of this machine that do not end within `KILL_TIMEOUT_S`; never another with the same pid."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     for process in processes:
-        while process.state() == "running" and time.monotonic() < patience_ends:
+        while process.state() == "running" and time.monotonic() < deadline:
             time.sleep(0.02)
         if process.state() in ("running", "stopped"):
             with suppress(OSError):
                 handle = os.pidfd_open(process.pid)
                 try:
-                    if process.state() != "gone":  # so the handle is of the process that is meant
+                    if process.state() != "gone":  # checked again: now the handle cannot be another process's
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
                 finally:
                     os.close(handle)
@@ -75,7 +76,7 @@ def kill_processes(processes: Iterable[Process]) -> None:
 
 @cache
 def machine_id(namespace: Literal["pid", "net"]) -> str:
-    """One running kernel and one of its process or network namespaces: hosts and containers may share a name."""
+    """Identify a running kernel and its process or network namespace: hosts and containers may share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns', namespace).readlink()}"
@@ -84,7 +85,7 @@ def machine_id(namespace: Literal["pid", "net"]) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start time in ticks since boot; ("X", 0) where there is no such process."""
+    """Return state letter and start time in ticks since boot; ("X", 0) if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -93,39 +94,40 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def clear_exit_files(folder: Path) -> None:
-    """At the start of a run: what earlier runs left is not to be taken for the words of this one."""
+    """Remove the exit files of earlier runs, which could be mistaken for this run's."""
     for pattern in _PATTERNS:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
 
 
 def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> None:
-    """`exit.json` is the first failure of any rank, or else the good end of rank 0; others are `exit.rankN.json`.
+    """Write a rank's exit record.
 
-    A reader sees all of a record or none. A disk that refuses is no second error.
+    `exit.json` holds the first failure of any rank, or rank 0's record if none failed; other records are
+    `exit.rankN.json`. Records appear atomically. An OSError is ignored, so that it does not hide the cause.
     """
     record = {"code": int(code), "rank": rank, "step": step, "cause": cause, "time": time.time()}
-    first, own = folder / FIRST, folder / f"exit.rank{rank}.json"
+    first_path, rank_path = folder / EXIT_FILE, folder / f"exit.rank{rank}.json"
     temporary = folder / f".exit.rank{rank}.tmp"
-    good = code in GOOD_ENDS
+    is_clean = code in CLEAN_EXIT_CODES
     with suppress(OSError):
         temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
         try:
-            if good and rank:
-                temporary.replace(own)
-            elif not _place(temporary, first):
-                held = json.loads(first.read_text(encoding="utf-8"))
-                if not good and held["code"] in GOOD_ENDS:  # the run did not end well after all
-                    _place(first, folder / f"exit.rank{held['rank']}.json")
-                    temporary.replace(first)
-                elif held["rank"] != rank:  # a rank's first words count
-                    temporary.replace(own)
+            if is_clean and rank:
+                temporary.replace(rank_path)
+            elif not _link_if_absent(temporary, first_path):
+                first = json.loads(first_path.read_text(encoding="utf-8"))
+                if not is_clean and first["code"] in CLEAN_EXIT_CODES:  # a failure replaces a clean exit
+                    _link_if_absent(first_path, folder / f"exit.rank{first['rank']}.json")
+                    temporary.replace(first_path)
+                elif first["rank"] != rank:  # only a rank's first record counts
+                    temporary.replace(rank_path)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _place(source: Path, target: Path) -> bool:
-    """Whether `target` was not there before; it then appears whole, and of several writers one wins."""
+def _link_if_absent(source: Path, target: Path) -> bool:
+    """Create `target` atomically as a copy of `source`; return False if it exists. One of several writers wins."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -160,9 +162,14 @@ def dump_flight_recorder(folder: Path, rank: int) -> None:
 
 
 def pending_collective(or_latest: bool) -> str:
-    """The oldest collective that was started and not completed, as torch's flight recorder has it; "" if unknown.
+    """Describe the oldest collective that has started and not completed, from torch's flight recorder.
 
-    A failed gloo collective counts as completed there, so after an error the latest one is meant.
+    Args:
+        or_latest: Describe the latest collective if none is pending. For use after an error: the recorder counts a
+            failed gloo collective as completed.
+
+    Returns:
+        Name, number and sizes of the collective; "" if unknown.
     """
     entries = _flight_record().get("entries", [])
     pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]

@@ -1,4 +1,7 @@
-"""The loss scale of fp16: float16 has nothing below 6e-8, so gradients are computed of a multiple of the loss."""
+"""Loss scaling for fp16.
+
+float16 has no values below 6e-8, so gradients are computed from a multiple of the loss.
+"""
 
 from __future__ import annotations
 
@@ -10,66 +13,75 @@ from torch.distributed.tensor import DTensor
 
 from mmldlm.errors import ConfigError
 
-FIRST, LOWEST, HIGHEST = 2.0**16, 1.0, 2.0**24
-GROWS_AFTER = 2000  # steps; these and the factors of 2 are the defaults of `torch.amp.GradScaler`
+INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 1.0, 2.0**24
+GROWTH_INTERVAL = 2000  # steps; this and the factors of 2 are the defaults of `torch.amp.GradScaler`
 
 
 class LossScale:
-    """Dynamic scale (arXiv 1710.03740, section 3.2): halved where gradients overflow, doubled after many that did not.
+    """Dynamic loss scale (arXiv 1710.03740, section 3.2): halved on overflow, doubled after many steps without one.
 
-    What `torch.amp.GradScaler` does, but for who decides: it lets each rank look at its own gradients, here it is their
-    norm, which all ranks share, and by which the step is skipped, too. All of it stays on the device.
+    It differs from `torch.amp.GradScaler` in what detects an overflow: there each rank checks its own gradients, here
+    it is the gradient norm, which all ranks share and which also decides whether the step is skipped. All state stays
+    on the device.
     """
 
     def __init__(self, device: torch.device):
-        self.now = torch.tensor(FIRST, device=device)
-        self.last = self.now  # of the step that was done last
-        self._good = torch.tensor(0, device=device)  # steps without overflow since it changed
+        self.scale = torch.tensor(INITIAL_SCALE, device=device)
+        self.last_scale = self.scale  # of the latest completed step
+        self._growth_tracker = torch.tensor(0, device=device)  # steps without overflow since the scale changed
 
-    def unscale(self, parameters: Sequence[Tensor], times: int) -> None:
-        """Multiply the gradients by `times` / scale, in place; the scale is a power of 2, so it leaves no rounding."""
+    def unscale(self, parameters: Sequence[Tensor], factor: int) -> None:
+        """Multiply the gradients in place by `factor` / scale. Dividing by the scale, a power of 2, is exact."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], times / self.now)
+            torch._foreach_mul_([to_local(gradient) for gradient in gradients], factor / self.scale)
 
-    def follow(self, norm: Tensor) -> None:
-        """Take in the norm of the gradients of a step."""
-        finite = norm.isfinite()
-        good = torch.where(finite, self._good + 1, 0)
-        grows = good >= GROWS_AFTER
+    def update(self, grad_norm: Tensor) -> None:
+        """Update the scale after a step whose gradients had this norm."""
+        finite = grad_norm.isfinite()
+        count = torch.where(finite, self._growth_tracker + 1, 0)
+        grows = count >= GROWTH_INTERVAL
         factor = torch.where(finite, 1.0 + grows.float(), 0.5)
-        self._good = torch.where(grows, 0, good)
-        self.last, self.now = self.now, (self.now * factor).clamp(LOWEST, HIGHEST)
+        self._growth_tracker = torch.where(grows, 0, count)
+        self.last_scale, self.scale = self.scale, (self.scale * factor).clamp(MIN_SCALE, MAX_SCALE)
 
-    def read(self) -> tuple[float, int]:
-        """For a checkpoint; the host waits for it."""
-        return float(self.now), int(self._good)
+    def get_state(self) -> tuple[float, int]:
+        """Return (scale, steps without overflow) for a checkpoint; synchronizes the host."""
+        return float(self.scale), int(self._growth_tracker)
 
-    def go_on(self, scale: float, good: int) -> None:
-        """From what `read` gave."""
-        self.now.fill_(min(max(scale, LOWEST), HIGHEST))
-        self._good.fill_(good)
+    def load_state(self, scale: float, growth_tracker: int) -> None:
+        """Restore the state that `get_state` returned."""
+        self.scale.fill_(min(max(scale, MIN_SCALE), MAX_SCALE))
+        self._growth_tracker.fill_(growth_tracker)
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def runs_in(precision: str, engine: str) -> bool:
-    """DeepSpeed has a loss scale of its own, with other rules, which no other engine could go on from."""
+def supports_precision(precision: str, engine: str) -> bool:
+    """Return whether `engine` can train in `precision`.
+
+    DeepSpeed has its own loss scale with other rules, from which no other engine could resume.
+    """
     return precision != "fp16" or not engine.startswith("zero")
 
 
 def check_fp16(precision: str, engine: str, hook: str) -> None:
-    """`ConfigError` where what is asked for cannot go on from scaled gradients."""
+    """Check that engine and DDP communication hook support the precision.
+
+    Raises:
+        ConfigError: precision is fp16, and the engine or hook cannot train with scaled gradients.
+    """
     if precision != "fp16":
         return
-    if not runs_in(precision, engine):
+    if not supports_precision(precision, engine):
         raise ConfigError(
-            f"precision: expected fp32 or bf16 under {engine}, found fp16, which runs under single, ddp and fsdp2"
+            f"precision: expected fp32 or bf16 under {engine}, found fp16, which needs single, ddp or fsdp2"
         )
     if engine == "ddp" and hook == "powersgd":
         raise ConfigError(
             "distributed.ddp.comm_hook: expected none, fp16 or bf16 with precision fp16, found powersgd, which adds "
-            "what it left out to the next step's gradients, and these may be scaled otherwise"
+            "its compression error to the next step's gradients, whose loss scale may differ"
         )

@@ -1,6 +1,7 @@
-"""Which rank is at fault when a collective fails or takes too long, from what the ranks said of themselves.
+"""Diagnosis of a collective that fails or takes too long: which rank is at fault, from the ranks' heartbeats.
 
-Clocks of two hosts are never compared: a rank is silent when its counter stands still between two of our readings.
+Clocks of different hosts are never compared: a rank is silent if its heartbeat's counter does not change between two of
+our readings.
 """
 
 from __future__ import annotations
@@ -10,53 +11,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mmldlm.distributed.exit_files import Process
+from mmldlm.distributed.exit_files import ProcessInfo
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank says of itself every interval."""
+    """State that a rank publishes every interval."""
 
     rank: int
-    process: Process
+    process: ProcessInfo
     count: int = 0
     step: int = 0
     phase: str = ""  # the collective that its main thread is in
-    for_s: float = 0.0
+    for_s: float = 0.0  # time in this phase
     done: bool = False
 
     @classmethod
     def parse(cls, text: bytes) -> Heartbeat:
         fields = json.loads(text)
-        return cls(**{**fields, "process": Process(**fields["process"])})
+        return cls(**{**fields, "process": ProcessInfo(**fields["process"])})
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.process.host}, pid {self.process.pid})"
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"at step {self.step}, {f'in {self.phase}' if self.phase else 'outside of any collective'}"
 
 
-class Seen(NamedTuple):
-    """A peer's beat, and when by our clock it was first and last read with this counter."""
+class PeerHeartbeat(NamedTuple):
+    """A peer's latest heartbeat, and the times by our clock when it was first and last read with this count."""
 
-    beat: Heartbeat
-    first: float
-    last: float
+    heartbeat: Heartbeat
+    first_read: float
+    last_read: float
 
-    def fault(self, window: float) -> str:
-        """ "gone", "stopped" or "silent"; "" while it answers."""
-        if self.beat.done:
+    def status(self, window: float) -> str:
+        """Return "gone", "stopped" or "silent" (for `window` seconds); "" for a rank that responds or is done."""
+        if self.heartbeat.done:
             return ""
-        state = self.beat.process.state()
+        state = self.heartbeat.process.state()
         if state in ("gone", "stopped"):
             return state
-        return "silent" if self.last - self.first >= window else ""
+        return "silent" if self.last_read - self.first_read >= window else ""
 
 
 class PendingCollective(NamedTuple):
-    """What the accusing rank waited for."""
+    """The collective that the diagnosing rank waited in."""
 
     rank: int
     step: int
@@ -68,75 +69,103 @@ class PendingCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the run ends: `cause`, as rank `by` found; `silent` are processes that may not end by themselves."""
+    """Why the run ends: `cause`, as diagnosed by rank `by`; `silent` are processes that may not end on their own."""
 
     cause: str
     by: int
-    rank: int | None = None  # the one at fault, if it is one
-    silent: tuple[Process, ...] = ()
+    rank: int | None = None  # at fault, if it is a single one
+    silent: tuple[ProcessInfo, ...] = ()
 
     @classmethod
     def parse(cls, text: bytes) -> Failure:
         fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "silent": tuple(Process(**process) for process in fields["silent"])})
+        return cls(**{**fields, "silent": tuple(ProcessInfo(**process) for process in fields["silent"])})
 
 
-def is_conclusive(peers: Mapping[int, Seen], counts: Mapping[int, int], window: float) -> bool:
-    """Whether more readings would show nothing new: a fault, or that all moved on from `counts`."""
-    if any(seen.fault(window) for seen in peers.values()):
+def is_conclusive(peers: Mapping[int, PeerHeartbeat], counts: Mapping[int, int], window: float) -> bool:
+    """Return whether more readings cannot change the diagnosis: a peer is at fault, or all have advanced.
+
+    Args:
+        peers: Latest heartbeats by rank.
+        counts: Earlier heartbeat counts by rank, or nothing.
+        window: Seconds after which an unchanged count means that a rank is silent.
+    """
+    if any(peer.status(window) for peer in peers.values()):
         return True
     return bool(counts) and all(
-        seen.beat.done or seen.beat.count != counts.get(rank, seen.beat.count) for rank, seen in peers.items()
+        peer.heartbeat.done or peer.heartbeat.count != counts.get(rank, peer.heartbeat.count)
+        for rank, peer in peers.items()
     )
 
 
 def diagnose(
-    wait: PendingCollective, world_size: int, peers: Mapping[int, Seen], window: float, store_unreachable: str
+    wait: PendingCollective,
+    world_size: int,
+    peers: Mapping[int, PeerHeartbeat],
+    window: float,
+    store_unreachable: str,
 ) -> Failure:
-    """Return the failure of the run. `store_unreachable` is the store if it did not answer: `peers` are then old news."""
-    faults = {kind: [s for s in peers.values() if s.fault(window) == kind] for kind in ("gone", "stopped", "silent")}
-    unable = tuple(seen.beat.process for kind in ("stopped", "silent") for seen in faults[kind])
-    working = [seen.beat for seen in peers.values() if not seen.beat.done]
-    outside = sorted((beat for beat in working if not beat.phase), key=lambda beat: -beat.for_s)
-    elsewhere = [beat for beat in working if (beat.step, beat.phase) != (wait.step, wait.collective)]
+    """Return the failure of the run: the most direct evidence decides.
+
+    Args:
+        wait: The collective that this rank waits in.
+        world_size: Number of ranks.
+        peers: Latest heartbeats by rank.
+        window: Seconds after which an unchanged count means that a rank is silent.
+        store_unreachable: Name of the store if it does not respond, else ""; `peers` are out of date then.
+    """
+    statuses = {
+        kind: [peer for peer in peers.values() if peer.status(window) == kind] for kind in ("gone", "stopped", "silent")
+    }
+    unable = tuple(peer.heartbeat.process for kind in ("stopped", "silent") for peer in statuses[kind])
+    working = [peer.heartbeat for peer in peers.values() if not peer.heartbeat.done]
+    outside = sorted((heartbeat for heartbeat in working if not heartbeat.phase), key=lambda h: -h.for_s)
+    elsewhere = [h for h in working if (h.step, h.phase) != (wait.step, wait.collective)]
     absent = [rank for rank in range(world_size) if rank not in peers and rank != wait.rank]
-    done = [seen.beat for seen in peers.values() if seen.beat.done]
+    done = [peer.heartbeat for peer in peers.values() if peer.heartbeat.done]
     rank: int | None
-    if faults["gone"]:
-        found = [seen.beat for seen in faults["gone"]]
-        rank, text = found[0].rank, f"{found[0]} died without a word, last seen {found[0].place}{_more(found)}"
+    if statuses["gone"]:
+        gone = [peer.heartbeat for peer in statuses["gone"]]
+        rank = gone[0].rank
+        text = f"{gone[0]} exited without reporting an error, last seen {gone[0].location}{_others(gone)}"
     elif unable:
-        seen = (faults["stopped"] + faults["silent"])[0]
-        found = [s.beat for s in faults["stopped"] + faults["silent"]]
-        heard = f"no heartbeat for at least {seen.last - seen.first:.1f} s"
-        why = "its process is stopped" if faults["stopped"] else heard
-        rank, text = seen.beat.rank, f"{seen.beat} is not answering ({why}), last seen {seen.beat.place}{_more(found)}"
+        first = (statuses["stopped"] + statuses["silent"])[0]
+        heartbeats = [peer.heartbeat for peer in statuses["stopped"] + statuses["silent"]]
+        silence = f"no heartbeat for at least {first.last_read - first.first_read:.1f} s"
+        why = "its process is stopped" if statuses["stopped"] else silence
+        rank = first.heartbeat.rank
+        text = f"{first.heartbeat} is not responding ({why}), last seen {first.heartbeat.location}{_others(heartbeats)}"
     elif store_unreachable:
-        host = f"{peers[0].beat}, last seen {peers[0].beat.place}," if 0 in peers else "rank 0"
-        rank, text = None, f"{store_unreachable} does not answer; {host} or the launcher keeps it"
+        host = f"{peers[0].heartbeat}, last seen {peers[0].heartbeat.location}," if 0 in peers else "rank 0"
+        rank, text = None, f"{store_unreachable} does not respond; {host} or the launcher hosts it"
     elif absent:
-        rank, text = absent[0], f"rank {absent[0]} never came" + (f", nor ranks {absent[1:]}" if absent[1:] else "")
+        more = f", nor did ranks {absent[1:]}" if absent[1:] else ""
+        rank, text = absent[0], f"rank {absent[0]} never connected{more}"
     elif wait.is_long and outside:
-        beat = outside[0]
-        rank = beat.rank
-        text = f"{beat} is stuck outside of any collective since {beat.for_s:.1f} s (step {beat.step}){_more(outside)}"
+        stuck = outside[0]
+        rank = stuck.rank
+        text = (
+            f"{stuck} has been stuck outside of any collective for {stuck.for_s:.1f} s (step {stuck.step})"
+            f"{_others(outside)}"
+        )
     elif done:
-        rank, text = done[0].rank, f"{done[0]} has finished after step {done[0].step}{_more(done)}"
+        rank, text = done[0].rank, f"{done[0]} has finished after step {done[0].step}{_others(done)}"
     elif wait.is_long and elsewhere:
-        beat = min(elsewhere, key=lambda beat: beat.step)
-        rank, text = beat.rank, f"{beat} is {beat.place} since {beat.for_s:.1f} s{_more(elsewhere)}"
+        behind = min(elsewhere, key=lambda h: h.step)
+        rank, text = behind.rank, f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"
     else:
-        rank, text = None, f"the connection broke, or the ranks' collectives differ: all {world_size} ranks answer"
-    return Failure(f"{text}; {_waited(wait)}", wait.rank, rank, unable)
+        rank = None
+        text = f"the connection broke, or the ranks called different collectives: all {world_size} ranks respond"
+    return Failure(f"{text}; {_describe_wait(wait)}", wait.rank, rank, unable)
 
 
-def _more(beats: list[Heartbeat]) -> str:
-    others = [beat.rank for beat in beats[1:]]
-    return f", and ranks {', '.join(map(str, others[:8]))}{' ...' if others[8:] else ''} likewise" if others else ""
+def _others(heartbeats: list[Heartbeat]) -> str:
+    ranks = [heartbeat.rank for heartbeat in heartbeats[1:]]
+    return f" (also ranks {', '.join(map(str, ranks[:8]))}{' ...' if ranks[8:] else ''})" if ranks else ""
 
 
-def _waited(wait: PendingCollective) -> str:
+def _describe_wait(wait: PendingCollective) -> str:
     if not wait.collective:
-        return f"found by rank {wait.rank} at step {wait.step}"
+        return f"detected by rank {wait.rank} at step {wait.step}"
     detail = f" ({wait.detail})" if wait.detail else ""
     return f"rank {wait.rank} waited {wait.seconds:.1f} s in {wait.collective}{detail} at step {wait.step}"

@@ -1,4 +1,4 @@
-"""One way to start, for one process and for many, on CPU with gloo and on CUDA with NCCL."""
+"""Start-up of the engine, in one process or many, on CPU with gloo and on CUDA with NCCL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Accelerate imports deepspeed, which would warn of every machine without a GPU.
+# Accelerate imports deepspeed, which would otherwise warn on every machine without a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
@@ -21,52 +21,53 @@ from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, LauncherEnv
-from mmldlm.distributed.process_group import join
+from mmldlm.distributed.process_group import join_process_group
 from mmldlm.errors import ConfigError
 
-WRAPPED = "MMDiTBlock"  # the unit of sharding
+FSDP_BLOCK_CLASS = "MMDiTBlock"  # the unit of sharding
 
 
-def start(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan) -> Engine:
-    """Join the process group that the launcher describes and build the engine's runtime on it.
+def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan) -> Engine:
+    """Join the process group that the launcher describes and build the engine on it.
 
-    Raises `ConfigError` where what came is not what was asked for: another world size, rank or engine.
+    Raises:
+        ConfigError: world size, rank or engine are not as the launcher requested.
     """
     deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
     _check_mixed_precision(plan.precision)
     if launch.engine == DDP:
-        _check_hook(config.ddp.comm_hook)
+        _check_comm_hook(config.ddp.comm_hook)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
-        watchdog = join(config, launch)
-    accelerator = _accelerator(config, launch, plan, deepspeed)
-    runtime = _runtime_class(launch.engine)(accelerator, launch, watchdog)
+        watchdog = join_process_group(config, launch)
+    accelerator = _build_accelerator(config, launch, plan, deepspeed)
+    engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
-        runtime.loss_scale = LossScale(runtime.device)
-    _check_came(runtime, launch)
-    return runtime
+        engine.loss_scale = LossScale(engine.device)
+    _check_engine(engine, launch)
+    return engine
 
 
 class _DeepSpeedPlugin(DeepSpeedPlugin):
     def set_deepspeed_weakref(self) -> None:
-        """Tells models of the transformers package how they are sharded; ours are none, and need not have it."""
+        """Do nothing: it configures the transformers package, which our models do not use."""
 
 
-def _accelerator(
+def _build_accelerator(
     config: DistributedConfig, launch: LauncherEnv, plan: StepPlan, deepspeed: dict[str, Any] | None
 ) -> Accelerator:
-    """Precision is the model's own matter (autocast inside its forward), so Accelerate's stays "no"."""
+    """Build Accelerate's object. Its precision stays "no", since the model uses autocast inside its forward."""
     on_cpu = not torch.cuda.is_available()
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process may train several runs, one after another
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process may train several runs in turn
     backend = {"backend": "gloo" if on_cpu else "nccl"}
     if deepspeed is not None:
         from deepspeed import ops
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ""  # the file is read, checked and filled by us
+        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ""  # we read, check and fill in the file
         os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
-        # Of use to inference on CPUs alone, and it would be compiled at first use: a minute, and a need for g++.
+        # Only used for inference on CPU; compiling it at first use would take a minute and need g++.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState(cpu=False, **backend)
         return Accelerator(mixed_precision="no", deepspeed_plugin=_DeepSpeedPlugin(hf_ds_config=deepspeed))
@@ -75,11 +76,12 @@ def _accelerator(
 
         state = PartialState(cpu=on_cpu, **backend)
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate knows no FSDP on CPU and would train DDP
-        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=fsdp_plugin(plan.precision, WRAPPED))
+        plugin = fsdp_plugin(plan.precision, FSDP_BLOCK_CLASS)
+        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin)
     return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[_ddp_handler(config.ddp)])
 
 
-def _check_hook(hook: str) -> None:
+def _check_comm_hook(hook: str) -> None:
     if hook == "bf16" and not torch.cuda.is_available():
         raise ConfigError(
             "distributed.ddp.comm_hook: expected none, fp16 or powersgd over gloo, found bf16 (needs NCCL)"
@@ -96,7 +98,7 @@ def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
     options = {
         "matrix_approximation_rank": config.powersgd_rank,
         "start_powerSGD_iter": config.powersgd_start_step,
-        "orthogonalization_epsilon": 1e-8,  # else gradients of zero become NaN with a rank of 1 or 2
+        "orthogonalization_epsilon": 1e-8,  # with 0, zero gradients become NaN at a rank of 1 or 2
     }
     return DistributedDataParallelKwargs(
         bucket_cap_mb=config.bucket_cap_mb,
@@ -109,7 +111,7 @@ def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
     )
 
 
-def _runtime_class(engine: str) -> type[Engine]:
+def _engine_class(engine: str) -> type[Engine]:
     if engine == FSDP2:
         from mmldlm.distributed.fsdp2 import FSDP2Engine
 
@@ -122,27 +124,29 @@ def _runtime_class(engine: str) -> type[Engine]:
 
 
 def _check_mixed_precision(precision: str) -> None:
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if asked not in ("no", precision):
+    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if requested not in ("no", precision):
         raise ConfigError(
-            f"mixed_precision: {asked} in the launcher's config, but precision: {precision} in the run config, "
-            "which is the source; leave it at no there"
+            f"mixed_precision: {requested} in the launcher's config, but precision: {precision} in the run config, "
+            "which takes precedence; expected no in the launcher's config"
         )
 
 
-def _check_came(runtime: Engine, launch: LauncherEnv) -> None:
-    """What Accelerate and torch.distributed say must be what the launcher asked for, proven by an all-reduce."""
-    state = runtime.accelerator.state
+def _check_engine(engine: Engine, launch: LauncherEnv) -> None:
+    """Check that Accelerate and torch.distributed started what the launcher requested, also by an all-reduce."""
+    state = engine.accelerator.state
     kinds = {SINGLE: "NO", FSDP2: "FSDP"}
     parallel = "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"
     kind = kinds.get(launch.engine, parallel if launch.engine == DDP else "DEEPSPEED")
-    came = {"engine": state.distributed_type.name, "world size": state.num_processes, "rank": state.process_index}
-    asked = {"engine": kind, "world size": launch.world_size, "rank": launch.rank}
+    actual = {"engine": state.distributed_type.name, "world size": state.num_processes, "rank": state.process_index}
+    expected = {"engine": kind, "world size": launch.world_size, "rank": launch.rank}
     if dist.is_initialized():
-        came |= {"torch's world size": dist.get_world_size(), "torch's rank": dist.get_rank()}
-        asked |= {"torch's world size": launch.world_size, "torch's rank": launch.rank}
-    for name, value in asked.items():
-        if came[name] != value:
-            raise ConfigError(f"{name}: {value} asked for by the launcher, {came[name]} came from Accelerate")
-    if launch.engine != SINGLE and int(runtime.sum(torch.ones(1), "all-reduce of ones")) != launch.world_size:
-        raise ConfigError(f"world size: {launch.world_size} asked for, but an all-reduce of ones gave another sum")
+        actual |= {"torch's world size": dist.get_world_size(), "torch's rank": dist.get_rank()}
+        expected |= {"torch's world size": launch.world_size, "torch's rank": launch.rank}
+    for name, value in expected.items():
+        if actual[name] != value:
+            raise ConfigError(f"{name}: expected {value} (from the launcher), found {actual[name]} (in Accelerate)")
+    if launch.engine != SINGLE and int(engine.sum(torch.ones(1), "all-reduce of ones")) != launch.world_size:
+        raise ConfigError(
+            f"world size: expected {launch.world_size} (from the launcher), found another sum in an all-reduce of ones"
+        )

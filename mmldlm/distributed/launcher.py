@@ -1,4 +1,4 @@
-"""What the launcher asked for: its environment, and the config files it names. Nothing is started here."""
+"""The launch that the launcher requested: its environment, and the config files that it names. Starts nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmldlm.distributed.deepspeed_config import engine_of, offloads_optimizer, read_deepspeed_config
+from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer, read_deepspeed_config
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
-from mmldlm.utils.short_repr import shown
+from mmldlm.utils.short_repr import short_repr
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
@@ -19,7 +19,7 @@ ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """The place of this process in the run, as its launcher describes it."""
+    """Engine, rank and world size of this process, as its launcher describes them."""
 
     engine: str  # SINGLE or one of ENGINES
     launcher: str
@@ -28,7 +28,7 @@ class LauncherEnv:
     world_size: int
     local_world_size: int
     master: str  # host:port, "" in a single process
-    deepspeed: Mapping[str, Any] | None = None  # the DeepSpeed file as it was written
+    deepspeed: Mapping[str, Any] | None = None  # content of the DeepSpeed file, unresolved
     deepspeed_file: str = ""
 
     @property
@@ -46,33 +46,41 @@ def read_launcher_env(
     deepspeed_file: str | None = None,
     accelerate_file: str | None = None,
 ) -> LauncherEnv:
-    """The launch that `environment` describes.
+    """Return the launch that `environment` describes.
 
-    `deepspeed_file` and `accelerate_file` are the program's own arguments, for launchers that set no
-    ACCELERATE_ variables (torchrun, deepspeed). Raises `ConfigError` for a launch that would not train what it
-    seems to: separate copies, FSDP 1, two sources of one thing.
+    Args:
+        environment: Environment variables; `accelerate_file` adds to them.
+        deepspeed_file: Value of `--deepspeed_config`.
+        accelerate_file: Value of `--accelerate_config`. Both are for launchers that set no ACCELERATE_ variables
+            (torchrun, deepspeed).
+
+    Raises:
+        ConfigError: the launch would not train as it seems to (separate copies of the model, FSDP 1), or two sources
+            contradict each other.
     """
     if accelerate_file:
         _apply_accelerate_file(Path(accelerate_file), environment)
     if "MASTER_ADDR" in environment and "LOCAL_RANK" not in environment:
         raise ConfigError(
-            "launcher: MASTER_ADDR is set but LOCAL_RANK is not: every process would train a copy of its own; "
+            "launcher: MASTER_ADDR is set but LOCAL_RANK is not: every process would train its own copy; "
             "use `distributed_type: MULTI_GPU` without `use_cpu` in the accelerate config, or torchrun"
         )
-    world_size = _number(environment, "WORLD_SIZE", 1)
+    world_size = _read_int(environment, "WORLD_SIZE", 1)
     launched = "RANK" in environment and "LOCAL_RANK" in environment
     if world_size > 1 and not launched:
         raise ConfigError(f"launcher: WORLD_SIZE is {world_size}, but RANK and LOCAL_RANK are not set")
     use_fsdp, use_deepspeed = (
         environment.get(name, "false").lower() == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
     )
-    named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
-    named = "" if named == "none" else named  # accelerate writes "none" where its config names no file
-    if deepspeed_file and named and Path(deepspeed_file).resolve() != Path(named).resolve():
-        raise ConfigError(f"--deepspeed_config: {deepspeed_file} here, {named} in the accelerate config; name one")
-    deepspeed_file = deepspeed_file or named
+    launcher_file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    launcher_file = "" if launcher_file == "none" else launcher_file  # accelerate writes "none" for no file
+    if deepspeed_file and launcher_file and Path(deepspeed_file).resolve() != Path(launcher_file).resolve():
+        raise ConfigError(
+            f"--deepspeed_config: {deepspeed_file} here, {launcher_file} in the accelerate config; set only one"
+        )
+    deepspeed_file = deepspeed_file or launcher_file
     if use_fsdp and (use_deepspeed or deepspeed_file):
-        raise ConfigError("engine: FSDP and DeepSpeed are both asked for; choose one")
+        raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
     if use_deepspeed and not deepspeed_file:
         raise ConfigError(
             "deepspeed_config_file: expected a DeepSpeed file in the accelerate config, such as "
@@ -81,40 +89,40 @@ def read_launcher_env(
     deepspeed = read_deepspeed_config(Path(deepspeed_file)) if deepspeed_file else None
     engine = SINGLE if not launched else FSDP2 if use_fsdp else DDP
     if deepspeed is not None:
-        engine = engine_of(deepspeed, deepspeed_file)
+        engine = engine_name(deepspeed, deepspeed_file)
     if not launched and (use_fsdp or deepspeed is not None):
         raise ConfigError(
-            f"launcher: {'fsdp2' if use_fsdp else engine} is asked for, but no process group is described; start it "
+            f"launcher: {'fsdp2' if use_fsdp else engine} is requested, but no process group is described; start it "
             "with accelerate launch, torchrun or deepspeed (and without `use_cpu` in the accelerate config)"
         )
     if use_fsdp:
         _check_fsdp(environment)
     return LauncherEnv(
         engine=engine,
-        launcher=_launcher(environment),
-        rank=_number(environment, "RANK", 0),
-        local_rank=_number(environment, "LOCAL_RANK", 0),
+        launcher=_launcher_name(environment),
+        rank=_read_int(environment, "RANK", 0),
+        local_rank=_read_int(environment, "LOCAL_RANK", 0),
         world_size=world_size,
-        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", world_size),
+        local_world_size=_read_int(environment, "LOCAL_WORLD_SIZE", world_size),
         master=f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}" if launched else "",
         deepspeed=deepspeed,
         deepspeed_file=deepspeed_file,
     )
 
 
-def asked_world_size() -> int:
-    """Processes that the launcher started."""
-    return _number(os.environ, "WORLD_SIZE", 1)
+def launcher_world_size() -> int:
+    """Return the number of processes that the launcher started."""
+    return _read_int(os.environ, "WORLD_SIZE", 1)
 
 
-def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+def _read_int(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not text.isdigit():
         raise ConfigError(f"launcher: {name}: expected a whole number, found {text!r}")
     return int(text)
 
 
-def _launcher(environment: Mapping[str, str]) -> str:
+def _launcher_name(environment: Mapping[str, str]) -> str:
     if "ACCELERATE_MIXED_PRECISION" in environment:
         return "accelerate launch"
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -135,11 +143,11 @@ def _check_fsdp(environment: Mapping[str, str]) -> None:
 
 
 def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) -> None:
-    """Set what `accelerate launch --config_file` would have set; the file's engine is the run's engine."""
+    """Set the variables that `accelerate launch --config_file` would set; the file decides the engine."""
     tree = read_yaml(path)
     kind = str(tree.get("distributed_type", "NO")).upper()
     if environment.get("ACCELERATE_MIXED_PRECISION"):
-        raise ConfigError(f"--accelerate_config: {path}, but accelerate launch has brought its own --config_file")
+        raise ConfigError(f"--accelerate_config: {path}, but accelerate launch has its own --config_file; set only one")
     if kind == "DEEPSPEED":
         section = _section(tree, "deepspeed_config", path)
         environment["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -160,5 +168,5 @@ def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) ->
 def _section(tree: Mapping[str, Any], key: str, path: Path) -> Mapping[Any, Any]:
     section = tree.get(key) or {}
     if not isinstance(section, Mapping):
-        raise ConfigError(f"{path}: {key}: expected keys below it, found {shown(section)}")
+        raise ConfigError(f"{path}: {key}: expected keys below it, found {short_repr(section)}")
     return section

@@ -1,4 +1,4 @@
-"""A forward and backward pass that leaves nothing behind but the answer whether it fits into memory."""
+"""A trial forward and backward pass that finds out whether a batch fits in memory and has no other effect."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.func import functional_call
 
-LONGEST_END_S = 10.0
+THREAD_EXIT_TIMEOUT_S = 10.0
 
 
 def fits_in_memory(
     model: nn.Module,
-    loss_of: Callable[[Callable[..., Any]], Tensor],
+    loss_fn: Callable[[Callable[..., Any]], Tensor],
     device: torch.device,
     accumulating: bool,
-    exchange_bytes: int = 0,
+    comm_buffer_bytes: int = 0,
 ) -> bool:
-    """Whether this rank has the memory for the loss and its gradients; no other rank takes part.
+    """Return whether this rank has enough memory for the loss and its gradients; no other rank takes part.
 
-    `loss_of` gets the network: `model`, whose forward pass must not be collective. `accumulating`: gradients of other
-    micro-batches lie beside, and so do `exchange_bytes` of the engine. Weights, gradients, random numbers and what
-    engines have hooked to them stay as they are.
+    Weights, gradients, random number generators and the hooks of engines are not changed.
+
+    Args:
+        model: Network whose forward pass is not collective.
+        loss_fn: Returns the loss, given the network.
+        device: Device of the model.
+        accumulating: Whether the gradients of other micro-batches are in memory at the same time.
+        comm_buffer_bytes: Size of the engine's buffers during a backward pass.
     """
     fits = True
     try:
-        # A backward pass that fails leaves what it had yet to do in a queue of its thread, and memory with it.
-        with _thread() as thread:
-            thread.submit(_pass, model, loss_of, device, accumulating, exchange_bytes).result()
+        # A backward pass that fails leaves its remaining work, and thereby memory, in a queue of its thread.
+        with _single_thread() as thread:
+            thread.submit(_forward_backward, model, loss_fn, device, accumulating, comm_buffer_bytes).result()
     except (RuntimeError, MemoryError) as error:
         if not (isinstance(error, MemoryError) or should_reduce_batch_size(error)):
             raise
         fits = False
-    # Not before here, where the error is gone, and with it what its traceback holds.
+    # Not in the handler, where the error's traceback still holds tensors.
     if not fits:
         gc.collect()
         if device.type == "cuda":
@@ -50,29 +55,29 @@ def fits_in_memory(
 
 
 @contextmanager
-def _thread() -> Iterator[ThreadPoolExecutor]:
-    """One thread, gone at the end: Python calls it ended before the system has cleared what C++ keeps for it."""
+def _single_thread() -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of one thread and wait for its end in the kernel: Python reports it before C++ frees its memory."""
     pool = ThreadPoolExecutor(1)
     task = Path(f"/proc/self/task/{pool.submit(threading.get_native_id).result()}")  # on Linux
     try:
         yield pool
     finally:
         pool.shutdown()
-        deadline = time.monotonic() + LONGEST_END_S
+        deadline = time.monotonic() + THREAD_EXIT_TIMEOUT_S
         while task.exists() and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
-def _pass(
+def _forward_backward(
     model: nn.Module,
-    loss_of: Callable[[Callable[..., Any]], Tensor],
+    loss_fn: Callable[[Callable[..., Any]], Tensor],
     device: torch.device,
     accumulating: bool,
-    exchange_bytes: int,
+    comm_buffer_bytes: int,
 ) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # a matter of the thread
-    # The same memory by other names: DDP's and DeepSpeed's hooks are at the model's own and see nothing of it.
+        torch.cuda.set_device(device)  # per thread
+    # New parameters that share the weights' memory: the hooks of DDP and DeepSpeed on the model's own do not run.
     weights: dict[str, Tensor] = {
         name: nn.Parameter(parameter.detach(), parameter.requires_grad) for name, parameter in model.named_parameters()
     }
@@ -80,6 +85,6 @@ def _pass(
         for weight in weights.values():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        beside = torch.empty(exchange_bytes, dtype=torch.uint8, device=device)
-        loss_of(lambda *inputs: functional_call(model, weights, inputs)).backward()
-        del beside
+        comm_buffer = torch.empty(comm_buffer_bytes, dtype=torch.uint8, device=device)
+        loss_fn(lambda *inputs: functional_call(model, weights, inputs)).backward()
+        del comm_buffer

@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer, whole and under FSDP2."""
+"""Muon and AdamW as one optimizer, unsharded and under FSDP2."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
 class ShardedMuon(torch.optim.Muon):
-    """PyTorch's Muon, which for a sharded matrix gathers what it orthogonalizes.
+    """PyTorch's Muon, which gathers a sharded matrix to orthogonalize it.
 
-    By itself it runs the Newton-Schulz iteration on shards: 11 to 16 collectives a matrix, partial sums rounded to
-    bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here one
-    gather of bfloat16 serves, and the update has the bits that one process would give it.
+    PyTorch's own runs the Newton-Schulz iteration on shards: 11 to 16 collectives per matrix, partial sums rounded to
+    bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here a single
+    gather of bfloat16 suffices, and the update is bit-identical to that of one process.
     """
 
     @torch.no_grad()
@@ -31,32 +31,32 @@ class ShardedMuon(torch.optim.Muon):
                     self._step_sharded(parameter, group)
 
     def _step_sharded(self, parameter: DTensor, group: Mapping[str, Any]) -> None:
-        """Collective. Line by line what `torch.optim.Muon` does; all but the iteration is elementwise."""
+        """Update one matrix as `torch.optim.Muon` does (collective). All but the iteration is element-wise."""
         gradient, state = parameter.grad, self.state[parameter]
         assert isinstance(gradient, DTensor)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-        # The iteration rounds to bfloat16 before all else, so this loses nothing.
+        # The iteration rounds to bfloat16 first, so gathering in bfloat16 loses nothing.
         rounded: Any = update.bfloat16()
-        whole = _zeropower_via_newtonschulz(
+        orthogonal = _zeropower_via_newtonschulz(
             rounded.full_tensor(), group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        shard = distribute_tensor(orthogonal, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(mine, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+        parameter.add_(shard, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for the matrices it is given, AdamW for the rest.
+    """Muon for the given matrices, AdamW for all other parameters.
 
-    Groups and state are this object's, where engines, checkpoints and the learning rate's schedule find them; the
-    two optimizers in it borrow them. Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, arXiv
-    2502.16982, section 2.2), so one learning rate and one weight decay serve both.
+    This object holds groups and state, where engines, checkpoints and the learning-rate schedule expect them; its two
+    optimizers share them. Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, arXiv 2502.16982,
+    section 2.2), so that one learning rate and one weight decay fit both.
     """
 
-    # How PyTorch marks optimizers that leave a step out by themselves on a flag of the device. Muon does not.
+    # PyTorch's marker of optimizers that skip a step by a flag on the device, which Muon does not support.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -66,14 +66,21 @@ class MuonAdamW(torch.optim.Optimizer):
         rest: list[dict[str, Any]],
         adamw: Mapping[str, Any],
     ):
-        """`muon` and `adamw` are options of `torch.optim.Muon` and `torch.optim.AdamW`, `rest` AdamW's groups."""
+        """Build both optimizers.
+
+        Args:
+            matrices: Parameters for Muon.
+            muon: Options of `torch.optim.Muon`.
+            rest: Parameter groups for AdamW.
+            adamw: Options of `torch.optim.AdamW`.
+        """
         self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)
         self._adamw = torch.optim.AdamW(rest, **adamw)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
 
     @property
     def parts(self) -> tuple[ShardedMuon, torch.optim.AdamW]:
-        """Both, with the groups and the state as they are now: loading and engines put others in their place."""
+        """Both optimizers with the current groups and state, which loading and engines may have replaced."""
         for part, is_muon in ((self._muon, True), (self._adamw, False)):
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
@@ -81,6 +88,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "the gradients are there, nothing is evaluated anew"
+        assert closure is None, "closures are not supported: the gradients are already computed"
         for part in self.parts:
             part.step()

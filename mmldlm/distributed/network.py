@@ -1,4 +1,4 @@
-"""The way to the other nodes: interfaces, names, ports, and what is in the way."""
+"""Network checks of a node: interfaces, names and ports, and what prevents a connection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Literal
 
 import psutil
 
-Obstacle = Literal["refused", "timed out", "name not resolved", "no route"]
+ConnectProblem = Literal["refused", "timed out", "name not resolved", "no route"]
 _RETRY_S = 0.2
 
 
 def resolve(host: str) -> str | None:
-    """The first address of `host`, which may be an address itself; None where the name is not resolved."""
+    """Return the first address of `host`, a name or an address; None if the name is not resolved."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])
     except OSError:
@@ -25,21 +25,22 @@ def resolve(host: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
+    """Return whether an address, with or without a zone (`fe80::1%eth0`), is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def interface_towards(address: str) -> str | None:
-    """Name of the interface by which this machine reaches host or address `address`.
+def interface_for(address: str) -> str | None:
+    """Return the name of the interface by which this machine reaches host or address `address`.
 
-    For an address of this machine it is the interface that carries it, not `lo`: the one by which the others
-    come. None where the name is not resolved, there is no route, or no interface has the source address.
+    For an address of this machine it is the interface that has the address, not `lo`: the one that the other nodes
+    use. None if the name is not resolved, there is no route, or no interface has the source address.
     """
     target = resolve(address)
     if target is None:
         return None
     with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target, 9))  # of a datagram socket: sends nothing, chooses the source address
+            probe.connect((target, 9))  # on a datagram socket this sends nothing and chooses the source address
         except OSError:
             return None
         source = probe.getsockname()[0]
@@ -49,29 +50,29 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
-def use_interface_towards(address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Have gloo and NCCL use that interface, unless the user has named another; the interface, or None.
+def use_interface_for(address: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """Make gloo and NCCL use `interface_for(address)`, unless the user has set another; return it, or None.
 
-    Otherwise gloo takes the one that the host's own name resolves to, which is often loopback, and NCCL guesses.
+    By default gloo uses the interface that the host's own name resolves to, often loopback, and NCCL guesses.
     """
-    interface = interface_towards(address)
+    interface = interface_for(address)
     if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-        environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: this very name, not those it begins
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: an exact name, not a prefix
     return interface
 
 
-def obstacle(host: str, port: int, timeout_s: float) -> Obstacle | None:
-    """What keeps a connection to `host:port` from opening for all of `timeout_s`; None as soon as one opens."""
+def connect_problem(host: str, port: int, timeout_s: float) -> ConnectProblem | None:
+    """Return what prevented a connection to `host:port` during all of `timeout_s`; None as soon as one opens."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = _attempt(host, port, max(0.1, min(3.0, deadline - time.monotonic())))
-        if found is None or time.monotonic() + _RETRY_S > deadline:
-            return found
+        problem = _try_to_connect(host, port, max(0.1, min(3.0, deadline - time.monotonic())))
+        if problem is None or time.monotonic() + _RETRY_S > deadline:
+            return problem
         time.sleep(_RETRY_S)
 
 
-def _attempt(host: str, port: int, timeout_s: float) -> Obstacle | None:
+def _try_to_connect(host: str, port: int, timeout_s: float) -> ConnectProblem | None:
     try:
         socket.create_connection((host, port), timeout_s).close()
     except socket.gaierror:
@@ -80,15 +81,15 @@ def _attempt(host: str, port: int, timeout_s: float) -> Obstacle | None:
         return "refused"
     except TimeoutError:
         return "timed out"
-    except OSError:  # unreachable, down, not permitted: this machine does not let it out
+    except OSError:  # unreachable, down or not permitted
         return "no route"
     return None
 
 
 def bind_problem(port: int) -> str | None:
-    """Why this machine cannot listen on `port` right now, naming who does where it may be known; None if it can."""
+    """Return why this machine cannot listen on `port`, with the process that does if known; None if it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: past connections do not count
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: ignores past connections
         try:
             listener.bind(("", port))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The optimizer that `optim` asks for: which engines can run it, its parameter groups, its name."""
+"""The optimizer of `optim`: the engines that support it, how it is built, and its description."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mmldlm.optim.config import OptimConfig, OptimizerName
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 
 
-def engines_of(name: OptimizerName) -> tuple[str, ...]:
-    """Engines that can run the optimizer, some of them on CUDA alone."""
+def supported_engines(name: OptimizerName) -> tuple[str, ...]:
+    """Return the engines that support the optimizer, some of them on CUDA only."""
     if name == "adamw":
         return (SINGLE, *ENGINES)
     zero = tuple(engine for engine in ENGINES if engine.startswith("zero"))
@@ -22,12 +22,22 @@ def engines_of(name: OptimizerName) -> tuple[str, ...]:
 
 
 def check_optimizer(config: OptimConfig, engine: str, offloaded: bool, device_type: str) -> None:
-    """`ConfigError` where the engine, or the device, cannot run the optimizer; `offloaded`: it steps on the host."""
-    if engine not in engines_of(config.name):
+    """Check that engine and device support the optimizer.
+
+    Args:
+        config: Settings of the optimizer.
+        engine: SINGLE or one of ENGINES.
+        offloaded: Whether the optimizer steps on the host.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the engine or the device does not support it.
+    """
+    if engine not in supported_engines(config.name):
         why = "needs whole matrices" if config.name == "muon" else "steps DeepSpeed's partitions"
         raise ConfigError(
             f"optim.name: {config.name} {why}, found engine {engine}; expected adamw there, or an engine of "
-            f"{', '.join(engines_of(config.name))}"
+            f"{', '.join(supported_engines(config.name))}"
         )
     if config.name != "deepspeed_adam":
         resolve_fused(config.fused, device_type)
@@ -38,11 +48,15 @@ def check_optimizer(config: OptimConfig, engine: str, offloaded: bool, device_ty
         )
 
 
-def check_same_state(saved: OptimizerName, asked: OptimizerName) -> None:
-    """`ConfigError` where optimizer `asked` cannot go on from the state of optimizer `saved`."""
-    if (saved == "muon") != (asked == "muon"):
+def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> None:
+    """Check that optimizer `requested` can resume from the state of optimizer `saved`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if (saved == "muon") != (requested == "muon"):
         raise ConfigError(
-            f"optim.name: the checkpoint holds the state of {saved}, from which {asked} cannot go on; expected "
+            f"optim.name: the checkpoint holds the state of {saved}, from which {requested} cannot resume; expected "
             f"{saved if saved == 'muon' else 'adamw or deepspeed_adam'}"
         )
 
@@ -50,7 +64,7 @@ def check_same_state(saved: OptimizerName, asked: OptimizerName) -> None:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, device_type: str, offloaded: bool = False
 ) -> torch.optim.Optimizer:
-    """Over the trainable parameters of `model`, for an engine that `check_optimizer` has let pass."""
+    """Build the optimizer over the trainable parameters of `model`. `check_optimizer` must have accepted the engine."""
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "deepspeed_adam":
         from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam
@@ -63,26 +77,30 @@ def build_optimizer(
     from mmldlm.distributed.muon import MuonAdamW
 
     matrices = muon_matrices(model)
-    of_muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    of_muon |= {"momentum": config.muon.momentum, "nesterov": config.muon.nesterov, "ns_steps": config.muon.ns_steps}
-    rest = parameter_groups(model, config.weight_decay, without=matrices)
-    return MuonAdamW(matrices, of_muon, rest, adamw)
+    muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    muon |= {"momentum": config.muon.momentum, "nesterov": config.muon.nesterov, "ns_steps": config.muon.ns_steps}
+    rest = parameter_groups(model, config.weight_decay, exclude=matrices)
+    return MuonAdamW(matrices, muon, rest, adamw)
 
 
-def resolve_fused(asked: Literal["auto"] | bool, device_type: str) -> bool:
-    """Whether AdamW runs fused; `ConfigError` where it was demanded and the device has none."""
+def resolve_fused(requested: Literal["auto"] | bool, device_type: str) -> bool:
+    """Return whether AdamW runs fused.
+
+    Raises:
+        ConfigError: fused is true, and the device has no fused AdamW.
+    """
     available = device_type in ("cuda", "cpu")
-    if asked is True and not available:
+    if requested is True and not available:
         raise ConfigError(f"optim.fused: true, but {device_type} has no fused AdamW; use auto")
-    return available if asked == "auto" else bool(asked)
+    return available if requested == "auto" else bool(requested)
 
 
-def implementation(optimizer: torch.optim.Optimizer) -> str:
-    """The implementation that really steps, for the user."""
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return the implementation that steps, for the user: "torch.AdamW, fused", say."""
     *matrices, adam = getattr(optimizer, "parts", [optimizer])
     name = f"{type(adam).__module__.split('.')[0]}.{type(adam).__name__}"
     name += ", fused" if adam.param_groups[0].get("fused") else ""
     if not matrices:
         return name
-    held = [parameter.numel() for group in matrices[0].param_groups for parameter in group["params"]]
-    return f"torch.Muon for {len(held)} matrices of {sum(held):,} parameters, {name} for the rest"
+    sizes = [parameter.numel() for group in matrices[0].param_groups for parameter in group["params"]]
+    return f"torch.Muon for {len(sizes)} matrices of {sum(sizes):,} parameters, {name} for the rest"

@@ -1,4 +1,4 @@
-"""Joining the process group that a launcher describes, with or without an engine to come."""
+"""Joining the process group that a launcher describes, with or without an engine on top of it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.launcher import SINGLE, LauncherEnv
-from mmldlm.distributed.network import use_interface_towards
+from mmldlm.distributed.network import use_interface_for
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import ConfigError, MmldlmError, PeerLostError, outcome
+from mmldlm.errors import ConfigError, MmldlmError, PeerLostError, exit_code_and_cause
 
-RENDEZVOUS_S = 30.0, 300.0  # shortest and longest wait for the other processes to appear
+RENDEZVOUS_TIMEOUT_S = 30.0, 300.0  # bounds of the wait for the other processes to connect
 NCCL_MARGIN_S = 30.0
 
 
-def join(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
-    """Ours before any library's: the timeout of a group that others start is not the one asked for."""
+def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
+    """Start the default process group and a watchdog on its store (collective).
+
+    This comes before any library starts a group, which would have another timeout than `config.timeout_s`.
+
+    Raises:
+        ConfigError: this node has fewer GPUs than processes.
+        PeerLostError: the rendezvous failed or timed out.
+    """
     use_cuda = torch.cuda.is_available()
     if use_cuda:
         if launch.local_rank >= torch.cuda.device_count():
@@ -32,49 +39,55 @@ def join(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
             )
         torch.cuda.set_device(launch.local_rank)
     if launch.nodes > 1:
-        # gloo would ask the host's name, which often leads to the loopback.
-        use_interface_towards(launch.master.rsplit(":", 1)[0])
-    patience = timedelta(seconds=min(RENDEZVOUS_S[1], max(RENDEZVOUS_S[0], config.timeout_s)))
+        # By default gloo resolves the host's own name, which often leads to the loopback interface.
+        use_interface_for(launch.master.rsplit(":", 1)[0])
+    shortest, longest = RENDEZVOUS_TIMEOUT_S
+    rendezvous_timeout = timedelta(seconds=min(longest, max(shortest, config.timeout_s)))
     timeout = timedelta(seconds=config.timeout_s)
     try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=patience)))
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=rendezvous_timeout)))
         store.set_timeout(timeout)
-        # torchrun's static rendezvous keeps its store over restarts, and what was left in it would be believed.
+        # torchrun's static rendezvous keeps its store across restarts; keys of an earlier attempt must not be read.
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
-            # PyTorch's answer to a timeout of NCCL is SIGABRT; our watchdog leaves in order, and comes first.
+            # PyTorch handles a timeout of NCCL by SIGABRT; our watchdog exits cleanly, and has to come first.
             timeout=timeout + timedelta(seconds=NCCL_MARGIN_S) if use_cuda else timeout,
         )
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise PeerLostError(f"the {launch.world_size} processes did not meet at {launch.master}: {reason}") from error
+        raise PeerLostError(
+            f"rendezvous of {launch.world_size} processes at {launch.master} failed: {reason}"
+        ) from error
     watchdog = Watchdog(store, rank, world_size, config.timeout_s)
     watchdog.start()
     return watchdog
 
 
 @contextmanager
-def together(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Collectives]:
-    """The processes that the launcher started, whatever engine it names: each has all of the model for itself.
+def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Collectives]:
+    """Yield the collectives of the launched processes, whatever engine is configured: each holds a full model.
 
-    What ends the body on one rank ends it on all. `PeerLostError` where a rank is lost.
+    An error in the body on one rank ends the body on all.
+
+    Raises:
+        PeerLostError: a rank is lost.
     """
     if launch.engine == SINGLE:
         yield Collectives()
         return
     export_settings(config)
-    watchdog = join(config, launch)
+    watchdog = join_process_group(config, launch)
     processes = Collectives(launch.rank, launch.world_size, watchdog)
     try:
         yield processes
     except Exception as error:
         lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
         processes.peer_lost = isinstance(lost or error, PeerLostError)
-        watchdog.fail(*outcome(lost or error))
+        watchdog.fail(*exit_code_and_cause(lost or error))
         if lost is not None:
             raise lost from error
         raise

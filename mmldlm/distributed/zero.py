@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3, with and without offload to the host.
 
-The engine is driven directly: it clips, steps and decides on overflow by itself. Its state is read and written
-through DeepSpeed's per-parameter functions, so that checkpoints are the same as under every other engine.
+The engine is driven directly, since it clips, steps and handles overflow itself. Its state is read and written through
+DeepSpeed's per-parameter functions, so that checkpoints are the same as under every other engine.
 """
 
 from __future__ import annotations
@@ -30,49 +30,53 @@ T = TypeVar("T")
 
 
 class ZeroEngine(Engine):
+    """A model and its optimizer in a DeepSpeed engine."""
+
     _norm_limit = math.inf
 
     @property
     def stage(self) -> int:
+        """ZeRO stage: 1, 2 or 3."""
         return int(self.engine[len("zero")])
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.shards_parameters = self.stage == 3
-        # DeepSpeed rounds the weights before it makes its masters of them, and frozen ones have no masters.
+        # DeepSpeed rounds the weights before it copies them to its masters, and frozen weights have no masters.
         initial = {name: tensor.cpu().clone() for name, tensor in model_state(model).items()}
-        # DeepSpeed calls them by the names that PyTorch is about to drop.
+        # DeepSpeed calls these functions by names that PyTorch has deprecated.
         warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
         super().prepare(model, optimizer)
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
         }
         with self.in_collective("setting the master weights"):
-            for name, parameter in self._trained():
+            for name, parameter in self._trainable_params():
                 self._set_master(parameter, initial[name])
-        self._judge_steps()
+        self._patch_overflow_check()
 
-    def _judge_steps(self) -> None:
-        """Have DeepSpeed's step ask us, between its norm and its own way out of an overflow, which drops all gradients.
+    def _patch_overflow_check(self) -> None:
+        """Make DeepSpeed's step treat a rejected gradient norm as an overflow, which drops all gradients.
 
-        By itself it steps on with a norm of any size.
+        Unpatched, it steps with a norm of any size. The patch acts between its computation of the norm and its own
+        handling of overflows.
         """
         optimizer = self.zero_optimizer
-        optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm says it all
-        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
-        norm_of, update_scale = getattr(optimizer, name), optimizer._update_scale
+        optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm shows overflows, too
+        norm_name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        compute_norm, update_scale = getattr(optimizer, norm_name), optimizer._update_scale
 
-        def norm() -> Any:
-            found = norm_of()
-            norm = float(combine_grad_norm_groups(found) if self.stage == 3 else found)
+        def record_norm() -> Any:
+            result = compute_norm()
+            norm = float(combine_grad_norm_groups(result) if self.stage == 3 else result)
             self._norm = torch.tensor(norm, dtype=torch.float64)
-            return found
+            return result
 
-        def judge(overflow: bool) -> None:
+        def check_norm(overflow: bool) -> None:
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
             update_scale(optimizer.overflow)
 
-        setattr(optimizer, name, norm)
-        optimizer._update_scale = judge
+        setattr(optimizer, norm_name, record_norm)
+        optimizer._update_scale = check_norm
 
     @property
     def deepspeed(self) -> Any:
@@ -85,7 +89,7 @@ class ZeroEngine(Engine):
 
     @property
     def zero_optimizer(self) -> Any:
-        """DeepSpeed's own: partitions, masters, overflow."""
+        """DeepSpeed's ZeRO optimizer, which holds partitions, masters and overflow state."""
         return self.deepspeed.optimizer
 
     @property
@@ -93,7 +97,7 @@ class ZeroEngine(Engine):
         return self.zero_optimizer.optimizer
 
     @property
-    def exchange_bytes(self) -> int:  # type: ignore[override]
+    def comm_buffer_bytes(self) -> int:  # type: ignore[override]
         optimizer = self.zero_optimizer
         if self.stage == 3 or not optimizer.contiguous_gradients:
             return 0
@@ -101,7 +105,10 @@ class ZeroEngine(Engine):
         return buffers * optimizer.reduce_bucket_size * optimizer._gradient_reduction_buffer_dtype().itemsize
 
     def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
-        """ZeRO-1 exchanges gradients with the last micro-batch; 2 and 3 with each, since none holds them whole."""
+        """Yield the micro-batches of one step.
+
+        ZeRO-1 reduces gradients with the last one, ZeRO-2 and 3 with each, since no rank holds unsharded gradients.
+        """
         for index, micro_batch in enumerate(micro_batches):
             self.deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             yield micro_batch
@@ -110,21 +117,25 @@ class ZeroEngine(Engine):
         with self.in_collective("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, decay: float = 0.0) -> Tensor:
-        """The norm is that before clipping, infinite where DeepSpeed finds one that is not finite; it waits for it."""
+    def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
+        """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.
+
+        Returns:
+            Gradient norm before clipping: [], on the device; infinite if DeepSpeed's is non-finite.
+        """
         self._set_lr(lr)
         self._norm_limit = norm_limit
         with self.in_collective("optimizer step: overflow, norm and new parameters"):
             self.deepspeed.step()
-        if self.average is not None:
-            self.average.follow(is_accepted(self._norm, norm_limit), decay)
+        if self.ema is not None:
+            self.ema.update(is_accepted(self._norm, norm_limit), ema_decay)
         return self._norm.to(self.device, non_blocking=True)
 
-    def _masters(self) -> list[Tensor]:
+    def _master_params(self) -> list[Tensor]:
         return self._partitions()
 
     def _sync_model_from_masters(self) -> None:
-        """As DeepSpeed does after a step: the weights that the network computes with are rounded from the masters."""
+        """Round the weights that the network computes with from the masters, as DeepSpeed does after a step."""
         optimizer = self.zero_optimizer
         with self.in_collective("gather of the weights"):
             if self.stage < 3:
@@ -137,17 +148,18 @@ class ZeroEngine(Engine):
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
             optimizer.invalidate_secondary_tensor()
 
-    def _master(self, parameter: nn.Parameter) -> Tensor:
+    def _get_master(self, parameter: nn.Parameter) -> Tensor:
         return safe_get_full_fp32_param(parameter).view(self._shape(parameter))
 
-    def _set_master(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        safe_set_full_fp32_param(parameter, whole.to(self.device))
+    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        safe_set_full_fp32_param(parameter, value.to(self.device))
 
     def sizes(self) -> dict[str, int]:
         parameters = {clean_name(n): self._shape(p).numel() for n, p in self.unwrapped_model.named_parameters()}
         return {**super().sizes(), **parameters}
 
     def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+        # Frozen weights come from before the rounding, buffers from the model, all else from the masters.
         buffers = {clean_name(name) for name, _ in self.unwrapped_model.named_buffers()}
         state = model_state(self.unwrapped_model)
         for name, tensor in {**self._frozen, **{name: state[name] for name in state if name in buffers}}.items():
@@ -157,30 +169,33 @@ class ZeroEngine(Engine):
         if step is not None:
             self._link_optimizer_state()
         with self.in_collective("gather of the state"):
-            for name, parameter in self._trained():
-                found = [("model", name, self._master(parameter))]
-                found += [("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys]
+            for name, parameter in self._trainable_params():
+                entries = [("model", name, self._get_master(parameter))]
+                entries += [
+                    ("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys
+                ]
                 if name not in owned:
                     continue
-                yield from ((group, entry, whole.view(self._shape(parameter))) for group, entry, whole in found)
+                yield from ((group, entry, full.view(self._shape(parameter))) for group, entry, full in entries)
                 if step is not None:
                     yield "optimizer", f"{name}/step", step
                 else:
                     yield "optimizer", f"{name}/{NO_STATE}", torch.empty(0)
-        yield from self._gather_average(owned)
+        yield from self._gather_ema(owned)
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        trained = dict(self._trained())
-        check_optimizer_entries({name: self._shape(parameter) for name, parameter in trained.items()}, tensors)
+        parameters = dict(self._trainable_params())
+        check_optimizer_entries({name: self._shape(parameter) for name, parameter in parameters.items()}, tensors)
         keys = sorted({entry.rpartition("/")[2] for entry in tensors} - {"step", NO_STATE})
-        # One step count for all: parameters that were frozen before start with zeros and the others' count.
+        # DeepSpeed has one step count for all: parameters that were frozen before start with zero moments and the
+        # step count of the others.
         new = {entry.rpartition("/")[0] for entry in tensors if entry.endswith(NO_STATE)}
         if not keys:
             return
         step = next(tensor for entry, tensor in tensors.items() if entry.endswith("/step"))
         self._create_optimizer_state(step, keys)
         with self.in_collective("setting the optimizer state"):
-            for name, parameter in trained.items():
+            for name, parameter in parameters.items():
                 for key in keys if name not in new else ():
                     safe_set_full_optimizer_state(parameter, tensors[f"{name}/{key}"].to(self.device), key)
 
@@ -192,7 +207,7 @@ class ZeroEngine(Engine):
         return list(optimizer.single_partition_of_fp32_groups)
 
     def _optimizer_layout(self) -> tuple[Tensor | None, list[str]]:
-        """Step count and names of the moments; (None, []) before the first step."""
+        """Return the step count and the names of the moments; (None, []) before the first step."""
         state = self.unwrapped_optimizer.state.get(self._partitions()[0], {})
         moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if not moments:
@@ -200,7 +215,10 @@ class ZeroEngine(Engine):
         return torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone(), moments
 
     def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
-        """What the inner optimizer would create at its first step; DeepSpeed's own count steps in Python."""
+        """Create the state that the inner optimizer would create at its first step.
+
+        PyTorch's AdamW counts steps in a tensor, DeepSpeed's optimizers in a Python number.
+        """
         in_tensors = isinstance(self.unwrapped_optimizer, torch.optim.AdamW)
         for partition in self._partitions():
             state = {key: torch.zeros_like(partition) for key in keys}
@@ -210,10 +228,10 @@ class ZeroEngine(Engine):
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
-        """Tell each parameter of ZeRO-1 and 2 where its moments lie.
+        """Map each parameter of ZeRO-1 and 2 to its moments.
 
-        DeepSpeed does so within its first step, but after the step of its first parameter group,
-        and leaves out the others.
+        DeepSpeed does so within its first step, but after the step of its first parameter group, and omits the other
+        groups.
         """
         optimizer = self.zero_optimizer
         if self.stage < 3:
@@ -222,7 +240,7 @@ class ZeroEngine(Engine):
 
     @staticmethod
     def _shape(parameter: nn.Parameter) -> torch.Size:
-        return getattr(parameter, "ds_shape", parameter.shape)
+        return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor between the steps
 
     def check_precision(self) -> None:
         for partition in self._partitions():

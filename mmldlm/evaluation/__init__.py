@@ -1,4 +1,4 @@
-"""What is measured on held-out documents, each metric beside its control; docs/evaluation.md has the definitions."""
+"""Metrics on held-out documents, each with its baseline; docs/evaluation.md has the definitions."""
 
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.statistics import BITS, cosine

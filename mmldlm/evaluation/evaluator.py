@@ -1,7 +1,9 @@
-"""`Evaluation`: the documents at hand, what stands in for their latents, and the work on them shared by all processes.
+"""`Evaluation`: the documents to measure on, their baseline latents, and generation distributed over all ranks.
 
-Micro-batches are cut the same however many processes there are, each goes to one of them whole, and noise is keyed by a
-document's place. So one and three processes find the same bits, where each computes with as many threads.
+The micro-batches do not depend on the number of ranks, each one is computed by a single rank, and noise is keyed by the
+document's index. So one and three ranks compute the same bits, if each uses the same number of threads.
+
+Shape letters: n documents or texts, M latent tokens, C latent channels.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from mmldlm.batch import Batch
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import collate
 from mmldlm.data.store import Store
-from mmldlm.data.verify import without_bad
+from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.distributed.collectives import Collectives
@@ -26,40 +28,55 @@ from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
 from mmldlm.utils.progress import Progress
 
-ENCODED_AT_ONCE = 64  # texts
+ENCODER_BATCH_SIZE = 64  # texts
 MICRO_BATCHES = "micro-batches"
-_UNIGRAM = len(MODES)  # kind of a generation beside the modes
+_UNIGRAM = len(MODES)  # key of the random stream of unigram texts; the modes have the keys below
 
-# What stands in for a document's latent: its own, another document's, the mean of all, or noise (no condition).
+# The latent to condition on: the document's own, another document's, the mean of all, or none (noise).
 Condition = Literal["own", "shuffled", "mean", "none"]
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
+    """Which documents are measured, and how many draws and generations they get."""
+
     split: str = "test"
     samples: int = 1000  # documents of the likelihood bound, and candidates of the retrieval
-    texts: int = 200  # documents to write from their latents, and texts to write from noise
-    times: int = 4  # noise times a document, in equal parts of [0, 1]
+    texts: int = 200  # texts to generate from the latents of documents, and from noise
+    times: int = 4  # noise times per document, one in each of as many equal parts of [0, 1]
     seed: int = 0
-    batch: int = 64  # documents at a time
+    batch: int = 64  # documents per micro-batch
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was generated, in order of the documents."""
+class GeneratedSamples:
+    """Generated latents and texts, in the order of the documents."""
 
     latents: np.ndarray  # float32 [n, M, C], standardized
     tokens: list[list[int]]
 
 
-def check_count(count: int, split: str, store: Store) -> None:
-    """DataError for fewer documents than intervals and controls take."""
+def check_num_samples(count: int, split: str, store: Store) -> None:
+    """Raise `DataError` for fewer documents than confidence intervals and baselines need."""
     if count < 2:
         raise DataError(f"{store.path}: split {split} has {count} samples, expected at least 2")
 
 
 class Evaluation:
-    """The documents at hand and what is measured on them. What it computes with the network is collective."""
+    """The documents to measure on, and the generations of the run for them.
+
+    Methods that run the network are collective.
+
+    Args:
+        run: the run to evaluate.
+        config: which documents to measure, and how.
+        processes: the ranks that share the work; by default this process alone.
+        ids: indices in the split of documents known to be good; by default they are drawn with `config.seed`.
+        progress: reports the micro-batches of this rank; by default silent.
+
+    Raises:
+        DataError: `ids` is not given and the split has fewer than two documents.
+    """
 
     def __init__(
         self,
@@ -69,61 +86,65 @@ class Evaluation:
         ids: Sequence[int] | None = None,
         progress: Progress | None = None,
     ):
-        """`ids`: rows of the split to measure on, known to be good; otherwise they are drawn by the seed. DataError
-        where the split has fewer than two to draw. `progress` is told of this rank's batches, by default silently."""
-        self.progress = progress or Progress(shown=False)
+        self.progress = progress or Progress(enabled=False)
         self.run, self.config, self.processes = run, config, processes or Collectives()
-        store = run.store if ids is not None else without_bad(run.store, config.split, run.config.data.max_bad_samples)
+        store = run.store
+        if ids is None:
+            store = drop_bad_samples(store, config.split, run.config.data.max_bad_samples)
         self.split = store.split(config.split)
         rng = np.random.default_rng(config.seed)
-        self.ids: np.ndarray = self._draw(rng) if ids is None else np.asarray(ids, np.int64)
+        self.ids: np.ndarray = self._draw_ids(rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
         if ids is None:
-            check_count(count, config.split, store)
+            check_num_samples(count, config.split, store)
         tokens, self.lengths, self.raw_latents = self.split.gather(self.ids)
         self.tokens: list[list[int]] = [part.tolist() for part in np.split(tokens, self.lengths.cumsum()[:-1])]
         latents = run.store.standardize(self.raw_latents)
         cycle = rng.permutation(count)
         other = np.empty(count, np.int64)
-        other[cycle] = np.roll(cycle, 1)  # one cycle through all: nobody keeps his own
+        other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents: no fixed point
         self.latents: dict[Condition, np.ndarray] = {
             "own": latents,
             "shuffled": latents[other],
             "mean": np.zeros_like(latents),  # the mean is the origin of the standardized space
         }
 
-    def _draw(self, rng: np.random.Generator) -> np.ndarray:
-        # Neighbors in a store come from one source: a fixed draw, also of the first few, is a fair sample.
+    def _draw_ids(self, rng: np.random.Generator) -> np.ndarray:
+        # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
         drawn = rng.permutation(len(self.split))
         return drawn[~np.isin(drawn, self.split.skipped)][: self.config.samples]
 
     @property
-    def texts(self) -> int:
-        """How many documents are written; the first ones."""
+    def num_texts(self) -> int:
+        """Number of documents, counted from the first, for which texts are generated."""
         return min(self.config.texts, len(self.ids))
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """Of each document."""
+        """Number of characters of each document [n]."""
         return self.split.characters[self.ids]
 
     @cached_property
     def encoder(self) -> LatentEncoder:
-        """The one that the latents were made with."""
+        """The encoder that computed the store's latents."""
         return load_encoder(self.run.store.path / "encoder")
 
-    # --- the work, shared ---------------------------------------------------------------------------------
+    # --- distribution over ranks ----------------------------------------------------------------------------
 
     def batches(self, condition: Condition, count: int | None = None) -> Iterator[tuple[bool, Batch]]:
-        """This rank's micro-batches of the first `count` documents, and whether each counts; slots are places."""
-        for counts, slots in self._shared(self.lengths[:count]):
-            yield counts, self._batch(condition, slots)
+        """Yield (counted, micro-batch) of this rank's part of the first `count` documents.
+
+        The slots of a micro-batch are document indices. Where a forward pass is collective, a rank without work left
+        repeats a micro-batch that is not counted.
+        """
+        for counted, slots in self._track_local_slots(self.lengths[:count]):
+            yield counted, self._batch(condition, slots)
 
     def draws(self, condition: Condition) -> Iterator[tuple[int, bool, Batch]]:
-        """The same of all documents, `times` times over, with the number of the draw."""
-        every = [(draw, *shared) for draw in range(self.config.times) for shared in self._dealt(self.lengths)]
-        for draw, counts, slots in self.progress.over(every, MICRO_BATCHES, len(every)):
-            yield draw, counts, self._batch(condition, slots)
+        """Yield (draw, counted, micro-batch) of this rank's part of all documents, for each of `times` draws."""
+        work = [(draw, *item) for draw in range(self.config.times) for item in self._local_slots(self.lengths)]
+        for draw, counted, slots in self.progress.track(work, MICRO_BATCHES, len(work)):
+            yield draw, counted, self._batch(condition, slots)
 
     def _batch(self, condition: Condition, slots: np.ndarray) -> Batch:
         batch = collate(self.split, self.ids[slots], slots)
@@ -131,48 +152,54 @@ class Evaluation:
             return batch
         return replace(batch, latents=torch.from_numpy(self.latents[condition][slots]))
 
-    def _shared(self, lengths: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
-        """This rank's part of samples of these lengths: places of a micro-batch, and whether it counts."""
-        local_items = self._dealt(lengths)
-        return self.progress.over(local_items, MICRO_BATCHES, len(local_items))
+    def _track_local_slots(self, lengths: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
+        """Yield what `_local_slots` returns, with progress."""
+        local_items = self._local_slots(lengths)
+        return self.progress.track(local_items, MICRO_BATCHES, len(local_items))
 
-    def _dealt(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
+    def _local_slots(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
+        """Return (counted, slots) of this rank's micro-batches of samples with `lengths`; neighbors in length share a
+        micro-batch."""
         size, order = self.config.batch, np.argsort(lengths, kind="stable")
-        cuts = [order[start : start + size] for start in range(0, len(order), size)]
-        return [(counts, slots) for _, slots, counts in self.processes.local_items(cuts)]
+        micro_batches = [order[start : start + size] for start in range(0, len(order), size)]
+        return [(counted, slots) for _, slots, counted in self.processes.local_items(micro_batches)]
 
-    def pooled(self, values: np.ndarray) -> np.ndarray:
-        """Collective: float64; what each rank has filled in of an array of zeros, together."""
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of an array over all ranks, float64 (collective).
+
+        Each rank fills in its part of an array of zeros, so the sum has all parts.
+        """
         return self.processes.sum(torch.from_numpy(values), "results of the evaluation").numpy()
 
     # --- generation -----------------------------------------------------------------------------------------
 
-    def write(self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig) -> Written:
-        """Collective: latents and tokens of the first `count` documents, generated, of their lengths."""
-        return self._generated(mode, self.batches(condition, count), self.lengths[:count], sampling)
+    def generate(self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig) -> GeneratedSamples:
+        """Generate latents and tokens for the first `count` documents, with their lengths (collective)."""
+        return self._generate(mode, self.batches(condition, count), self.lengths[:count], sampling)
 
-    def latents_of(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:
-        """Collective: standardized latents [n, M, C] that the network finds for texts of its tokens."""
+    def generate_latents(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:
+        """Generate the standardized latents [n, M, C] of texts given as tokens, in t2l (collective)."""
         shape, lengths = self.raw_latents.shape[1:], np.array([len(text) for text in tokens])
 
         def batches() -> Iterator[tuple[bool, Batch]]:
-            for counts, slots in self._shared(lengths):
-                chosen = [torch.tensor(tokens[slot]) for slot in slots]
-                places = torch.from_numpy(slots)
-                found = tuple(lengths[slots].tolist())
-                yield counts, Batch(torch.cat(chosen), torch.zeros(len(slots), *shape), found, places, places)
+            for counted, slots in self._track_local_slots(lengths):
+                batch_tokens = torch.cat([torch.tensor(tokens[slot]) for slot in slots])
+                indices = torch.from_numpy(slots)
+                batch_lengths = tuple(lengths[slots].tolist())
+                empty = torch.zeros(len(slots), *shape)
+                yield counted, Batch(batch_tokens, empty, batch_lengths, indices, indices)
 
-        return self._generated("t2l", batches(), lengths, sampling).latents
+        return self._generate("t2l", batches(), lengths, sampling).latents
 
     @torch.no_grad()
-    def _generated(
+    def _generate(
         self, mode: Mode, batches: Iterator[tuple[bool, Batch]], lengths: np.ndarray, sampling: SamplingConfig
-    ) -> Written:
+    ) -> GeneratedSamples:
         run, stops = self.run, lengths.cumsum()
         latents = np.zeros((len(lengths), *self.raw_latents.shape[1:]))
         tokens = np.zeros(int(stops[-1]))
-        for counts, batch in batches:
-            made = generate(
+        for counted, batch in batches:
+            generation = generate(
                 run.model,
                 run.objective.text,
                 run.objective.latent,
@@ -183,21 +210,22 @@ class Evaluation:
                 batch.lengths,
                 batch.tokens,
             )
-            if not counts:
+            if not counted:
                 continue
-            latents[batch.slots.numpy()] = made.latents
-            for slot, written in zip(batch.slots.tolist(), made.split(), strict=True):
-                tokens[stops[slot] - len(written) : stops[slot]] = written
-        whole = self.pooled(tokens).astype(np.int64)
-        texts = [part.tolist() for part in np.split(whole, stops[:-1])]
-        return Written(self.pooled(latents).astype(np.float32), texts)
+            latents[batch.slots.numpy()] = generation.latents
+            for slot, text in zip(batch.slots.tolist(), generation.split(), strict=True):
+                tokens[stops[slot] - len(text) : stops[slot]] = text
+        all_tokens = self.sum_over_ranks(tokens).astype(np.int64)
+        texts = [part.tolist() for part in np.split(all_tokens, stops[:-1])]
+        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), texts)
 
-    # --- what a network is compared with --------------------------------------------------------------------
+    # --- baselines ------------------------------------------------------------------------------------------
 
     def unigram_tokens(self, count: int) -> list[list[int]]:
-        """Texts of the lengths of the first `count` documents, their tokens drawn by the training split's frequencies.
+        """Return texts with the lengths of the first `count` documents, their tokens drawn by the token frequencies of
+        the training split.
 
-        They know the vocabulary and nothing else.
+        A baseline that knows the vocabulary and nothing else.
         """
         slots, lengths = torch.arange(count), torch.from_numpy(self.lengths[:count])
         samples = slots.repeat_interleave(lengths)
@@ -208,7 +236,8 @@ class Evaluation:
         return [part.tolist() for part in np.split(drawn, lengths.cumsum(0)[:-1])]
 
     def unigram_nats(self) -> np.ndarray:
-        """float64 [n]: each document's nats under the training split's token frequencies (add-one smoothed)."""
+        """Return the nats of each document under the token frequencies of the training split (add-one smoothed),
+        float64 [n]."""
         counts = self.run.store.token_counts.astype(np.float64) + 1
         log_p = np.log(counts / counts.sum())
         return np.array([-log_p[text].sum() for text in self.tokens])
@@ -216,14 +245,18 @@ class Evaluation:
     # --- texts ----------------------------------------------------------------------------------------------
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of token sequences."""
         return self.run.tokenizer.decode_batch(tokens)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Collective: float32 [n, M, C], on the encoder's own scale; NaN where it has no latent for a text."""
-        found = np.zeros((len(texts), *self.raw_latents.shape[1:]))
-        ours = self.processes
-        starts = range(ours.rank * ENCODED_AT_ONCE, len(texts), ours.world_size * ENCODED_AT_ONCE)
-        for start in self.progress.over(starts, "batches of the encoder", len(starts)):
-            some = texts[start : start + ENCODED_AT_ONCE]
-            found[start : start + len(some)] = self.encoder.encode(some)
-        return self.pooled(found).astype(np.float32)
+        """Return the encoder's latents of `texts` on its own scale, float32 [n, M, C] (collective).
+
+        Rows of texts that it cannot encode are NaN.
+        """
+        latents = np.zeros((len(texts), *self.raw_latents.shape[1:]))
+        rank, world_size = self.processes.rank, self.processes.world_size
+        starts = range(rank * ENCODER_BATCH_SIZE, len(texts), world_size * ENCODER_BATCH_SIZE)
+        for start in self.progress.track(starts, "batches of the encoder", len(starts)):
+            batch = texts[start : start + ENCODER_BATCH_SIZE]
+            latents[start : start + len(batch)] = self.encoder.encode(batch)
+        return self.sum_over_ranks(latents).astype(np.float32)

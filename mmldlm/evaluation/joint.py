@@ -1,5 +1,7 @@
-"""joint: texts made from noise together with their latents. There is no reference, so texts and latents are measured as
-a whole: how predictable and how varied they are, how they are distributed, and whether the two belong together.
+"""Metrics of joint generation: texts and their latents from noise.
+
+There is no reference, so the generations are measured as a set: how predictable and how diverse the texts are, how the
+latents are distributed, and whether each text and its latent belong together.
 """
 
 from __future__ import annotations
@@ -13,71 +15,83 @@ import torch
 
 from mmldlm.diffusion.noise import MODES, SampleStreams
 from mmldlm.evaluation.evaluator import Evaluation
-from mmldlm.evaluation.l2t import SHOWN, reencoded
-from mmldlm.evaluation.perplexity import CausalModel, nats_of, perplexity
+from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, reencoding_metrics
+from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 
-REPEATED = 4  # tokens of the n-grams that repetition is counted in
-_NOISE = len(MODES) + 1  # kind of a generation beside the modes and the unigram texts
+REPETITION_NGRAM = 4  # tokens
+_NOISE = len(MODES) + 1  # key of the random stream of noise latents, after the modes and the unigram texts
 
 
-def variety(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What a low perplexity must not be bought with. Of texts of other lengths or in other number, all are others."""
+def diversity_metrics(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return entropy, distinct-n and repetition of texts: what a low perplexity must not be bought with.
+
+    All of them depend on the number and the lengths of the texts: compare only sets that agree in both.
+    """
     return {
         "token_entropy": token_entropy(tokens),
         **{f"distinct_{n}": distinct(tokens, n) for n in (1, 2, 3)},
-        f"repetition_{REPEATED}": repetition(tokens, REPEATED),
+        f"repetition_{REPETITION_NGRAM}": repetition(tokens, REPETITION_NGRAM),
     }
 
 
-def frechet_metrics(evaluation: Evaluation, made: np.ndarray) -> dict[str, Any]:
-    """The Frechet distance of standardized latents [n, M, C] to the true ones of the same documents' texts.
+def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, Any]:
+    """Return the Frechet distance between standardized latents [n, M, C] and the true ones of the first n documents.
 
-    Beside it that of as many other documents' latents, and that of white noise. All None where n is too small.
+    Its baselines are the distances of n other documents' latents (`_true`) and of white noise (`_noise`). All are None
+    if n is too small.
     """
-    count, features = len(made), made[0].size
-    rows = made.reshape(count, -1)
+    count, features = len(latents), latents[0].size
+    rows = latents.reshape(count, -1)
     truth = evaluation.latents["own"].reshape(len(evaluation.ids), -1)
     others = truth[count : 2 * count]
-    needs = features + 1
-    found: dict[str, Any] = dict.fromkeys(("frechet_distance", "frechet_distance_true", "frechet_distance_noise"))
-    found["frechet_samples_needed"] = needs
-    if count < needs or not np.isfinite(rows).all():
-        return found
+    min_samples = features + 1
+    metrics: dict[str, Any] = dict.fromkeys(("frechet_distance", "frechet_distance_true", "frechet_distance_noise"))
+    metrics["frechet_samples_needed"] = min_samples
+    if count < min_samples or not np.isfinite(rows).all():
+        return metrics
     noise = SampleStreams(evaluation.config.seed, _NOISE, torch.arange(count)).normal(rows.shape).numpy()
-    found["frechet_distance"] = frechet_distance(rows, truth[:count])
-    found["frechet_distance_noise"] = frechet_distance(noise, truth[:count])
+    metrics["frechet_distance"] = frechet_distance(rows, truth[:count])
+    metrics["frechet_distance_noise"] = frechet_distance(noise, truth[:count])
     if len(others) == count:
-        found["frechet_distance_true"] = frechet_distance(others, truth[:count])
-    return found
+        metrics["frechet_distance_true"] = frechet_distance(others, truth[:count])
+    return metrics
 
 
 def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str, Any]:
-    """Collective: texts of the lengths of held-out documents. Keys with `_true` are the same of these documents, with
-    `_unigram` of tokens drawn by frequency."""
+    """Return the joint metrics of generated texts with the lengths of held-out documents (collective).
+
+    Args:
+        evaluation: the run and the documents.
+        model: computes the generative perplexity; None: there is none.
+
+    Returns:
+        Metrics by name. Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn
+        by frequency.
+    """
     evaluation.progress.phase("texts and latents from noise")
-    run, count = evaluation.run, evaluation.texts
-    written = evaluation.write("joint", "none", count, replace(run.config.sampling, guidance=1.0))
-    sets = {
-        "": written.tokens,
+    run, count = evaluation.run, evaluation.num_texts
+    generated = evaluation.generate("joint", "none", count, replace(run.config.sampling, guidance=1.0))
+    token_sets = {
+        "": generated.tokens,
         "_true": evaluation.tokens[:count],
         "_unigram": evaluation.unigram_tokens(count),
     }
-    found: dict[str, Any] = {"texts": count}
-    texts = {suffix: evaluation.decode(tokens) for suffix, tokens in sets.items()}
-    for suffix, tokens in sets.items():
-        found |= {key + suffix: value for key, value in variety(tokens).items()}
+    metrics: dict[str, Any] = {"texts": count}
+    texts = {suffix: evaluation.decode(tokens) for suffix, tokens in token_sets.items()}
+    for suffix, tokens in token_sets.items():
+        metrics |= {key + suffix: value for key, value in diversity_metrics(tokens).items()}
         if model is not None:
             evaluation.progress.phase(f"perplexity{suffix.replace('_', ', ')}")
-            ours = evaluation.processes
-            places = range(ours.rank, count, ours.world_size)
-            counted = evaluation.progress.over(places, "texts", len(places))
-            nats = evaluation.pooled(nats_of(model, texts[suffix], counted))
-            found[f"generative_perplexity{suffix}"] = perplexity(nats)
-    found |= frechet_metrics(evaluation, written.latents)
-    evaluation.progress.phase("whether texts and latents belong together")
-    encoded, raw = evaluation.encode(texts[""]), run.store.restore(written.latents)
-    found |= reencoded(encoded, raw)
-    found["reencoded_cosine_shuffled"] = reencoded(encoded, np.roll(raw, 1, axis=0))["reencoded_cosine"]
-    found["samples"] = texts[""][:SHOWN]
-    return found
+            local = range(evaluation.processes.rank, count, evaluation.processes.world_size)
+            indices = evaluation.progress.track(local, "texts", len(local))
+            nats = evaluation.sum_over_ranks(score_texts(model, texts[suffix], indices))
+            metrics[f"generative_perplexity{suffix}"] = perplexity(nats)
+    metrics |= frechet_metrics(evaluation, generated.latents)
+    evaluation.progress.phase("re-encoding of the generated texts")
+    encoded, raw = evaluation.encode(texts[""]), run.store.restore(generated.latents)
+    metrics |= reencoding_metrics(encoded, raw)
+    shuffled = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))
+    metrics["reencoded_cosine_shuffled"] = shuffled["reencoded_cosine"]
+    metrics["samples"] = texts[""][:NUM_SHOWN_SAMPLES]
+    return metrics

@@ -1,4 +1,4 @@
-"""How predictable texts are to a causal language model of the transformers library. The extra `perplexity`."""
+"""Perplexity of texts under a causal language model of the transformers library (the extra `perplexity`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ import torch
 
 from mmldlm.errors import DataError, UsageError
 
-UNBOUNDED = 1 << 20  # tokens; where a model or tokenizer names a limit above, it has none
+MAX_CONTEXT_TOKENS = 1 << 20  # models and tokenizers without a limit name a larger one
 
 
 class CausalModel:
-    """A causal language model with its tokenizer, both from one local folder; nothing is downloaded or unpickled."""
+    """A causal language model with its tokenizer, both from one local folder; nothing is downloaded or unpickled.
+
+    Args:
+        folder: what `save_pretrained` wrote: config.json, weights as safetensors, tokenizer.
+        device: the device to run on.
+
+    Raises:
+        UsageError: transformers is not installed.
+        DataError: the folder has no such model.
+    """
 
     def __init__(self, folder: Path | str, device: torch.device):
-        """UsageError where the library is not installed, DataError where the folder holds no such model."""
         folder = Path(folder)
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +34,7 @@ class CausalModel:
             raise UsageError(
                 f"--perplexity-model {folder} needs transformers: pip install mmldlm[perplexity]"
             ) from None
-        disable_progress_bar()  # which would be drawn into files as well
+        disable_progress_bar()  # it would also be drawn into log files
         if not (folder / "config.json").is_file():
             raise DataError(f"--perplexity-model {folder}: expected the folder of a causal language model, config.json")
         try:
@@ -39,15 +47,15 @@ class CausalModel:
             raise DataError(f"--perplexity-model {folder}: cannot load the model ({reason})") from None
         self._model = model.float().to(device).eval()
         self._device = device
-        limit = getattr(model.config, "max_position_embeddings", None) or UNBOUNDED
-        self.limit: int = min(limit, UNBOUNDED)  # tokens that it can read
+        limit = getattr(model.config, "max_position_embeddings", None) or MAX_CONTEXT_TOKENS
+        self.limit: int = min(limit, MAX_CONTEXT_TOKENS)  # the context length, tokens
 
     @torch.no_grad()
     def nats(self, text: str) -> tuple[float, int]:
-        """-log p of a text, and how many tokens that is of: all but the first, which has nothing before it.
+        """Return -log p of a text, and the number of tokens that it is the sum over.
 
-        Where its tokenizer begins texts with a token of its own, that is the first. What is beyond the model's reach is
-        left out. One text at a time, so that no padding enters.
+        These are all tokens but the first (BOS, if the tokenizer adds one), which has no context. Tokens beyond the
+        context length are left out. The model reads one text at a time, so there is no padding.
         """
         ids = self._tokenizer(text, return_tensors="pt", truncation=False).input_ids[:, : self.limit].to(self._device)
         if ids.shape[1] < 2:
@@ -58,14 +66,14 @@ class CausalModel:
 
 
 def perplexity(nats: np.ndarray) -> float | None:
-    """exp(nats per token) over all texts, from rows [n, 2] of nats and tokens; None where there is no token."""
+    """Return exp(nats per token) over all texts, from rows [n, 2] of nats and tokens; None if there are no tokens."""
     total, tokens = nats.sum(0)
     return float(np.exp(total / tokens)) if tokens else None
 
 
-def nats_of(model: CausalModel, texts: Sequence[str], places: Iterable[int]) -> np.ndarray:
-    """float64 [n, 2]: nats and tokens of the texts at these places, zeros for the others."""
-    found = np.zeros((len(texts), 2))
-    for place in places:
-        found[place] = model.nats(texts[place])
-    return found
+def score_texts(model: CausalModel, texts: Sequence[str], indices: Iterable[int]) -> np.ndarray:
+    """Return nats and tokens of the texts at `indices`, float64 [n, 2] with zeros for the other texts."""
+    scores = np.zeros((len(texts), 2))
+    for index in indices:
+        scores[index] = model.nats(texts[index])
+    return scores

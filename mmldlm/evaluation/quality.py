@@ -1,6 +1,6 @@
-"""The part of the evaluation that goes with a training: what the run generates from a few held-out samples.
+"""The part of the evaluation that runs during training: metrics of generations for a few held-out samples.
 
-It needs no encoder and no other model, so that it runs wherever the training does.
+It needs no encoder and no other model, so it runs wherever the training does.
 """
 
 from __future__ import annotations
@@ -11,25 +11,31 @@ from typing import Any
 
 from mmldlm.diffusion.noise import Mode, trained_modes
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig, check_count
-from mmldlm.evaluation.joint import frechet_metrics, variety
-from mmldlm.evaluation.l2t import likeness
-from mmldlm.evaluation.t2l import closeness
+from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig, check_num_samples
+from mmldlm.evaluation.joint import diversity_metrics, frechet_metrics
+from mmldlm.evaluation.l2t import reference_metrics
+from mmldlm.evaluation.t2l import latent_similarity_metrics
 from mmldlm.run.load import LoadedRun
 
-SEED = 20_260  # of all draws: every time in every run sees the same
-BATCH = 16  # samples at a time, beside all that training holds
+SEED = 20_260  # of all draws: the same at every step of every run
+BATCH = 16  # samples per micro-batch: training's own memory is still in use
 
 
 def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[str, float]:
-    """Collective: `quality/MODE_METRIC` of each trained mode, on the rows `ids` of the validation split.
+    """Return `quality/MODE_METRIC` for each trained mode (collective).
 
-    DataError where they are fewer than two.
+    Args:
+        run: the run in training.
+        ids: indices in the validation split of the samples to measure on.
+        processes: the ranks that share the work.
+
+    Raises:
+        DataError: there are fewer than two samples.
     """
     config = EvaluationConfig("validation", samples=len(ids), texts=len(ids), seed=SEED, batch=BATCH)
-    check_count(len(ids), config.split, run.store)
+    check_num_samples(len(ids), config.split, run.store)
     evaluation = Evaluation(run, config, processes, ids)
-    measure = {"l2t": _texts, "t2l": _latents, "joint": _both}
+    measure = {"l2t": _l2t, "t2l": _t2l, "joint": _joint}
     modes: tuple[Mode, ...] = trained_modes(run.config.mode, run.config.mode_schedule)
     return {
         f"quality/{mode}_{key}": value
@@ -39,23 +45,24 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
     }
 
 
-def _texts(evaluation: Evaluation) -> dict[str, Any]:
+def _l2t(evaluation: Evaluation) -> dict[str, Any]:
     references = evaluation.decode(evaluation.tokens)
-    found: dict[str, Any] = {}
-    written = evaluation.write("l2t", "own", len(references), evaluation.run.config.sampling).tokens
-    for suffix, tokens in (("", written), ("_unigram", evaluation.unigram_tokens(len(references)))):
-        measured = likeness(tokens, evaluation.decode(tokens), evaluation.tokens, references)
-        found |= {key + suffix: value for key, value in measured.items()}
-    return found
+    metrics: dict[str, Any] = {}
+    generated = evaluation.generate("l2t", "own", len(references), evaluation.run.config.sampling).tokens
+    for suffix, tokens in (("", generated), ("_unigram", evaluation.unigram_tokens(len(references)))):
+        measured = reference_metrics(tokens, evaluation.decode(tokens), evaluation.tokens, references)
+        metrics |= {key + suffix: value for key, value in measured.items()}
+    return metrics
 
 
-def _latents(evaluation: Evaluation) -> dict[str, Any]:
-    made = evaluation.write("t2l", "own", len(evaluation.ids), evaluation.run.config.sampling).latents
-    return closeness(evaluation, evaluation.run.store.restore(made))
+def _t2l(evaluation: Evaluation) -> dict[str, Any]:
+    latents = evaluation.generate("t2l", "own", len(evaluation.ids), evaluation.run.config.sampling).latents
+    return latent_similarity_metrics(evaluation, evaluation.run.store.restore(latents))
 
 
-def _both(evaluation: Evaluation) -> dict[str, Any]:
+def _joint(evaluation: Evaluation) -> dict[str, Any]:
     sampling = replace(evaluation.run.config.sampling, guidance=1.0)
-    made = evaluation.write("joint", "none", len(evaluation.ids), sampling)
-    found = variety(made.tokens) | {f"{key}_true": value for key, value in variety(evaluation.tokens).items()}
-    return found | frechet_metrics(evaluation, made.latents)
+    generated = evaluation.generate("joint", "none", len(evaluation.ids), sampling)
+    metrics = diversity_metrics(generated.tokens)
+    metrics |= {f"{key}_true": value for key, value in diversity_metrics(evaluation.tokens).items()}
+    return metrics | frechet_metrics(evaluation, generated.latents)

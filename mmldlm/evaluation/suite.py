@@ -1,4 +1,4 @@
-"""All metrics of the modes asked for, in order, as they go into `evaluation.json`."""
+"""`evaluate`: all metrics of the requested modes, in the order of `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.l2t import text_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text
 from mmldlm.evaluation.perplexity import CausalModel
-from mmldlm.evaluation.sts import encode_sentences, read_pairs, sts_metrics
+from mmldlm.evaluation.sts import read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.run.load import LoadedRun
 from mmldlm.utils.progress import Progress
@@ -22,7 +22,7 @@ from mmldlm.utils.progress import Progress
 
 @dataclass(frozen=True)
 class Extras:
-    """What a user may bring along."""
+    """Optional inputs of the user."""
 
     sts: Path | None = None  # pairs of sentences with a score
     perplexity_model: Path | None = None  # folder of a causal language model
@@ -36,21 +36,30 @@ def evaluate(
     processes: Collectives | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Collective: the metrics of `modes`, by default those that the run trained; the same on every rank.
+    """Measure a run on held-out documents (collective). All inputs are checked before anything is measured.
 
-    What cannot be measured is refused before anything is.
+    Args:
+        run: the run, with the weights to evaluate.
+        config: which documents, and how many draws and generations.
+        modes: the modes to measure; by default those that the run trained.
+        extras: optional inputs, each of which adds metrics.
+        processes: the ranks that share the work; by default this process alone.
+        progress: reports the phases; by default silent.
+
+    Returns:
+        The content of `evaluation.json`, the same on every rank.
     """
     processes = processes or Collectives()
     trained = trained_modes(run.config.mode, run.config.mode_schedule)
     modes = tuple(modes or trained)
     model = None
-    with processes.raise_on_all_ranks("opening of what is to be evaluated"):
-        progress = progress or Progress(shown=False)
+    with processes.raise_on_all_ranks("opening of the inputs"):
+        progress = progress or Progress(enabled=False)
         progress.phase("opening documents and encoder")
         evaluation = Evaluation(run, config, processes, progress=progress)
         _ = evaluation.encoder
         pairs = read_pairs(extras.sts) if extras.sts and "t2l" in modes else []
-        encode_sentences(evaluation, pairs)
+        tokenize_sentences(evaluation, pairs)
         if extras.perplexity_model and "joint" in modes:
             model = CausalModel(extras.perplexity_model, run.device)
     result: dict[str, Any] = {

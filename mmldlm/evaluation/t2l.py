@@ -1,5 +1,7 @@
-"""t2l: the latent found for a text beside its true one, and whether it finds it among all candidates; as a whole, and
-by how much noise the text has to make up for.
+"""Metrics of t2l: latents generated for texts, compared with the true ones and used to retrieve them among all
+candidates; by full sampling, and in one pass by noise bin.
+
+Shape letters: n documents, T noise times per document, M latent tokens, C latent channels.
 """
 
 from __future__ import annotations
@@ -9,34 +11,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.nearest import directions
+from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, noise_levels, ranks_of_own, ratio
+from mmldlm.evaluation.statistics import cosine, noise_bins, ratio, retrieval_ranks
 
 
 def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:
-    """Collective: t2l, on the encoder's own scale."""
+    """Return the t2l metrics, on the encoder's own scale (collective)."""
     evaluation.progress.phase("latents from texts")
     store, count = evaluation.run.store, len(evaluation.ids)
-    made = store.restore(evaluation.write("t2l", "own", count, evaluation.run.config.sampling).latents)
-    found = closeness(evaluation, made)
-    evaluation.progress.phase("latents from texts, by noise level")
-    return found | {"by_t_latent": _by_level(evaluation)}
+    latents = store.restore(evaluation.generate("t2l", "own", count, evaluation.run.config.sampling).latents)
+    metrics = latent_similarity_metrics(evaluation, latents)
+    evaluation.progress.phase("latents from texts, by noise bin")
+    return metrics | {"by_t_latent": _by_noise_bin(evaluation)}
 
 
-def closeness(evaluation: Evaluation, made: np.ndarray) -> dict[str, Any]:
-    """Latents [n, M, C] on the encoder's scale beside the true ones of all documents at hand."""
+def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, Any]:
+    """Compare latents [n, M, C] on the encoder's scale with the true ones of all documents: cosine and retrieval."""
     store, count, truth = evaluation.run.store, len(evaluation.ids), evaluation.raw_latents
     mean = np.broadcast_to(np.asarray(store.manifest.latent.mean, np.float32), truth.shape)
     other = store.restore(evaluation.latents["shuffled"])
-    own = ratio(cosine(made, truth).astype(np.float64), np.ones(count))
-    rank = ranks_of_own(directions(made) @ directions(truth).T)
+    own = ratio(cosine(latents, truth).astype(np.float64), np.ones(count))
+    rank = retrieval_ranks(unit_vectors(latents) @ unit_vectors(truth).T)
     return {
         "cosine": own.value,
         "cosine_ci95": list(own.interval),
         "cosine_mean_latent": float(cosine(mean, truth).mean()),
-        "cosine_shuffled": float(cosine(made, other).mean()),
+        "cosine_shuffled": float(cosine(latents, other).mean()),
         "recall_at_1": float((rank <= 1).mean()),
         "recall_at_10": float((rank <= 10).mean()),
         "recall_at_1_chance": 1 / count,
@@ -48,46 +50,50 @@ def closeness(evaluation: Evaluation, made: np.ndarray) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def denoised(evaluation: Evaluation, condition: Condition) -> tuple[np.ndarray, np.ndarray]:
-    """Collective: noise times [T, n], and float32 [T, n, M, C], on the encoder's own scale: what the network, given the
-    texts, takes the latents to be that were noised so, in one pass.
+def denoise_latents(evaluation: Evaluation, condition: Condition) -> tuple[np.ndarray, np.ndarray]:
+    """Noise the latents of all documents and predict them in one pass, given the texts (collective).
 
-    Each of the T = `times` draws takes its t_latent from a low-discrepancy grid over all documents; the same times and
-    noise for every condition.
+    Each of the T = `times` draws takes its t_latent from a low-discrepancy grid over all documents. Every condition
+    gets the same times and noise.
+
+    Returns:
+        Noise times [T, n], and the predicted latents on the encoder's own scale, float32 [T, n, M, C].
     """
     run, config = evaluation.run, evaluation.config
     count, process = len(evaluation.ids), run.objective.latent
-    times, found = np.zeros((config.times, count)), np.zeros((config.times, *evaluation.raw_latents.shape))
-    for draw, counts, batch in evaluation.draws(condition):
+    times, latents = np.zeros((config.times, count)), np.zeros((config.times, *evaluation.raw_latents.shape))
+    for draw, counted, batch in evaluation.draws(condition):
         noise = draw_noise(batch, config.seed, draw, count, mode_weights("t2l"))
         noised = run.objective.corrupt(batch, noise).to(run.device)
         _, predicted, *_ = run.model(*noised.inputs)
-        if not counts:
+        if not counted:
             continue
         x0, _ = process.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
         slots = batch.slots.numpy()
-        times[draw, slots], found[draw, slots] = noise.t_latent.double(), x0.double().cpu()
-    return evaluation.pooled(times), run.store.restore(evaluation.pooled(found))
+        times[draw, slots], latents[draw, slots] = noise.t_latent.double(), x0.double().cpu()
+    return evaluation.sum_over_ranks(times), run.store.restore(evaluation.sum_over_ranks(latents))
 
 
-def _by_level(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Rows of the draws with t_latent in [`t_from`, `t_to`).
+def _by_noise_bin(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return one row per noise bin, the draws with t_latent in [`t_from`, `t_to`).
 
-    The control `_shuffled` has the latent of another document to find, beside the text.
+    In the baseline `_shuffled` the network gets the noised latent of another document with the text, and has to
+    predict that latent.
     """
     store, truth = evaluation.run.store, evaluation.raw_latents
-    t, made = denoised(evaluation, "own")
-    _, misled = denoised(evaluation, "shuffled")
+    t, denoised = denoise_latents(evaluation, "own")
+    _, denoised_shuffled = denoise_latents(evaluation, "shuffled")
     mean = np.broadcast_to(np.asarray(store.manifest.latent.mean, np.float32), truth.shape)
-    other, candidates = store.restore(evaluation.latents["shuffled"]), directions(truth).T
-    similar = {
-        "cosine": np.stack([cosine(latents, truth) for latents in made]),
-        "cosine_shuffled": np.stack([cosine(latents, other) for latents in misled]),
+    other, candidates = store.restore(evaluation.latents["shuffled"]), unit_vectors(truth).T
+    values_by_metric = {
+        "cosine": np.stack([cosine(latents, truth) for latents in denoised]),
+        "cosine_shuffled": np.stack([cosine(latents, other) for latents in denoised_shuffled]),
         "cosine_mean_latent": np.tile(cosine(mean, truth), (len(t), 1)),
-        "recall_at_1": np.stack([ranks_of_own(directions(latents) @ candidates) <= 1 for latents in made]),
+        "recall_at_1": np.stack([retrieval_ranks(unit_vectors(latents) @ candidates) <= 1 for latents in denoised]),
     }
     return [
-        {**row, **{name: _mean(values[inside]) for name, values in similar.items()}} for row, inside in noise_levels(t)
+        {**row, **{name: _mean(values[inside]) for name, values in values_by_metric.items()}}
+        for row, inside in noise_bins(t)
     ]
 
 

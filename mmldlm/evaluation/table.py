@@ -1,13 +1,13 @@
-"""What people read of an evaluation: a table with the control beside each value, and samples."""
+"""Readable results of an evaluation: a table with the baselines next to each value, and samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mmldlm.optim.ema import WORDS
+from mmldlm.optim.ema import WEIGHTS_LABELS
 
-# (name, key, controls by label); a key ending in `_ci95` in place of `key` has the interval.
+# (name, key, keys of the baselines by label). The key with `_ci95` appended, if there is one, has the interval.
 Row = tuple[str, str, dict[str, str]]
 
 _TEXT: list[Row] = [
@@ -17,18 +17,18 @@ _TEXT: list[Row] = [
 _SUFFIXES = {"shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
 
 
-def _of_l2t(name: str, key: str, upper: bool = False) -> Row:
-    controls = {label: key + suffix for label, suffix in _SUFFIXES.items()}
-    return name, key, controls | ({"references": f"{key}_true"} if upper else {})
+def _l2t_row(name: str, key: str, upper_bound: bool = False) -> Row:
+    baselines = {label: key + suffix for label, suffix in _SUFFIXES.items()}
+    return name, key, baselines | ({"references": f"{key}_true"} if upper_bound else {})
 
 
 _L2T: list[Row] = [
-    _of_l2t("bits per token given the latent", "bits_per_token"),
-    _of_l2t("token accuracy", "token_accuracy"),
-    _of_l2t("exact match", "exact_match"),
-    _of_l2t("BLEU", "bleu"),
-    _of_l2t("chrF", "chrf"),
-    _of_l2t("re-encoded cosine", "reencoded_cosine", upper=True),
+    _l2t_row("bits per token given the latent", "bits_per_token"),
+    _l2t_row("token accuracy", "token_accuracy"),
+    _l2t_row("exact match", "exact_match"),
+    _l2t_row("BLEU", "bleu"),
+    _l2t_row("chrF", "chrf"),
+    _l2t_row("re-encoded cosine", "reencoded_cosine", upper_bound=True),
 ]
 _T2L: list[Row] = [
     ("cosine", "cosine", {"mean": "cosine_mean_latent", "shuffled": "cosine_shuffled"}),
@@ -37,10 +37,10 @@ _T2L: list[Row] = [
     ("median rank", "median_rank", {"chance": "median_rank_chance"}),
     ("STS Spearman", "sts_spearman", {"shuffled": "sts_spearman_shuffled", "encoder": "sts_spearman_encoder"}),
 ]
-_REAL = {"held-out": "_true", "unigram": "_unigram"}
+_JOINT_SUFFIXES = {"held-out": "_true", "unigram": "_unigram"}
 _JOINT: list[Row] = [
     *(
-        (name, key, {label: key + suffix for label, suffix in _REAL.items()})
+        (name, key, {label: key + suffix for label, suffix in _JOINT_SUFFIXES.items()})
         for name, key in (
             ("generative perplexity", "generative_perplexity"),
             ("token entropy (bits)", "token_entropy"),
@@ -60,8 +60,9 @@ _JOINT: list[Row] = [
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The metrics beside their controls, then the bound by length, and bound and latents by noise level."""
-    what = f"step {result['step']}, {WORDS[result['weights']]}"
+    """Return the results of `evaluate` as text: the metrics with their baselines, then the bound by length, and bound
+    and latents by noise bin."""
+    what = f"step {result['step']}, {WEIGHTS_LABELS[result['weights']]}"
     lines = [f"{what}: {result['documents']} documents of split {result['split']}"]
     if "bits_per_token" in result:
         lines += _section("text alone", _TEXT, {**result, **result["controls"]})
@@ -75,55 +76,55 @@ def table(result: Mapping[str, Any]) -> str:
     joint = result.get("joint", {})
     if joint and joint["frechet_distance"] is None:
         lines.append(f"  the Frechet distance needs --texts {joint['frechet_samples_needed']} or more")
-    for title, found in (("text alone", result), ("given the latent", result.get("l2t", {}))):
-        if "by_length" in found:
-            lines += ["", f"bits per token by length, {title}", *_rows(_lengths(found["by_length"]))]
-            lines += ["", f"bits by noise level, {title}", *_rows(_levels("t_text", found["by_t_text"]))]
+    for title, metrics in (("text alone", result), ("given the latent", result.get("l2t", {}))):
+        if "by_length" in metrics:
+            lines += ["", f"bits per token by length, {title}", *_align(_length_cells(metrics["by_length"]))]
+            lines += ["", f"bits by noise bin, {title}", *_align(_noise_bin_cells("t_text", metrics["by_t_text"]))]
     if "t2l" in result:
         rows = result["t2l"]["by_t_latent"]
-        lines += ["", "latents from texts by noise level, in one pass", *_rows(_levels("t_latent", rows))]
+        lines += ["", "latents from texts by noise bin, in one pass", *_align(_noise_bin_cells("t_latent", rows))]
     return "\n".join(lines)
 
 
-def _section(title: str, rows: Iterable[Row], found: Mapping[str, Any]) -> list[str]:
+def _section(title: str, rows: Iterable[Row], metrics: Mapping[str, Any]) -> list[str]:
     lines = [title]
-    for name, key, controls in rows:
-        if key not in found:
+    for name, key, baselines in rows:
+        if key not in metrics:
             continue
-        low_high = found.get(f"{key}_ci95")
+        low_high = metrics.get(f"{key}_ci95")
         interval = f"{number(low_high[0])} to {number(low_high[1])}" if low_high else ""
-        beside = ", ".join(
-            f"{label} {number(found[control])}" for label, control in controls.items() if control in found
+        baseline = ", ".join(
+            f"{label} {number(metrics[other])}" for label, other in baselines.items() if other in metrics
         )
-        lines.append(f"  {name:<32}{number(found[key]):>10}  {interval:<18}control: {beside}")
+        lines.append(f"  {name:<32}{number(metrics[key]):>10}  {interval:<18}baseline: {baseline}")
     return lines
 
 
-def _lengths(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _length_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     names = [name for name in rows[0] if name not in ("tokens_from", "tokens_to", "documents", "bits_per_token_ci95")]
-    head = ["tokens", "documents", *(_label(name) for name in names)]
+    head = ["tokens", "documents", *(_column_title(name) for name in names)]
     return [head] + [
         [f"{row['tokens_from']}-{row['tokens_to']}", str(row["documents"]), *(number(row[name]) for name in names)]
         for row in rows
     ]
 
 
-def _levels(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _noise_bin_cells(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     names = [name for name in rows[0] if name not in ("t_from", "t_to", "draws")]
-    head = [time, "draws", *(_label(name) for name in names)]
+    head = [time, "draws", *(_column_title(name) for name in names)]
     return [head] + [
         [f"{row['t_from']:.1f}-{row['t_to']:.1f}", str(row["draws"]), *(number(row[name]) for name in names)]
         for row in rows
     ]
 
 
-def _label(key: str) -> str:
-    shown = {
+def _column_title(key: str) -> str:
+    titles = {
         "bits_per_token": "bits",
         "bits_per_token_shuffled": "shuffled",
         "bits_per_token_unigram": "unigram",
         "unigram_bits_per_token": "unigram",
-        "bits_per_masked_token": "a masked token",
+        "bits_per_masked_token": "per masked token",
         "bits_per_masked_token_shuffled": "shuffled",
         "bits_of_bound": "of the bound",
         "cosine": "cosine",
@@ -131,21 +132,23 @@ def _label(key: str) -> str:
         "cosine_mean_latent": "mean",
         "recall_at_1": "recall@1",
     }
-    return shown[key]
+    return titles[key]
 
 
-def _rows(cells: Sequence[Sequence[str]]) -> list[str]:
+def _align(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of right-aligned columns."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
 
 
 def number(value: float | None) -> str:
+    """Return a number with three decimals, or four digits if it is large."""
     return "none" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
 def samples_markdown(result: Mapping[str, Any]) -> str:
-    """`samples.md`: references beside generations, and texts of the model's own."""
-    lines = [f"# Samples at step {result['step']}, {WORDS[result['weights']]}"]
+    """Return `samples.md`: generations with their references, and joint generations."""
+    lines = [f"# Samples at step {result['step']}, {WEIGHTS_LABELS[result['weights']]}"]
     if "l2t" in result:
         lines += ["", "## Latent to text", ""]
     for pair in result.get("l2t", {}).get("samples", []):
@@ -157,5 +160,5 @@ def samples_markdown(result: Mapping[str, Any]) -> str:
 
 
 def _inline(text: str) -> str:
-    """Text that stays one line of code in Markdown."""
+    """Return `text` such that it remains one line of code in Markdown."""
     return " ".join(text.split()).replace("`", "'")

@@ -1,4 +1,4 @@
-"""Held-out losses on a fixed time grid and seed, during training."""
+"""Held-out losses during training, on a fixed time grid and seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.loader import fixed_batches, permute
-from mmldlm.data.mixture import shared_out
+from mmldlm.data.mixture import samples_per_source
 from mmldlm.data.store import Split, Store
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights, trained_modes
 from mmldlm.diffusion.objective import Objective
@@ -22,57 +22,70 @@ if TYPE_CHECKING:
     from mmldlm.distributed.engine import Engine
 
 MICRO_BATCH = 64
-SEED = 20_260  # of times, masks and noise: every validation of every run sees the same
-MOST_SHUFFLED = 1 << 20  # samples; of more, only those that are asked for are drawn
-LEVELS_DRAWN = 30  # noise levels of a curve over t, at least: as many as TensorBoard's histograms have bins
+SEED = 20_260  # of times, masks and noise: the same in every validation of every run
+MAX_SHUFFLED = 1 << 20  # samples; of a larger split only the requested ones are drawn
+MIN_CURVE_BINS = 30  # noise bins of a loss curve over t, at least: as many as TensorBoard's histograms have bins
 
 
 def validation_ids(split: Split, count: int) -> list[int]:
-    """A fixed draw, of several stores by their shares: neighbors in a store come from one source."""
-    found: list[int] = []
-    for (_, first, stop), share in zip(split.parts(), shared_out(count, split), strict=True):
+    """Return the indices of a fixed draw of `count` samples; of a mixture, by the shares of its stores.
+
+    Drawn, since neighbors in a store come from one source.
+    """
+    ids: list[int] = []
+    for (_, first, stop), share in zip(split.source_ranges(), samples_per_source(count, split), strict=True):
         skipped = split.skipped_in(first, stop)
         drawn = first + _shuffled(stop - first, share + len(skipped))
-        found += drawn[~np.isin(drawn, skipped)][:share].tolist()
-    return found
+        ids += drawn[~np.isin(drawn, skipped)][:share].tolist()
+    return ids
 
 
 def _shuffled(n: int, count: int) -> np.ndarray:
-    """At least the first `count`, or all, of range(n) in a fixed order."""
-    if n <= MOST_SHUFFLED:
+    """Return range(n) in a fixed random order: all of it, or at least the first `count` of a large one."""
+    if n <= MAX_SHUFFLED:
         return np.random.default_rng(SEED).permutation(n)
     return permute(np.arange(min(n, count)), n, SEED, 0)
 
 
 def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
-    """The samples `ids` in micro-batches, each of one source, whose number is given too; slots are places in `ids`."""
+    """Yield (source index, micro-batch) of the samples `ids`, each micro-batch of one source; slots are indices into
+    `ids`."""
     rows = np.asarray(ids, np.int64)
-    of = split.source_of(rows)
-    for number in range(len(split.sources)):
-        places = np.flatnonzero(of == number)
-        for batch in fixed_batches(split, rows[places], MICRO_BATCH):
-            yield number, replace(batch, slots=torch.from_numpy(places)[batch.slots])
+    sources = split.source_of(rows)
+    for source in range(len(split.sources)):
+        indices = np.flatnonzero(sources == source)
+        for batch in fixed_batches(split, rows[indices], MICRO_BATCH):
+            yield source, replace(batch, slots=torch.from_numpy(indices)[batch.slots])
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """What a validation measured."""
+class ValidationResult:
+    """The results of one validation."""
 
-    values: dict[str, float]  # validation/..., and quality/... where it follows from them
-    levels: dict[str, list[float]]  # losses over the noise times, in fine steps from 0 to 1, by modality and mode
+    values: dict[str, float]  # validation/..., and quality/... that follow from them
+    bin_losses: dict[str, list[float]]  # losses in fine noise bins from 0 to 1, by modality and mode
 
 
 def validation_losses(
     objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Engine
-) -> HeldOut:
-    """Collective: mean losses over `ids` of the validation split, every trained mode alike, whatever its share in
-    training. Of several stores, those of each as well.
+) -> ValidationResult:
+    """Compute the mean losses over samples of the validation split (collective).
 
-    Each rank takes its part of the micro-batches; noise is keyed by place, so the result does not depend
-    on how many ranks there are.
+    Every trained mode has the same weight, whatever its share in training. Each rank computes its part of the
+    micro-batches. Noise is keyed by the index in `ids`, so the result does not depend on the number of ranks.
+
+    Args:
+        objective: the training objective.
+        store: the store, or a mixture of stores.
+        ids: indices of the samples in the validation split.
+        config: says which modes are trained.
+        runtime: the engine with the model.
+
+    Returns:
+        Mean losses, for a mixture also those of each store.
     """
-    finer = -(-LEVELS_DRAWN // objective.levels)
-    objective = objective.plain(finer)
+    refine = -(-MIN_CURVE_BINS // objective.num_noise_bins)
+    objective = objective.for_validation(refine)
     split = store.split("validation")
     sums, counts = torch.zeros(2, len(split.sources), objective.size, dtype=torch.float64)
     trained = trained_modes(config.mode, config.mode_schedule)
@@ -83,21 +96,22 @@ def validation_losses(
         for _, (source, batch), counted in runtime.local_items(list(_batches(split, ids))):
             noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
-            _, own = objective(runtime.eval_forward, noised.to(runtime.device), noised.counts.tolist())
+            _, batch_sums = objective(runtime.eval_forward, noised.to(runtime.device), noised.counts.tolist())
             if counted:
-                sums[source] += own.double().cpu()
+                sums[source] += batch_sums.double().cpu()
                 counts[source] += noised.counts
     sums, counts = runtime.sum(sums, "validation losses"), runtime.sum(counts, "validation counts")
-    found = {"validation": objective.summary(sums.sum(0), counts.sum(0), finer)}
+    summaries = {"validation": objective.summary(sums.sum(0), counts.sum(0), refine)}
     if len(split.sources) > 1:
-        for part, own_sums, own_counts in zip(split.sources, sums, counts, strict=True):
-            if own_counts.sum() > 0:  # of each store without its noise levels, which are many
-                found[f"validation/{part.name}"] = objective.summary(own_sums, own_counts, objective.levels)
+        for source_info, source_sums, source_counts in zip(split.sources, sums, counts, strict=True):
+            if source_counts.sum() > 0:  # without the noise bins, which would be many for each store
+                summary = objective.summary(source_sums, source_counts, objective.num_noise_bins)
+                summaries[f"validation/{source_info.name}"] = summary
     values = {
         name.replace("loss/", f"{prefix}/"): value
-        for prefix, summary in found.items()
+        for prefix, summary in summaries.items()
         for name, value in summary.items()
     }
     if objective.text.loss_kind == "elbo" and "l2t" in trained:
         values["quality/l2t_bits_per_token"] = values["validation/text_l2t"] / math.log(2)
-    return HeldOut(values, objective.by_level(sums.sum(0), counts.sum(0)))
+    return ValidationResult(values, objective.by_noise_bin(sums.sum(0), counts.sum(0)))

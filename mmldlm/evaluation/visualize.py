@@ -1,7 +1,9 @@
-"""What figures, histograms and tables of texts show of a few held-out samples: the same on any number of ranks.
+"""The data behind figures, histograms and text tables of a few held-out samples: the same on any number of ranks.
 
-What is generated here is looked at in passing, and costs a training more than all else that it shows. So the reverse
-processes have no more steps than can be seen; those of `mmldlm sample` and `mmldlm evaluate` have `sampling.steps`.
+These generations are only looked at, and they cost a training more than all else that it shows. So their reverse
+processes have no more steps than make a visible difference; `mmldlm sample` and `mmldlm evaluate` use `sampling.steps`.
+
+Shape letters: n samples, B samples and N tokens of a micro-batch, D = M x C numbers of a latent.
 """
 
 from __future__ import annotations
@@ -14,133 +16,144 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
-from mmldlm.data.nearest import directions
+from mmldlm.data.nearest import unit_vectors
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import trained_modes
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
-from mmldlm.evaluation.statistics import ranks_of_own
+from mmldlm.evaluation.statistics import retrieval_ranks
 from mmldlm.evaluation.validate import SEED, validation_ids
 from mmldlm.run.load import LoadedRun
 from mmldlm.telemetry.figure_data import FigureData
 
 SPLIT = "validation"
-AT_ONCE, TOKENS_AT_ONCE = 16, 2048  # samples and tokens of a forward pass: its logits are all there at once
-MADE = 8  # latents from noise: with each of them a text is written, which is dear
-# Reverse steps, at most: latents of more than eight lie in the same place (a cosine of 0.995 to those of 32), and texts
-# of which a step writes four tokens are as near to their references as those of more steps.
-STEPS, TOKENS_A_STEP = 8, 4
+# Samples and tokens of a forward pass, whose logits are all in memory at once.
+MAX_BATCH_SAMPLES, MAX_BATCH_TOKENS = 16, 2048
+NUM_JOINT_SAMPLES = 8  # each is a latent and a text, which is expensive
+# Limits of the reverse steps. More than eight do not move the latents visibly (a cosine of 0.995 to those of 32 steps),
+# and texts with four tokens per step are as close to their references as texts with fewer.
+MAX_STEPS, TOKENS_PER_STEP = 8, 4
 
 
 def figures_due(step: int, config: RunConfig) -> bool:
-    """Whether the validation after optimizer step `step` comes with pictures: a function of the step alone."""
+    """Return whether the validation after optimizer step `step` draws figures: a function of the step alone."""
     every = config.log.figures_every
     if not config.log.tensorboard or not every:
         return False
-    before = (step - 1) // config.validation.every * config.validation.every  # the validation before this one
-    return step == config.train.steps or step // every > before // every
+    previous = (step - 1) // config.validation.every * config.validation.every  # the previous validation
+    return step == config.train.steps or step // every > previous // every
 
 
-def quality_of(pictures: FigureData) -> dict[str, float]:
-    """Of these few samples; `validation.quality_every` measures what is generated from more, under other names."""
+def figure_metrics(data: FigureData) -> dict[str, float]:
+    """Return the metrics of these few samples.
+
+    `validation.quality_every` measures generations for more samples, under other names.
+    """
     values: dict[str, float] = {}
-    if pictures.hits is not None:
-        values["quality/figures_l2t_first_guess_accuracy"] = float(pictures.hits[0].sum() / pictures.hits[1].sum())
-    if pictures.similarity is not None:
-        own = pictures.similarity.diagonal()
-        rank = ranks_of_own(pictures.similarity)
+    if data.token_hits is not None:
+        hits, tokens = data.token_hits
+        values["quality/figures_l2t_first_guess_accuracy"] = float(hits.sum() / tokens.sum())
+    if data.similarity is not None:
+        own = data.similarity.diagonal()
+        rank = retrieval_ranks(data.similarity)
         values["quality/figures_t2l_cosine"] = float(own.mean())
         values["quality/figures_t2l_recall_at_1"] = float((rank <= 1).mean())
     return values
 
 
 def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
-    """Collective: of `log.figure_samples`, in the modes that the run trains."""
+    """Generate for `log.figure_samples` held-out samples, in the modes that the run trains (collective)."""
     config = run.config
     evaluation = _evaluation(run, config.log.figure_samples, processes)
     trained, count = trained_modes(config.mode, config.mode_schedule), len(evaluation.ids)
-    likely, hits = _guesses(evaluation) if "l2t" in trained else (None, None)
-    found = evaluation.write("t2l", "own", count, _brief(config.sampling, 0)).latents if "t2l" in trained else None
-    similarity = None if found is None else directions(run.store.restore(found)) @ directions(evaluation.raw_latents).T
-    made: np.ndarray | None = None
-    written: list[list[int]] = []
+    likeliest_lengths, token_hits = _first_guesses(evaluation) if "l2t" in trained else (None, None)
+    t2l_latents: np.ndarray | None = None
+    similarity: np.ndarray | None = None
+    if "t2l" in trained:
+        latents = evaluation.generate("t2l", "own", count, _cap_steps(config.sampling, 0)).latents
+        similarity = unit_vectors(run.store.restore(latents)) @ unit_vectors(evaluation.raw_latents).T
+        t2l_latents = _flat(latents)
+    joint_latents: np.ndarray | None = None
+    joint_tokens: list[list[int]] = []
     if "joint" in trained:
-        few = min(count, max(MADE, config.validation.text_samples))
-        sampling = replace(config.sampling, guidance=1.0)
-        joint = evaluation.write("joint", "none", few, _brief(sampling, int(evaluation.lengths[:few].max())))
-        made, written = _flat(joint.latents), joint.tokens
+        joint_count = min(count, max(NUM_JOINT_SAMPLES, config.validation.text_samples))
+        sampling = _cap_steps(replace(config.sampling, guidance=1.0), int(evaluation.lengths[:joint_count].max()))
+        joint = evaluation.generate("joint", "none", joint_count, sampling)
+        joint_latents, joint_tokens = _flat(joint.latents), joint.tokens
     return FigureData(
         tokens=[np.array(tokens) for tokens in evaluation.tokens],
-        truth=_flat(evaluation.latents["own"]),
-        found=None if found is None else _flat(found),
-        made=made,
-        written=written,
+        true_latents=_flat(evaluation.latents["own"]),
+        t2l_latents=t2l_latents,
+        joint_latents=joint_latents,
+        joint_tokens=joint_tokens,
         similarity=similarity,
-        likely_lengths=likely,
-        hits=hits,
+        likeliest_lengths=likeliest_lengths,
+        token_hits=token_hits,
     )
 
 
-def text_samples(
-    run: LoadedRun, processes: Collectives, pictures: FigureData | None
-) -> dict[str, list[dict[str, str]]]:
-    """Collective: by tag, a few texts that the run writes, each beside one to compare it with.
+def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None) -> dict[str, list[dict[str, str]]]:
+    """Return rows of a few generated texts, each with a held-out text to compare it with, by tag (collective).
 
-    In l2t that is the document whose latent it was given. Where there are `pictures`, also texts that came out of noise
-    with their latents: each beside the held-out document whose latent is nearest to its own.
+    In l2t the reference is the document that the latent belongs to. With figure `data`, the joint generations follow,
+    each with the held-out document whose latent is nearest to the generated one.
     """
     config, count = run.config, run.config.validation.text_samples
     if not config.log.tensorboard or not count:
         return {}
-    found: dict[str, list[dict[str, str]]] = {}
+    tables: dict[str, list[dict[str, str]]] = {}
     if "l2t" in trained_modes(config.mode, config.mode_schedule):
         evaluation = _evaluation(run, count, processes)
-        sampling = _brief(config.sampling, int(evaluation.lengths.max()))
-        written = evaluation.write("l2t", "own", len(evaluation.ids), sampling).tokens
-        pairs = zip(evaluation.decode(evaluation.tokens), evaluation.decode(written), strict=True)
-        found["samples/l2t"] = [{"reference": reference, "generation": text} for reference, text in pairs]
-    if pictures is not None and pictures.made is not None:
-        rows = _nearest(pictures.made[:count], run.store, config.validation.samples)
+        sampling = _cap_steps(config.sampling, int(evaluation.lengths.max()))
+        tokens = evaluation.generate("l2t", "own", len(evaluation.ids), sampling).tokens
+        pairs = zip(evaluation.decode(evaluation.tokens), evaluation.decode(tokens), strict=True)
+        tables["samples/l2t"] = [{"reference": reference, "generation": text} for reference, text in pairs]
+    if data is not None and data.joint_latents is not None:
+        ids = _nearest(data.joint_latents[:count], run.store, config.validation.samples)
         split = run.store.split(SPLIT)
-        nearest = run.tokenizer.decode_batch([split.tokens(row).tolist() for row in rows])
-        pairs = zip(nearest, run.tokenizer.decode_batch(pictures.written[:count]), strict=True)
-        found["samples/joint"] = [
-            {"held-out text of the nearest latent": text, "generation": written} for text, written in pairs
+        nearest = run.tokenizer.decode_batch([split.tokens(index).tolist() for index in ids])
+        pairs = zip(nearest, run.tokenizer.decode_batch(data.joint_tokens[:count]), strict=True)
+        tables["samples/joint"] = [
+            {"held-out text of the nearest latent": reference, "generation": text} for reference, text in pairs
         ]
-    return found
+    return tables
 
 
-def _brief(sampling: SamplingConfig, longest: int) -> SamplingConfig:
-    """With few enough steps to be looked at; `longest`: tokens that are to be written, of one text."""
-    return replace(sampling, steps=min(sampling.steps, max(STEPS, -(-longest // TOKENS_A_STEP))))
+def _cap_steps(sampling: SamplingConfig, max_length: int) -> SamplingConfig:
+    """Return the settings with few steps, enough for texts of `max_length` tokens."""
+    return replace(sampling, steps=min(sampling.steps, max(MAX_STEPS, -(-max_length // TOKENS_PER_STEP))))
 
 
 def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluation:
-    """Of the first `count` samples of every validation's draw."""
+    """Return an evaluation of the first `count` samples that every validation draws."""
     split = run.store.split(SPLIT)
     ids = validation_ids(split, count)
-    longest = int(split.lengths[np.asarray(ids, np.int64)].max())
-    batch = max(1, min(AT_ONCE, TOKENS_AT_ONCE // longest))
+    max_length = int(split.lengths[np.asarray(ids, np.int64)].max())
+    batch = max(1, min(MAX_BATCH_SAMPLES, MAX_BATCH_TOKENS // max_length))
     return Evaluation(run, EvaluationConfig(SPLIT, seed=SEED, batch=batch), processes, ids)
 
 
-def _guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
-    """Collective: from latents alone, in one pass, the likeliest length of each sample [n] and, by position, how many
-    of the likeliest tokens are the true ones, of how many [2, longest]."""
-    likely, hits = np.zeros(len(evaluation.ids)), np.zeros((2, evaluation.lengths.max()))
+def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+    """Predict lengths and tokens from the latents alone, in one pass (collective).
+
+    Returns:
+        The likeliest length of each sample [n]; and by position, how many of the likeliest tokens are the true ones and
+        how many tokens there are [2, longest].
+    """
+    likeliest_lengths, token_hits = np.zeros(len(evaluation.ids)), np.zeros((2, evaluation.lengths.max()))
     for counted, batch in evaluation.batches("own"):
-        lengths, right = _guess(evaluation.run, batch)
+        lengths, is_hit = _first_guess(evaluation.run, batch)
         if counted:
-            likely[batch.slots.numpy()] = lengths
+            likeliest_lengths[batch.slots.numpy()] = lengths
             position = batch.layout.position.numpy()
-            np.add.at(hits[0], position, right.numpy())
-            np.add.at(hits[1], position, 1)
-    return evaluation.pooled(likely).astype(np.int64), evaluation.pooled(hits)
+            np.add.at(token_hits[0], position, is_hit.numpy())
+            np.add.at(token_hits[1], position, 1)
+    return evaluation.sum_over_ranks(likeliest_lengths).astype(np.int64), evaluation.sum_over_ranks(token_hits)
 
 
-def _guess(run: LoadedRun, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The likeliest length [B], and whether the likeliest token is the true one [N]; on the host."""
+def _first_guess(run: LoadedRun, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the likeliest length [B], and whether the likeliest token is the true one [N]; on the host."""
     layout, device = batch.layout, run.device
     masked = torch.full((layout.num_tokens,), run.objective.text.mask_id, device=device)
     t_text = torch.ones(layout.num_samples, device=device)
@@ -152,11 +165,11 @@ def _guess(run: LoadedRun, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(latents: np.ndarray, store: Store, count: int) -> list[int]:
-    """For each of the standardized `latents` [n, D] that of `count` held-out rows whose latent is nearest."""
+    """Return the index of the nearest among `count` held-out samples for each of the standardized `latents` [n, D]."""
     split = store.split(SPLIT)
     ids = validation_ids(split, count)
-    candidates = directions(store.standardize(split.gather(np.asarray(ids, np.int64))[2]))
-    return [ids[place] for place in (latents @ candidates.T).argmax(1)]
+    candidates = unit_vectors(store.standardize(split.gather(np.asarray(ids, np.int64))[2]))
+    return [ids[index] for index in (latents @ candidates.T).argmax(1)]
 
 
 def _flat(latents: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What is done with a trained run: texts from latents, latents of texts, and both from noise."""
+"""Inference with a trained run: texts from latents, latents from texts, and both from noise."""
 
 from mmldlm.inference.conditions import encode_texts, read_latents
-from mmldlm.inference.generate import Watch, sample
+from mmldlm.inference.generate import StepCallback, sample
 
-__all__ = ["Watch", "encode_texts", "read_latents", "sample"]
+__all__ = ["StepCallback", "encode_texts", "read_latents", "sample"]

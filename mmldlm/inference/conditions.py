@@ -1,4 +1,4 @@
-"""The latents to write from: of texts, by the run's encoder, or from a file.
+"""Latents to condition on: of texts, by the run's encoder, or from a file.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -15,27 +15,46 @@ from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
 
 
-def encoder_of(run: LoadedRun) -> LatentEncoder:
-    """The encoder that made the run's latents."""
+def load_run_encoder(run: LoadedRun) -> LatentEncoder:
+    """Return the encoder that computed the latents of the run's store."""
     return load_encoder(run.store.path / "encoder")
 
 
-def encoded(encoder: LatentEncoder, texts: Sequence[str], otherwise: str = "") -> np.ndarray:
-    """float32 [n, M, C] in the encoder's scale; `DataError` naming a text that has no latent."""
+def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = "") -> np.ndarray:
+    """Encode `texts`.
+
+    Args:
+        encoder: the encoder.
+        texts: n texts.
+        hint: appended to the error message.
+
+    Returns:
+        Latents on the encoder's scale, float32 [n, M, C].
+
+    Raises:
+        DataError: the encoder has no latent for one of the texts.
+    """
     latents = encoder.encode(texts)
     for text, latent in zip(texts, latents, strict=True):
         if not np.isfinite(latent).all():
-            raise DataError(f"the encoder has no latent for {text!r}: expected words that its corpus knows{otherwise}")
+            raise DataError(f"the encoder has no latent for {text!r}: expected words of its corpus{hint}")
     return latents
 
 
 def encode_texts(run: LoadedRun, texts: Sequence[str]) -> np.ndarray:
-    """float32 [n, M, C] in the encoder's scale; `DataError` naming a text that has no latent."""
-    return encoded(encoder_of(run), texts, ", or --latents")
+    """Encode `texts` with the run's encoder, see `encode_or_raise`."""
+    return encode_or_raise(load_run_encoder(run), texts, ", or --latents")
 
 
 def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
-    """float32 [n, M, C] in the encoder's scale from an .npy file of [n, C] or [n, M, C]."""
+    """Read latents on the encoder's scale from an .npy file.
+
+    Returns:
+        float32 [n, M, C]; a file of [n, C] is accepted if M is 1.
+
+    Raises:
+        DataError: the file is missing, has another shape or type, or a row is not finite.
+    """
     try:
         latents = np.load(path, allow_pickle=False)
     except FileNotFoundError:

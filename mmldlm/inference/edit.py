@@ -1,4 +1,4 @@
-"""`--edit "text with [a span] to rewrite"`: write a part of a text anew, given the rest and a latent.
+"""`--edit "text with [a span] to rewrite"`: infill a part of a text, given the rest and a latent.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -12,25 +12,26 @@ import torch
 
 from mmldlm.diffusion.sampling import Generation, SamplingConfig
 from mmldlm.errors import DataError, UsageError
-from mmldlm.inference.generate import Watch, check_guidance, produce
+from mmldlm.inference.generate import StepCallback, check_guidance, generate_and_decode
 from mmldlm.run.load import LoadedRun
 
 _ESCAPED = "[]\\"
 
 
 @dataclass(frozen=True)
-class Marked:
-    """A text, and the characters [start, stop) of it that are to be written anew."""
+class SpanEdit:
+    """A text, and the range of characters [start, stop) to regenerate."""
 
     text: str
     start: int
     stop: int
 
     @classmethod
-    def read(cls, marked: str) -> Marked:
-        r"""Of a text with one [span] in brackets; `\[`, `\]` and `\\` are the characters themselves.
+    def parse(cls, marked: str) -> SpanEdit:
+        r"""Parse a text with one [span] in brackets; `\[`, `\]` and `\\` are literal, as is any other backslash.
 
-        Any other backslash is one too. `UsageError` where there is not exactly one span.
+        Raises:
+            UsageError: there is not exactly one span.
         """
         text, marks = "", []
         letters = iter(marked)
@@ -43,51 +44,70 @@ class Marked:
             else:
                 text += letter
         if [mark for mark, _ in marks] != ["[", "]"]:
-            found = " ".join(mark for mark, _ in marks) or "no brackets"
+            brackets = " ".join(mark for mark, _ in marks) or "no brackets"
             raise UsageError(
-                f"--edit: expected one [span] to rewrite, found {found}; brackets of the text are \\[ and \\]"
+                f"--edit: expected one [span] to rewrite, found {brackets}; brackets of the text are \\[ and \\]"
             )
         return cls(text, marks[0][1], marks[1][1])
 
 
-def blanked(run: LoadedRun, marked: Marked, span_length: int | None) -> list[int]:
-    """Tokens of the text, of which all that the span touches are replaced by `span_length` [MASK], or as many.
+def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> list[int]:
+    """Tokenize the text and replace all tokens that the span touches by [MASK].
 
-    Whole tokens: a tokenizer that writes a space with the word behind it lets go of that space too. `UsageError` where
-    the span is empty and `span_length` does not say how much to write there, `DataError` where the run has seen no text
-    as long.
+    Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included.
+
+    Args:
+        run: the run.
+        span_edit: the text with its span.
+        span_length: number of [MASK] tokens; None: as many as are replaced.
+
+    Raises:
+        UsageError: the span is empty and `span_length` is not given.
+        DataError: the result is longer than any text of the run.
     """
-    ids, places = run.tokenizer.encode_with_places(marked.text)
-    touched = [index for index, (a, b) in enumerate(places) if a < marked.stop and b > marked.start]
+    text, start, stop = span_edit.text, span_edit.start, span_edit.stop
+    ids, offsets = run.tokenizer.encode_with_offsets(text)
+    touched = [index for index, (a, b) in enumerate(offsets) if a < stop and b > start]
     if touched:
-        first, behind = touched[0], touched[-1] + 1
-    else:  # behind every token that has begun before, with more than white space
-        first = sum(bool(marked.text[a : min(b, marked.start)].strip()) for a, b in places)
-        behind = first
-    length = span_length or behind - first
+        first, end = touched[0], touched[-1] + 1
+    else:  # an empty span: after every token with more than white space before it
+        first = sum(bool(text[a : min(b, start)].strip()) for a, b in offsets)
+        end = first
+    length = span_length or end - first
     if not length:
-        raise UsageError("--edit: the [span] is empty, expected --span-length tokens to write there")
-    row, longest = [*ids[:first], *[run.tokenizer.mask_id] * length, *ids[behind:]], run.store.manifest.max_length
-    if len(row) > longest:
-        raise DataError(f"--edit: expected at most {longest} tokens with the span, found {len(row)}")
-    return row
+        raise UsageError("--edit: the [span] is empty, expected --span-length tokens to generate there")
+    template = [*ids[:first], *[run.tokenizer.mask_id] * length, *ids[end:]]
+    max_length = run.store.manifest.max_length
+    if len(template) > max_length:
+        raise DataError(f"--edit: expected at most {max_length} tokens with the span, found {len(template)}")
+    return template
 
 
 def edit(
     run: LoadedRun,
     config: SamplingConfig,
     seed: int,
-    row: list[int],
+    template_ids: list[int],
     raw_latents: np.ndarray,
     count: int = 1,
-    watch: Watch | None = None,
+    callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
-    """`count` versions of `row`, tokens and [MASK] in their places, for each latent [n, M, C] on the encoder's scale.
+    """Infill a template, given latents.
 
-    The tokens are the same in every step and in the result.
+    Args:
+        run: the run.
+        config: settings of the sampler.
+        seed: of the random numbers.
+        template_ids: tokens, of which only [MASK] is replaced.
+        raw_latents: [n, M, C] on the encoder's scale.
+        count: versions per latent.
+        callback: called after each step.
+
+    Returns:
+        The generation of n x `count` samples, its latents on the encoder's scale, and its texts.
     """
     check_guidance(run, "l2t", config)
     latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
-    lengths, kept = (len(row),) * len(latents), torch.tensor(row * len(latents))
+    lengths, template = (len(template_ids),) * len(latents), torch.tensor(template_ids * len(latents))
     generator = torch.Generator().manual_seed(seed)
-    return produce(run, "l2t", config, generator, latents, lengths, kept=kept, watch=watch)
+    return generate_and_decode(run, "l2t", config, generator, latents, lengths, template=template, callback=callback)

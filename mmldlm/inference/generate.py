@@ -1,4 +1,4 @@
-"""Generation with the parts of a run: conditions in, texts and latents out, on the encoder's own scale.
+"""Generation with a trained run: conditions in, texts and latents out, on the encoder's own scale.
 
 Shape letters: n conditions, B samples, M latent tokens of a sample, C latent channels.
 """
@@ -17,8 +17,8 @@ from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
 
-# Sees the noise time, from 1 to 0, and the tokens of each sample as they are then.
-Watch = Callable[[float, list[list[int]]], None]
+# Called with the noise time, from 1 to 0, and the current tokens of each sample.
+StepCallback = Callable[[float, list[list[int]]], None]
 
 
 def sample(
@@ -30,22 +30,37 @@ def sample(
     texts: list[str] | None = None,
     count: int = 1,
     length: int | None = None,
-    watch: Watch | None = None,
+    callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
-    """`count` generations for each condition; their texts decoded, their latents in the encoder's scale.
+    """Generate `count` samples per condition.
 
-    l2t takes `raw_latents` [n, M, C]; t2l takes `texts`; joint takes neither. Lengths are drawn from the
-    length head unless `length` fixes them.
+    Args:
+        run: the run.
+        mode: which modalities to generate.
+        config: settings of the sampler.
+        seed: of the random numbers.
+        raw_latents: the conditions in l2t, [n, M, C] on the encoder's scale.
+        texts: the conditions in t2l.
+        count: samples per condition; in joint, which has none, the number of samples.
+        length: tokens of each text; by default drawn from the length head.
+        callback: called after each step that generates text.
+
+    Returns:
+        The generation, its latents on the encoder's scale, and its texts.
+
+    Raises:
+        UsageError: guidance is not available for the mode or the run.
+        DataError: a text has no tokens, or more than any text of the run.
     """
     check_guidance(run, mode, config)
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
     generator = torch.Generator().manual_seed(seed)
     if mode == "t2l":
         assert texts is not None
-        ids = [row for row in tokens_of(run, texts) for _ in range(count)]
-        tokens = torch.tensor([token for row in ids for token in row])
+        ids = [text_ids for text_ids in tokenize_texts(run, texts) for _ in range(count)]
+        tokens = torch.tensor([token for text_ids in ids for token in text_ids])
         empty = torch.zeros(len(ids), *shape)
-        return produce(run, mode, config, generator, empty, tuple(map(len, ids)), tokens=tokens)
+        return generate_and_decode(run, mode, config, generator, empty, tuple(map(len, ids)), tokens=tokens)
     if mode == "l2t":
         assert raw_latents is not None
         latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
@@ -54,11 +69,11 @@ def sample(
     if length:
         lengths = (length,) * len(latents)
     else:
-        lengths = lengths_for(run, latents, generator, t_latent=0.0 if mode == "l2t" else 1.0)
-    return produce(run, mode, config, generator, latents, lengths, watch=watch)
+        lengths = draw_text_lengths(run, latents, generator, t_latent=0.0 if mode == "l2t" else 1.0)
+    return generate_and_decode(run, mode, config, generator, latents, lengths, callback=callback)
 
 
-def produce(
+def generate_and_decode(
     run: LoadedRun,
     mode: Mode,
     config: SamplingConfig,
@@ -66,18 +81,22 @@ def produce(
     latents: Tensor,
     lengths: tuple[int, ...],
     tokens: Tensor | None = None,
-    kept: Tensor | None = None,
-    watch: Watch | None = None,
+    template: Tensor | None = None,
+    callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
-    """`generate`, from standardized `latents` [B, M, C] on the host; its latents on the encoder's scale, its texts."""
+    """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result.
 
-    def on_step(t: float, now: Tensor) -> None:
-        assert watch is not None
-        watch(t, [part.tolist() for part in now.cpu().split(lengths)])
+    Returns:
+        The generation, its latents on the encoder's scale, and its texts.
+    """
 
-    if watch is not None:
-        on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id) if kept is None else kept)
-    made = generate(
+    def on_step(t: float, current: Tensor) -> None:
+        assert callback is not None
+        callback(t, [part.tolist() for part in current.cpu().split(lengths)])
+
+    if callback is not None:
+        on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id) if template is None else template)
+    generation = generate(
         run.model,
         run.objective.text,
         run.objective.latent,
@@ -87,35 +106,37 @@ def produce(
         latents.to(run.device),
         lengths,
         tokens,
-        on_step=None if watch is None else on_step,
-        kept=kept,
+        on_step=None if callback is None else on_step,
+        template=template,
     )
-    restored = torch.from_numpy(run.store.restore(made.latents.numpy()))
-    return replace(made, latents=restored), run.tokenizer.decode_batch(made.split())
+    restored = torch.from_numpy(run.store.restore(generation.latents.numpy()))
+    return replace(generation, latents=restored), run.tokenizer.decode_batch(generation.split())
 
 
-def lengths_for(run: LoadedRun, latents: Tensor, generator: torch.Generator, t_latent: float = 0.0) -> tuple[int, ...]:
-    """A length for each of the standardized `latents` [B, M, C], drawn from the length head."""
+def draw_text_lengths(
+    run: LoadedRun, latents: Tensor, generator: torch.Generator, t_latent: float = 0.0
+) -> tuple[int, ...]:
+    """Draw a length for each of the standardized `latents` [B, M, C] from the length head."""
     return draw_lengths(run.model, run.store.manifest.mask_id, latents.to(run.device), t_latent, generator)
 
 
-def tokens_of(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of texts to find latents of; `DataError` where one has none, or more than the run has seen."""
-    ids, longest = run.tokenizer.encode_batch(texts), run.store.manifest.max_length
-    found = [len(row) for row in ids]
-    if min(found) < 1 or max(found) > longest:
-        raise DataError(f"--text: expected 1 to {longest} tokens, found {min(found)} to {max(found)}")
+def tokenize_texts(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenize `texts`; `DataError` if one has no tokens, or more than any text of the run."""
+    ids, max_length = run.tokenizer.encode_batch(texts), run.store.manifest.max_length
+    lengths = [len(text_ids) for text_ids in ids]
+    if min(lengths) < 1 or max(lengths) > max_length:
+        raise DataError(f"--text: expected 1 to {max_length} tokens, found {min(lengths)} to {max(lengths)}")
     return ids
 
 
-def can_guide(run: LoadedRun) -> bool:
-    """Whether the run has seen what guidance leads away from."""
+def supports_guidance(run: LoadedRun) -> bool:
+    """Return whether the run was trained on the null condition that guidance needs."""
     return "joint" in trained_modes(run.config.mode, run.config.mode_schedule)
 
 
 def check_guidance(run: LoadedRun, mode: Mode, config: SamplingConfig) -> None:
-    """`UsageError` where guidance is asked for that the mode or the run does not have."""
-    if config.guidance != 1 and (mode == "joint" or not can_guide(run)):
+    """Raise `UsageError` if `config` requests guidance that the mode or the run does not support."""
+    if config.guidance != 1 and (mode == "joint" or not supports_guidance(run)):
         raise UsageError(
             f"--guidance: mode {mode}, trained {run.config.mode}: expected l2t or t2l, and {GUIDANCE_NEEDS}"
         )

@@ -9,29 +9,30 @@ import numpy as np
 import torch
 
 from mmldlm.diffusion.sampling import Generation, SamplingConfig
-from mmldlm.inference.generate import Watch, check_guidance, lengths_for, produce
+from mmldlm.inference.generate import StepCallback, check_guidance, draw_text_lengths, generate_and_decode
 from mmldlm.run.load import LoadedRun
 
-PARALLEL = 1e-4  # sine of an angle between directions below which no arc is told from the chord
+MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
 
 
-def between(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
-    """float32 [P, M, C] from `a` to `b` [M, C], both included, in equal parts of the angle.
+def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
+    """Interpolate from `a` to `b` [M, C], both included, in equal steps of the angle; float32 [P, M, C].
 
-    Of each latent token the direction goes along the great circle (Shoemake, SIGGRAPH 1985; for generative models:
-    White, arXiv 1609.04468), the norm from the one to the other. Standardized latents lie near the sphere of norm
-    sqrt(C) around the mean latent: a straight line would cut through the inside, towards the latent of all texts and of
-    none. Where the directions are the same, opposite or none, and no one great circle leads on, the line is straight.
+    The direction of each latent token follows the great circle (Shoemake, SIGGRAPH 1985; for generative models: White,
+    arXiv 1609.04468), its norm is interpolated linearly. Standardized latents are near the sphere of norm sqrt(C)
+    around the mean latent: a straight line would pass through the inside, near the mean of all texts, which is the
+    latent of none. The interpolation is linear where no unique great circle exists: if the directions are equal or
+    opposite, or a latent is zero.
     """
-    share = np.linspace(0, 1, points)[:, None, None]
+    weight = np.linspace(0, 1, points)[:, None, None]
     norms = [np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True) for x in (a, b)]
     u, v = (x / np.maximum(norm, 1e-12) for x, norm in zip((a, b), norms, strict=True))
     angle = np.arccos(np.clip((u * v).sum(-1, keepdims=True), -1, 1))
     sine = np.sin(angle)
-    arc = (sine > PARALLEL) & (norms[0] > 0) & (norms[1] > 0)
-    turned = (np.sin((1 - share) * angle) * u + np.sin(share * angle) * v) / np.where(arc, sine, 1)
-    norm = (1 - share) * norms[0] + share * norms[1]
-    return np.where(arc, norm * turned, (1 - share) * a + share * b).astype(np.float32)
+    has_arc = (sine > MIN_SINE) & (norms[0] > 0) & (norms[1] > 0)
+    direction = (np.sin((1 - weight) * angle) * u + np.sin(weight * angle) * v) / np.where(has_arc, sine, 1)
+    norm = (1 - weight) * norms[0] + weight * norms[1]
+    return np.where(has_arc, norm * direction, (1 - weight) * a + weight * b).astype(np.float32)
 
 
 def interpolate(
@@ -41,24 +42,37 @@ def interpolate(
     raw_latents: np.ndarray,
     points: int,
     length: int | None = None,
-    watch: Watch | None = None,
+    callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
-    """A text for each of `points` between two latents [2, M, C] on the encoder's scale.
+    """Generate a text for each of `points` latents between two latents.
 
-    All are of one length and written with the same random numbers, so that neighbors differ by their latents alone.
-    The length is drawn from the length head in the middle, unless `length` fixes it.
+    All texts have the same length and use the same random numbers, so neighbors differ by their latents alone.
+
+    Args:
+        run: the run.
+        config: settings of the sampler.
+        seed: of the random numbers.
+        raw_latents: the two ends, [2, M, C] on the encoder's scale.
+        points: number of latents, both ends included.
+        length: tokens of each text; by default drawn from the length head for the latent in the middle.
+        callback: called after each step.
+
+    Returns:
+        The generation of all points, its latents on the encoder's scale, and its texts.
     """
     check_guidance(run, "l2t", config)
     a, b = run.store.standardize(raw_latents)
     if not length:
-        middle = torch.from_numpy(between(a, b, 3)[1:2])
-        (length,) = lengths_for(run, middle, torch.Generator().manual_seed(seed))
-    made = []
-    for latent in torch.from_numpy(between(a, b, points)).split(1):
-        # One by one: in a batch each sample has random numbers of its own.
+        middle = torch.from_numpy(slerp(a, b, 3)[1:2])
+        (length,) = draw_text_lengths(run, middle, torch.Generator().manual_seed(seed))
+    results = []
+    for latent in torch.from_numpy(slerp(a, b, points)).split(1):
+        # One by one: within a batch the samples get different random numbers.
         generator = torch.Generator().manual_seed(seed)
-        made.append(produce(run, "l2t", config, generator, latent, (length,), watch=watch))
-    together = Generation(
-        torch.cat([part.tokens for part, _ in made]), (length,) * points, torch.cat([part.latents for part, _ in made])
+        results.append(generate_and_decode(run, "l2t", config, generator, latent, (length,), callback=callback))
+    generation = Generation(
+        torch.cat([part.tokens for part, _ in results]),
+        (length,) * points,
+        torch.cat([part.latents for part, _ in results]),
     )
-    return together, [text for _, texts in made for text in texts]
+    return generation, [text for _, texts in results for text in texts]

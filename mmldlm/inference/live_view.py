@@ -1,4 +1,4 @@
-"""`--watch`: the texts as they appear, step by step, redrawn in place in a terminal and line by line elsewhere."""
+"""`--watch`: the texts as they are generated, redrawn in place in a terminal and line by line elsewhere."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TextIO
 
 from mmldlm.data.tokenizer import MASK, Tokenizer
 
-PAUSE_S = 0.06  # that each step stays in a terminal: a small model is too fast to be read
-_UP_AND_CLEAR = "\x1b[{}F\x1b[J"  # to the start of the line so many lines up, and nothing below
+PAUSE_S = 0.06  # minimum time per step in a terminal: a small model is too fast to read along
+_UP_AND_CLEAR = "\x1b[{}F\x1b[J"  # move to the start of the line {} lines up, and clear everything below
 
 
-class Watcher:
-    """A `Watch` that draws on `stream`. `close` takes what it drew off a terminal; lines elsewhere stay."""
+class LiveView:
+    """A `StepCallback` that draws on `stream`. `close` clears the drawing in a terminal; lines elsewhere stay."""
 
     def __init__(self, tokenizer: Tokenizer, stream: TextIO | None = None, pause_s: float = PAUSE_S):
         self._tokenizer, self._stream, self._pause_s = tokenizer, stream or sys.stdout, pause_s
         self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._block = "░" if _can_write("░", self._stream) else "_"
-        self._drawn = 0  # lines
+        self._drawn_lines = 0
 
     def __call__(self, t: float, samples: Sequence[Sequence[int]]) -> None:
         texts = [self.text(ids) for ids in samples]
@@ -31,34 +31,34 @@ class Watcher:
                 number = f"[{index + 1}] " if len(texts) > 1 else ""
                 print(f"t {t:.3f}  {number}{text}", file=self._stream, flush=True)
             return
-        columns, rows = self._size()
+        columns, rows = self._terminal_size()
         lines = [f"t {t:.3f}"]
         for text in texts:
-            lines += _wrapped(text, columns - 3)
-        if len(lines) > rows - 1:  # what has left the screen at its top cannot be drawn again
+            lines += _wrap(text, columns - 3)
+        if len(lines) > rows - 1:  # lines that scrolled off the top cannot be redrawn
             lines = [*lines[: rows - 2], "..."]
         self.close()
         self._stream.write("".join(f"{line}\n" for line in lines))
         self._stream.flush()
-        self._drawn = len(lines)
+        self._drawn_lines = len(lines)
         time.sleep(self._pause_s)
 
     def text(self, ids: Sequence[int]) -> str:
-        """On one line, with a block for each masked token; what is no plain character is escaped."""
-        (found,) = self._tokenizer.decode_batch([ids], keep_special=True)
-        if self._tokenizer.mask_id in ids:  # else [MASK] is what the text says
-            found = found.replace(MASK, self._block)
-        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in found)
+        """Return tokens as one line, with a block for each [MASK]; characters that are not printable are escaped."""
+        (text,) = self._tokenizer.decode_batch([ids], keep_special=True)
+        if self._tokenizer.mask_id in ids:  # otherwise [MASK] is part of the text
+            text = text.replace(MASK, self._block)
+        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
     def close(self) -> None:
-        """Take off a terminal what was drawn last."""
-        if self._drawn:
-            self._stream.write(_UP_AND_CLEAR.format(self._drawn))
+        """Clear the last drawing from a terminal."""
+        if self._drawn_lines:
+            self._stream.write(_UP_AND_CLEAR.format(self._drawn_lines))
             self._stream.flush()
-            self._drawn = 0
+            self._drawn_lines = 0
 
-    def _size(self) -> tuple[int, int]:
-        """Columns and rows of the terminal."""
+    def _terminal_size(self) -> tuple[int, int]:
+        """Return columns and rows of the terminal."""
         try:
             columns, rows = os.get_terminal_size(self._stream.fileno())
         except OSError:
@@ -66,8 +66,8 @@ class Watcher:
         return columns or 80, rows or 24
 
 
-def _wrapped(text: str, columns: int) -> Iterator[str]:
-    """Lines of at most so many columns, indented by two."""
+def _wrap(text: str, columns: int) -> Iterator[str]:
+    """Yield lines of at most `columns` columns, indented by two more."""
     line, used = "", 0
     for letter in text:
         width = _columns(letter)
@@ -79,7 +79,7 @@ def _wrapped(text: str, columns: int) -> Iterator[str]:
 
 
 def _columns(letter: str) -> int:
-    """That a terminal takes for a character."""
+    """Return the number of terminal columns of a character."""
     if unicodedata.combining(letter):
         return 0
     return 2 if unicodedata.east_asian_width(letter) in "WF" else 1

@@ -1,1 +1,1 @@
-"""The network: `MMDiT` and what it is made of."""
+"""The network: `MMDiT` and its building blocks."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks compute their activations again in backward instead of keeping them."""
+"""Activation checkpointing: which blocks recompute their activations in backward instead of keeping them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.settings.fields import setting
 
 T = TypeVar("T")
-Recompute = Literal["none", "full", "selective"]
+CheckpointingMode = Literal["none", "full", "selective"]
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
+    """Settings that trade time for memory."""
+
     activation_checkpointing: Literal["none", "full", "selective", "every_k"] = setting(
         "none",
-        "what blocks compute again in backward to save memory, all but the last (see kept_blocks); none: nothing; "
-        "full: everything but their inputs and results; selective: their attention, with its norms; "
-        "every_k: full, in each k-th block only",
+        "what blocks recompute in backward to save memory, all but the last (see kept_blocks); none: nothing; "
+        "full: everything but their inputs and outputs; selective: the attention with its norms; "
+        "every_k: full, in every k-th block only",
     )
-    every_k: int = setting(2, "with every_k: recompute block 0 and each k-th after it", at_least=1)
+    every_k: int = setting(2, "every_k: recompute block 0 and every k-th after it", at_least=1)
     kept_blocks: int = setting(
         1,
-        "how many of the last blocks compute nothing again. The last costs no memory, since its backward comes first; "
-        "each before it costs its activations, and saves their recomputation",
+        "number of last blocks that recompute nothing. The last costs no memory, since its backward comes first; "
+        "each one before it costs its activations and saves their recomputation",
         at_least=1,
     )
     keep_freed: bool = setting(
         True,
-        "on a CPU with glibc, memory that a step frees stays with the process for the next one, which is faster; "
-        "MALLOC_ variables of the environment go before",
+        "on a CPU with glibc, the process keeps memory that a step frees for the next one, which is faster; "
+        "MALLOC_ environment variables take precedence",
     )
 
-    def of_block(self, index: int, depth: int) -> Recompute:
-        """What the block at `index` of `depth`, counted from 0, does."""
-        if index >= depth - self.kept_blocks:  # all that the last would give up comes back before anything else goes
+    def mode_for_block(self, index: int, depth: int) -> CheckpointingMode:
+        """Return the mode of the block at `index`, counted from 0, in a network of `depth` blocks."""
+        # The last block's backward comes first: it would recompute all it had freed before anything else is freed.
+        if index >= depth - self.kept_blocks:
             return "none"
         if self.activation_checkpointing == "every_k":
             return "none" if index % self.every_k else "full"
@@ -47,9 +50,12 @@ class MemoryConfig:
 KEEP_ALL = MemoryConfig()
 
 
-def recomputed(function: Callable[..., T], draws: bool, *args: Any) -> T:
-    """`function(*args)`, whose activations are computed again in backward, to the same bits.
+def checkpoint_activations(function: Callable[..., T], preserve_rng_state: bool, *args: Any) -> T:
+    """Return `function(*args)`, whose activations are recomputed in backward, bit for bit.
 
-    `draws`: the function draws random numbers, which must come again.
+    Args:
+        function: computes tensors from `args`.
+        preserve_rng_state: whether the function draws random numbers, as dropout does, which the recomputation repeats.
+        args: its arguments.
     """
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

@@ -1,8 +1,8 @@
-"""Regional `torch.compile`: what the blocks compute between their attentions becomes fused kernels.
+"""Regional `torch.compile`: fused kernels for everything in a block but the attention.
 
-All blocks share the compiled code, and its shapes are symbolic: neither depth nor micro-batches of other lengths make
-it compile again. Attention stays outside, since on a CPU it follows the lengths of the samples, and on a GPU it is one
-kernel in any case.
+All blocks share the compiled code, and its shapes are symbolic: neither the depth nor micro-batches of other lengths
+cause a recompilation. Attention is not compiled: on a CPU its shapes follow the lengths of the samples, and on a GPU it
+is one kernel in any case.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from mmldlm.errors import ConfigError
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.settings.fields import setting
 
-REGIONS = ("project", "normalize", "branch", "finish")
+REGIONS = ("project", "normalize", "branch", "finish")  # methods of `BlockStream`
 
 
 @dataclass(frozen=True)
 class CompileConfig:
+    """Settings of `torch.compile`."""
+
     scope: Literal["none", "regional"] = setting(
-        "none", "torch.compile; regional: each block's parts between the attentions; a minute or two at the first step"
+        "none", "torch.compile; regional: each block without its attention; takes a minute or two at the first step"
     )
     mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
-        "default", "of torch.compile; max-autotune tries more kernels, and takes far longer to start"
+        "default", "mode of torch.compile; max-autotune tries more kernels and takes far longer to start"
     )
 
     def __post_init__(self) -> None:
@@ -36,7 +38,7 @@ class CompileConfig:
 
 
 def check_compile(config: CompileConfig, engine: str) -> None:
-    """`ConfigError` where compiled regions cannot run under the engine."""
+    """Raise `ConfigError` if compiled regions cannot run under `engine`."""
     if config.scope == "none":
         return
     if engine.startswith("zero3"):
@@ -47,32 +49,36 @@ def check_compile(config: CompileConfig, engine: str) -> None:
 
 
 class Region:
-    """A function that runs compiled where gradients are asked for, else as it is: validation has other needs."""
+    """A function that runs compiled if gradients are enabled, otherwise eagerly, as in validation."""
 
     def __init__(self, function: Callable[..., Any], mode: str):
-        import torch._dynamo  # takes seconds, which commands and runs that compile nothing do not have to wait
+        import torch._dynamo  # takes seconds: not at the top, so that only runs that compile wait for it
 
-        self.function, self.mark = function, torch._dynamo.maybe_mark_dynamic
+        self.function, self.mark_dynamic = function, torch._dynamo.maybe_mark_dynamic
         self.compiled = torch.compile(function, dynamic=False, mode=mode)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.function(*arguments)
-        for argument in tree_leaves(arguments):
-            if isinstance(argument, torch.Tensor):
-                self.mark(argument, 0)  # rows or samples; widths are fixed
-        return self.compiled(*arguments)
+            return self.function(*args)
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.Tensor):
+                self.mark_dynamic(leaf, 0)  # rows or samples; widths are fixed
+        return self.compiled(*args)
 
 
 def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device) -> str:
-    """Compile the model's regions in place. Returns what was done, with the reason where it is not what was asked."""
+    """Compile the model's regions in place.
+
+    Returns:
+        A description of what was compiled, with the reason if it is not what the config requests.
+    """
     if config.scope == "none":
         return "none"
     try:
         torch.compile(lambda x: (x * 2).relu() + 1)(torch.ones(8, device=device))
-    except Exception as error:  # whatever a compiler's absence makes of itself
+    except Exception as error:  # a missing compiler raises errors of many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f"none, though regional was asked for: torch.compile does not run here ({reason})"
+        return f"none, though regional was requested: torch.compile does not run here ({reason})"
     for block in model.blocks:
         for stream in (block.text, block.latent):
             for name in REGIONS:

@@ -1,4 +1,4 @@
-"""FLOPs of a training step that serve its result, in closed form, and the share of a GPU's peak that they are."""
+"""Model FLOPs of a training step in closed form, and the peak FLOP/s of GPUs, whose ratio is the MFU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 
 from mmldlm.model.mmdit import MMDiT
 
-BACKWARD = 2  # a product's gradients are two products of its size
+BACKWARD_FACTOR = 2  # the gradients of a matrix product are two products of its size
 
-# FLOP/s of dense products in bf16 and fp16, by part of the device's name, the longer ones first; from NVIDIA's data
-# sheets, without sparsity, of the SXM boards where nothing else is said.
-PEAKS = {
+# Dense bf16 and fp16 FLOP/s by a part of the device's name, longer parts first. From NVIDIA's data sheets, without
+# sparsity; the SXM boards unless the name says otherwise.
+PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "B200": 2250e12,
@@ -26,50 +26,58 @@ PEAKS = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of the device at most, where they are known. In fp32 they depend on what TF32 is allowed for: unknown."""
+    """Return the peak FLOP/s of the device, or None if unknown, as in fp32, where it depends on the use of TF32."""
     if precision == "fp32":
         return None
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
 @dataclass(frozen=True)
-class UsefulFlops:
-    """Of the forward pass: matrix products and attention of real tokens, logits of masked tokens.
+class ModelFlops:
+    """Model FLOPs of a forward pass: matrix products and attention of real tokens, logits of masked tokens.
 
-    A backward pass is twice that, and what is computed again, or for padding, is of no use (PaLM, arXiv 2204.02311,
-    appendix B). Norms, activations and the optimizer are left out: they are a percent of it. Frozen parts count as if
-    they were trained.
+    A backward pass has twice as many. Recomputation and padding do not count (PaLM, arXiv 2204.02311, appendix B).
+    Norms, activations and the optimizer are left out: they are about one percent. Frozen parts count as if they were
+    trained.
     """
 
     token: int
     masked_token: int
     latent_token: int
     sample: int
-    pair: int  # of a query and a key of one sample
+    pair: int  # a query and a key of the same sample
 
     @classmethod
-    def of(cls, model: MMDiT) -> UsefulFlops:
-        """By the size of each linear map and the kind of rows it is for; the network may be sharded."""
+    def from_model(cls, model: MMDiT) -> ModelFlops:
+        """Count by the size of each linear layer and the kind of its rows; the network may be sharded."""
         config, shape = model.config, model.shape
-        rows = {"token": 0, "masked_token": 2 * config.width * shape.vocab_size, "latent_token": 0, "sample": 0}
+        flops = {"token": 0, "masked_token": 2 * config.width * shape.vocab_size, "latent_token": 0, "sample": 0}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
-                rows[_rows_of(name, config.depth)] += 2 * module.in_features * module.out_features
-        return cls(**rows, pair=2 * 2 * config.width * config.depth)
+                flops[_row_kind(name, config.depth)] += 2 * module.in_features * module.out_features
+        return cls(**flops, pair=2 * 2 * config.width * config.depth)
 
-    def of_step(self, tokens: int, masked_tokens: int, samples: int, latent_tokens: int, pairs: int) -> float:
-        """Forward and backward pass. `latent_tokens` are those of one sample, all else is of the whole step."""
+    def step_flops(self, tokens: int, masked_tokens: int, samples: int, latent_tokens: int, pairs: int) -> float:
+        """Return the FLOPs of forward and backward pass.
+
+        Args:
+            tokens: text tokens of the step.
+            masked_tokens: tokens that the text head predicts in the step.
+            samples: samples of the step.
+            latent_tokens: latent tokens of one sample.
+            pairs: pairs of query and key in the step, latents among them.
+        """
         forward = (
             tokens * self.token
             + masked_tokens * self.masked_token
             + samples * (self.sample + latent_tokens * self.latent_token)
             + pairs * self.pair
         )
-        return float((1 + BACKWARD) * forward)
+        return float((1 + BACKWARD_FACTOR) * forward)
 
 
-def _rows_of(name: str, depth: int) -> str:
-    """What the linear map of this name in a network of `depth` blocks has a row for."""
+def _row_kind(name: str, depth: int) -> str:
+    """Return what the linear layer `name` has one row for, in a network of `depth` blocks."""
     parts = name.split(".")
     if parts[0] == "text_out":
         return "masked_token"
@@ -78,6 +86,6 @@ def _rows_of(name: str, depth: int) -> str:
     if parts[0] == "blocks" and parts[3] != "modulation":
         if parts[2] == "latent":
             return "latent_token"
-        read_only = parts[1] == str(depth - 1) and parts[3] != "qkv"  # behind the last attention
-        return "masked_token" if read_only else "token"
+        after_last_attention = parts[1] == str(depth - 1) and parts[3] != "qkv"  # runs for predicted tokens alone
+        return "masked_token" if after_last_attention else "token"
     return "sample"

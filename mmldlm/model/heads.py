@@ -1,4 +1,4 @@
-"""What the streams are read out to: token likelihoods, the number of tokens, and the learned weights of losses."""
+"""Heads of the network: token likelihoods and text length; and the learned weights of the losses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mmldlm.model.cpu_linear import Linear
 
-CHUNK_ROWS = 256  # rows of logits alive at a time: a sixth of the memory of all at once, at 1.1x the time
-MASKED_LOGIT = -1e9  # logit of a token that no text contains; finite, so that 0 * logit stays 0
+CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
+MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
 
 
 def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    """-log p(target) [P] in float32 of a linear head, without ever holding [P, V] logits."""
+    """Return -log p(target) [P] of a linear head in float32, without materializing the logits [P, V]."""
     if hidden_PD.shape[0] <= CHUNK_ROWS:
         return F.cross_entropy(_logits(hidden_PD, weight_VD, bias_V), targets_P, reduction="none")
     full_precision = hidden_PD.dtype == torch.float32 and not torch.is_autocast_enabled(hidden_PD.device.type)
@@ -34,8 +34,11 @@ def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targ
 
 
 def chunked_token_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    """[P, 3] in float32 of a linear head, without ever holding [P, V] logits: -log p(target), log of the softmax's
-    denominator, and the mean of -log p over all tokens that have a probability."""
+    """Return three terms [P, 3] of a linear head in float32, without materializing the logits [P, V].
+
+    The terms are -log p(target), the log of the softmax's denominator, and the mean of -log p over all tokens whose
+    probability is not fixed to zero (those with `bias_V` 0).
+    """
     if hidden_PD.shape[0] <= CHUNK_ROWS:
         return _chunk_terms(hidden_PD, weight_VD, bias_V, targets_P)
     return torch.cat(
@@ -65,31 +68,38 @@ def _chunk_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: 
 class TextHead(nn.Module):
     """Token logits, in which [MASK] and [PAD] have probability zero (MDLM, arXiv 2406.07524, section 3.2.3)."""
 
-    def __init__(self, width: int, vocab_size: int, never: tuple[int, ...], tied: bool):
+    def __init__(self, width: int, vocab_size: int, suppressed_ids: tuple[int, ...], tied: bool):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
         bias = torch.zeros(vocab_size)
-        bias[list(never)] = MASKED_LOGIT
+        bias[list(suppressed_ids)] = MASKED_LOGIT
         self.register_buffer("bias", bias, persistent=False)
         self.bias: Tensor
 
     def forward(self, hidden_PD: Tensor, embedding_VD: Tensor, targets_P: Tensor | None, terms: bool = False) -> Tensor:
-        """Logits [P, V] or, with targets, their negative log likelihoods [P]; both float32.
+        """Return logits, or likelihoods of targets, in float32.
 
-        `terms`: with targets [P, 3], see `chunked_token_terms`.
+        Args:
+            hidden_PD: outputs of the text stream.
+            embedding_VD: token embedding, the weight of a tied head.
+            targets_P: true tokens.
+            terms: with targets, return the terms of `chunked_token_terms`.
+
+        Returns:
+            Logits [P, V]; with targets, their negative log likelihoods [P], or the terms [P, 3].
         """
         weight = embedding_VD if self.weight is None else self.weight
         if targets_P is None:
             return _logits(hidden_PD, weight, self.bias)
-        loss_of = chunked_token_terms if terms else chunked_token_nll
-        return loss_of(hidden_PD, weight, self.bias, targets_P)
+        loss_fn = chunked_token_terms if terms else chunked_token_nll
+        return loss_fn(hidden_PD, weight, self.bias, targets_P)
 
 
 class LengthHead(nn.Module):
     """log p(L | noised latents, t_latent), a categorical over 1..max_length (Mask-Predict, arXiv 1904.09324).
 
-    It reads the latent stream before the first block: behind a joint attention the stream has seen the
-    text's positions, and would learn to count what generation does not have yet.
+    It reads the latent stream before the first block. After a joint attention the stream has seen the text's positions:
+    the head would learn to count tokens, which generation does not have yet.
     """
 
     def __init__(self, width: int, conditioning: int, max_length: int):
@@ -99,26 +109,26 @@ class LengthHead(nn.Module):
         self.out = Linear(width, max_length)
 
     def forward(self, latents_BME: Tensor, time_BT: Tensor) -> Tensor:
-        """Logits [B, max_length] in float32; column i stands for length i + 1."""
+        """Return logits [B, max_length] in float32; column i is length i + 1."""
         return self.out(F.silu(self.hidden(latents_BME.mean(1)) + self.time(time_BT))).float()
 
 
 class LossWeights(nn.Module):
-    """Log variances s of losses that are weighted by exp(-s) (Kendall et al., arXiv 1705.07115, eq. 10).
+    """Learned log variances s of losses, which weigh them by exp(-s) (Kendall et al., arXiv 1705.07115, eq. 10).
 
-    Adam moves a parameter by about the learning rate in a step, whatever its loss: ten times that is a pace at which
-    weights keep up with their losses. And the derivative of exp(-s) loss + s / 2 is as large as the loss, far above
-    those of the network's parameters: it would fill the norm that all gradients are clipped to. Adam does not see a
-    factor of a gradient, so it is made small.
+    Adam changes a parameter by about the learning rate per step, whatever its loss; at ten times that (`lr_multiplier`)
+    the weights keep up with their losses. The derivative of exp(-s) loss + s / 2 is as large as the loss, far above the
+    gradients of the network, and would dominate the gradient norm that is clipped. Adam is invariant to the scale of a
+    gradient, so it is made small (`grad_scale`).
     """
 
-    pace, gradient_share = 10.0, 0.01
+    lr_multiplier, grad_scale = 10.0, 0.01
 
-    def __init__(self, first_weights: tuple[float, ...]):
+    def __init__(self, initial_weights: tuple[float, ...]):
         super().__init__()
-        self.value = nn.Parameter(torch.tensor([-math.log(weight) / self.pace for weight in first_weights]))
+        self.value = nn.Parameter(torch.tensor([-math.log(weight) / self.lr_multiplier for weight in initial_weights]))
 
     def forward(self) -> Tensor:
-        """s [losses] in float32."""
-        s = self.pace * self.value.float()
-        return s.detach() + self.gradient_share * (s - s.detach())
+        """Return s, one per loss, in float32."""
+        s = self.lr_multiplier * self.value.float()
+        return s.detach() + self.grad_scale * (s - s.detach())

@@ -1,7 +1,7 @@
 """Building blocks of the MMDiT: norms, rotary positions, time embedding, modulation, feed-forward.
 
-Shape letters: B samples, N tokens of a whole unpadded micro-batch, T rows of any stream, D width,
-H heads, K width of a head.
+Shape letters: B samples, N tokens of a whole unpadded micro-batch, T rows of any stream, D width, F hidden width of a
+feed-forward, H heads, K width of a head.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from mmldlm.model.cpu_linear import Linear
 from mmldlm.model.ops import modulated_linear, normalize_heads, swiglu, swiglu_linear
 
-TIME_SCALE = 1000.0  # t in [0, 1] is stretched before the sinusoids, as diffusion models with 1000 steps see it
+TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
 
 
 class HeadNorm(nn.Module):
-    """RMS norm of each head's queries and keys with a learned scale, in float32, and their rotary turn."""
+    """RMS norm of each head's queries and keys with learned scales (QK-norm), in float32, and rotary embedding."""
 
     def __init__(self, head_width: int):
         super().__init__()
@@ -28,11 +28,12 @@ class HeadNorm(nn.Module):
         self.k = nn.Parameter(torch.ones(head_width))
 
     def forward(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """See `ops.normalize_heads`."""
         return normalize_heads(qkv_T3HK, torch.stack([self.q, self.k]).float(), rotary)
 
 
 def rotary_angles(position_N: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [N, K/2] of rotary positions (RoFormer, arXiv 2104.09864, eq. 34)."""
+    """Return cosine and sine [N, K/2] of the rotary embedding (RoFormer, arXiv 2104.09864, eq. 34)."""
     half = head_width // 2
     frequency = base ** (-torch.arange(half, device=position_N.device, dtype=torch.float32) / half)
     angle = position_N[:, None].float() * frequency
@@ -40,7 +41,7 @@ def rotary_angles(position_N: Tensor, head_width: int, base: float) -> tuple[Ten
 
 
 class TimeEmbedding(nn.Module):
-    """Noise times to conditioning vectors: sinusoids in float32, then a two-layer network."""
+    """Embedding of noise times: sinusoids in float32, then a two-layer MLP."""
 
     def __init__(self, width: int, frequencies: int = 256):
         super().__init__()
@@ -49,16 +50,16 @@ class TimeEmbedding(nn.Module):
         self.out = Linear(width, width)
 
     def forward(self, t_B: Tensor) -> Tensor:
-        """[B] times in [0, 1] to [B, width]."""
+        """Embed times [B] in [0, 1] as [B, width]."""
         half = self.frequencies // 2
-        rate = torch.exp(-math.log(10_000.0) * torch.arange(half, device=t_B.device, dtype=torch.float32) / half)
-        angle = TIME_SCALE * t_B.float()[:, None] * rate
-        waves = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.hidden.weight.dtype)
-        return self.out(F.silu(self.hidden(waves)))
+        frequency = torch.exp(-math.log(10_000.0) * torch.arange(half, device=t_B.device, dtype=torch.float32) / half)
+        angle = TIME_SCALE * t_B.float()[:, None] * frequency
+        sinusoids = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.hidden.weight.dtype)
+        return self.out(F.silu(self.hidden(sinusoids)))
 
 
 class ModulationOut(NamedTuple):
-    """What one branch of a block gets from the noise times of each sample: each [B, D]."""
+    """Modulation of one branch by each sample's noise times; each [B, D]."""
 
     shift: Tensor
     scale: Tensor
@@ -66,10 +67,10 @@ class ModulationOut(NamedTuple):
 
 
 class Modulation(nn.Module):
-    """adaLN-zero (DiT, arXiv 2212.09748, section 3.2): conditioning to `branches` x (shift, scale, gate).
+    """adaLN-zero (DiT, arXiv 2212.09748, section 3.2): `branches` x (shift, scale, gate) from the conditioning.
 
-    `rank` > 0 factors the projection through that many channels: with one latent token a sample the full
-    projection would be the largest part of the network and serve the fewest numbers.
+    `rank` > 0 factors the projection through that many channels. With one latent token per sample, the full projection
+    of the latent stream would be the largest part of the network, for the fewest activations.
     """
 
     def __init__(self, conditioning: int, width: int, branches: int, rank: int):
@@ -79,47 +80,48 @@ class Modulation(nn.Module):
         self.up = Linear(rank or conditioning, 3 * branches * width)
 
     def forward(self, conditioning_BT: Tensor) -> list[ModulationOut]:
-        """One `ModulationOut` a branch."""
+        """Return one `ModulationOut` per branch."""
         hidden = F.silu(conditioning_BT)
         if self.down is not None:
             hidden = self.down(hidden)
-        table = self.up(hidden)
-        return [ModulationOut(*part.chunk(3, dim=-1)) for part in table.chunk(self.branches, dim=-1)]
+        out = self.up(hidden)
+        return [ModulationOut(*branch.chunk(3, dim=-1)) for branch in out.chunk(self.branches, dim=-1)]
 
 
 class ModulatedLinear(nn.Linear):
-    """A linear map of a layer norm that the noise times scale and shift."""
+    """Layer norm, scaled and shifted by the modulation, then a linear layer."""
 
-    def forward(self, x_TD: Tensor, by: ModulationOut, rows_T: Tensor | None) -> Tensor:  # type: ignore[override]
-        return modulated_linear(x_TD, by.shift, by.scale, rows_T, self.weight, self.bias)
+    def forward(self, x_TD: Tensor, mod: ModulationOut, rows_T: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Return [T, O]; `rows_T` int64 [T] is the sample of each row, None if rows are samples."""
+        return modulated_linear(x_TD, mod.shift, mod.scale, rows_T, self.weight, self.bias)
 
 
-class Activated(Linear):
-    """A linear map of an activation: SwiGLU takes twice as many channels as the map, GELU as many.
+class ActivatedLinear(Linear):
+    """Activation, then a linear layer. SwiGLU takes inputs of twice as many channels as the layer, GELU of as many.
 
-    `keeps_activation`: what the activation gives is kept until backward, not computed again. That is less work where
-    its inputs are computed again in any case, since PyTorch stops before the product once it has what it had kept.
+    `save_activation`: keep the activation's output for backward instead of recomputing it. This is less work under full
+    activation checkpointing: recomputation stops as soon as it has all saved tensors, before this matrix product.
     """
 
-    def __init__(self, hidden: int, width: int, kind: Literal["swiglu", "gelu"], keeps_activation: bool):
+    def __init__(self, hidden: int, width: int, kind: Literal["swiglu", "gelu"], save_activation: bool):
         super().__init__(hidden, width, bias=False)
-        self.kind, self.keeps_activation = kind, keeps_activation
+        self.kind, self.save_activation = kind, save_activation
 
     def forward(self, hidden_TF: Tensor) -> Tensor:
         if self.kind == "gelu":
             return super().forward(F.gelu(hidden_TF, approximate="tanh"))
-        return super().forward(swiglu(hidden_TF)) if self.keeps_activation else swiglu_linear(hidden_TF, self.weight)
+        return super().forward(swiglu(hidden_TF)) if self.save_activation else swiglu_linear(hidden_TF, self.weight)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202) or GELU network. SwiGLU takes 2/3 of the hidden width: equal parameters."""
+    """SwiGLU (arXiv 2002.05202) or GELU feed-forward. SwiGLU has 2/3 of the hidden width, for equal parameters."""
 
-    def __init__(self, width: int, ratio: float, kind: Literal["swiglu", "gelu"], keeps_activation: bool):
+    def __init__(self, width: int, ratio: float, kind: Literal["swiglu", "gelu"], save_activation: bool):
         super().__init__()
         hidden = int(width * ratio * 2 / 3) if kind == "swiglu" else int(width * ratio)
         hidden = 8 * max(1, round(hidden / 8))
         self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
-        self.down = Activated(hidden, width, kind, keeps_activation)
+        self.down = ActivatedLinear(hidden, width, kind, save_activation)
 
-    def forward(self, x_TD: Tensor, by: ModulationOut, rows_T: Tensor | None) -> Tensor:
-        return self.down(self.up(x_TD, by, rows_T))
+    def forward(self, x_TD: Tensor, mod: ModulationOut, rows_T: Tensor | None) -> Tensor:
+        return self.down(self.up(x_TD, mod, rows_T))

@@ -1,11 +1,11 @@
 """MMDiT (Stable Diffusion 3, arXiv 2403.03206, figure 2) over text tokens and embedding latents.
 
-Two streams with parameters of their own meet in one joint attention a block. Nothing here knows of
-modes, losses or engines: a sample's two noise times say what it is.
+Two streams with separate parameters share one joint attention per block. The network knows nothing of modes, losses or
+engines: the two noise times of a sample determine its mode (t = 0 is data, t = 1 is pure noise).
 
 Shape letters: B samples, N text tokens of the whole unpadded micro-batch, M latent tokens of a sample,
-D width of the text stream, E width of the latent stream, T width of the conditioning, C latent channels,
-H heads, K width of a head, P positions to predict, V vocabulary.
+D width of the text stream, E width of the latent stream, T width of the conditioning (in names of streams: rows of any
+stream), C latent channels, H heads, K width of a head, P positions to predict, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.batch import PackedLayout, pad_rows
-from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, Recompute, recomputed
+from mmldlm.model.activation_checkpoint import KEEP_ALL, CheckpointingMode, MemoryConfig, checkpoint_activations
 from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.cpu_linear import Linear
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
@@ -40,17 +40,21 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Sizes and variants of the network."""
+
     depth: int = setting(4, "number of MMDiT blocks", at_least=1)
     width: int = setting(256, "width D of the text stream", at_least=8)
     latent_width: int | None = setting(None, "width E of the latent stream; null: width / 4, at least 32", at_least=8)
     num_heads: int = setting(4, "heads of the joint attention", at_least=1)
-    mlp: Literal["swiglu", "gelu"] = setting("swiglu", "kind of feed-forward")
-    mlp_ratio: float = setting(4.0, "feed-forward parameters as those of a GELU network this many widths wide", above=0)
+    mlp: Literal["swiglu", "gelu"] = setting("swiglu", "type of feed-forward network")
+    mlp_ratio: float = setting(
+        4.0, "hidden width of the feed-forward over its stream's width; swiglu: 2/3 of it, equal parameters", above=0
+    )
     conditioning_width: int = setting(256, "width T of the noise-time embedding", at_least=8)
-    modulation_rank: int = setting(64, "channels that the modulation is factored through; 0: not factored", at_least=0)
-    tie_embeddings: bool = setting(True, "token embedding and text head share one matrix")
-    rope_base: float = setting(10_000.0, "base of the rotary positions", above=1)
-    dropout: float = setting(0.0, "dropout behind attention and feed-forward", at_least=0, below=1)
+    modulation_rank: int = setting(64, "rank of the modulation's factored projection; 0: not factored", at_least=0)
+    tie_embeddings: bool = setting(True, "share one matrix between token embedding and text head")
+    rope_base: float = setting(10_000.0, "base of the rotary position embedding", above=1)
+    dropout: float = setting(0.0, "dropout after attention and feed-forward", at_least=0, below=1)
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.num_heads):
@@ -60,12 +64,13 @@ class ModelConfig:
 
     @property
     def resolved_latent_width(self) -> int:
+        """Width E of the latent stream, with the default filled in."""
         return self.latent_width or max(32, self.width // 4)
 
 
 @dataclass(frozen=True)
 class DataShape:
-    """What the model must know of the data; comes from the store's manifest."""
+    """Sizes and token ids that the data determine, from the store's manifest."""
 
     vocab_size: int
     mask_id: int
@@ -76,18 +81,18 @@ class DataShape:
 
 
 class Prediction(NamedTuple):
-    """All float32."""
+    """Outputs of the network, all in float32."""
 
-    text: Tensor  # [P] negative log likelihoods where targets were given, [P, 3] with `text_terms`, else logits [P, V]
-    latent: Tensor  # [B, M, C], in the configured parametrization
-    length_logits: Tensor  # [B, max_length]; column i stands for length i + 1
-    log_variances: Tensor | None = None  # [2] of text and latent loss, in training, where they are learned
+    text: Tensor  # with targets negative log likelihoods [P], or [P, 3] with `text_terms`; without them logits [P, V]
+    latent: Tensor  # [B, M, C], of the configured prediction type
+    length_logits: Tensor  # [B, max_length]; column i is length i + 1
+    log_variances: Tensor | None = None  # [2] of the text and the latent loss; only in training, if they are learned
 
 
 class BlockStream(nn.Module):
-    """One stream's side of a block: modulated norms, fused qkv, output projection, feed-forward."""
+    """Parameters of one stream in a block: modulated norms, fused qkv, output projection, feed-forward."""
 
-    def __init__(self, config: ModelConfig, width: int, recompute: Recompute):
+    def __init__(self, config: ModelConfig, width: int, checkpointing: CheckpointingMode):
         super().__init__()
         self.heads = config.num_heads
         joint = config.width
@@ -95,37 +100,40 @@ class BlockStream(nn.Module):
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(joint // config.num_heads)
         self.out = Linear(joint, width, bias=False)
-        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, keeps_activation=recompute == "full")
+        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, save_activation=checkpointing == "full")
         self.dropout = nn.Dropout(config.dropout)
 
-    def project(self, x_TD: Tensor, attention: ModulationOut, rows: Tensor | None) -> Tensor:
-        """q, k and v [T, 3, H, K], as `normalize` takes them."""
-        return self.qkv(x_TD, attention, rows).unflatten(-1, (3, self.heads, -1))
+    def project(self, x_TD: Tensor, mod: ModulationOut, rows: Tensor | None) -> Tensor:
+        """Return q, k and v [T, 3, H, K] of the modulated stream."""
+        return self.qkv(x_TD, mod, rows).unflatten(-1, (3, self.heads, -1))
 
     def normalize(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """q and k normalized and, with `rotary`, turned by position; [T, 3, H, K]."""
+        """Normalize q and k and, with `rotary`, rotate them by position; [T, 3, H, K]."""
         return self.head_norm(qkv_T3HK, rotary)
 
     def branch(
-        self, x_TD: Tensor, attended_THK: Tensor, by: list[ModulationOut], rows: Tensor | None
+        self, x_TD: Tensor, attn_out_THK: Tensor, mods: list[ModulationOut], rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The stream with what it attended to [T, D], and what the feed-forward makes of it [T, D]."""
-        attention, mlp = by
-        x_TD = add_gated(x_TD, attention.gate, self.dropout(self.out(attended_THK.flatten(1))), rows)
-        return x_TD, self.dropout(self.mlp(x_TD, mlp, rows))
+        """Add the attention output. Returns the stream [T, D] and its feed-forward output [T, D], not yet added."""
+        attn_mod, mlp_mod = mods
+        x_TD = add_gated(x_TD, attn_mod.gate, self.dropout(self.out(attn_out_THK.flatten(1))), rows)
+        return x_TD, self.dropout(self.mlp(x_TD, mlp_mod, rows))
 
-    def finish(self, x_TD: Tensor, attended_THK: Tensor, by: list[ModulationOut], rows: Tensor | None) -> Tensor:
-        """`branch`, its second result added to the first."""
-        x_TD, hidden_TD = BlockStream.branch(self, x_TD, attended_THK, by, rows)
-        return add_gated(x_TD, by[1].gate, hidden_TD, rows)
+    def finish(self, x_TD: Tensor, attn_out_THK: Tensor, mods: list[ModulationOut], rows: Tensor | None) -> Tensor:
+        """Add the outputs of attention and feed-forward; [T, D]."""
+        # Called on the class: with `compile.scope: regional`, `self.branch` is compiled as a region of its own.
+        x_TD, hidden_TD = BlockStream.branch(self, x_TD, attn_out_THK, mods, rows)
+        return add_gated(x_TD, mods[1].gate, hidden_TD, rows)
 
 
 class MMDiTBlock(nn.Module):
-    def __init__(self, config: ModelConfig, recompute: Recompute = "none"):
+    """Joint attention over both streams, then a feed-forward network for each."""
+
+    def __init__(self, config: ModelConfig, checkpointing: CheckpointingMode = "none"):
         super().__init__()
-        self.recompute, self.draws = recompute, config.dropout > 0
-        self.text = BlockStream(config, config.width, recompute)
-        self.latent = BlockStream(config, config.resolved_latent_width, recompute)
+        self.checkpointing, self.uses_rng = checkpointing, config.dropout > 0
+        self.text = BlockStream(config, config.width, checkpointing)
+        self.latent = BlockStream(config, config.resolved_latent_width, checkpointing)
 
     def forward(
         self,
@@ -135,41 +143,52 @@ class MMDiTBlock(nn.Module):
         rotary: tuple[Tensor, Tensor],
         layout: PackedLayout,
         backend: Backend,
-        read_P: Tensor | None = None,
+        positions_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Text [N, D] and latents [B*M, E] to the same shapes; with `read_P` text of these tokens only, [P, D].
+        """Update both streams.
 
-        All tokens are attended to in any case. Only for those that are read is there more to do after it.
+        Args:
+            text_ND: text stream [N, D].
+            latent_TE: latent stream [B*M, E].
+            conditioning_BT: embedded noise times [B, T].
+            rotary: cosine and sine [N, K/2] of the tokens' positions.
+            layout: which rows belong to which sample.
+            backend: kernel of the joint attention.
+            positions_P: tokens to return, for the last block. All tokens are attended to in any case, but what follows
+                the attention is computed for these alone.
+
+        Returns:
+            Text [N, D], or [P, D] with `positions_P`, and latents [B*M, E].
         """
-        arguments = text_ND, latent_TE, conditioning_BT, rotary, layout, backend
-        # In here and not around the module: what an engine hooks to the module runs once, not again in backward.
-        if self._recomputes("full"):
-            assert read_P is None, "the last block is not recomputed"
-            text, latent = recomputed(self._branches, self.draws, *arguments)
+        inputs = text_ND, latent_TE, conditioning_BT, rotary, layout, backend
+        # Checkpointed in here, not around the module: hooks of an engine on the module must not run again in backward.
+        if self._checkpoints("full"):
+            assert positions_P is None, "the last block is not checkpointed"
+            text, latent = checkpoint_activations(self._gated_branches, self.uses_rng, *inputs)
             return add_gated(*text, layout.sample_of_token), add_gated(*latent, layout.sample_of_latent)
-        text_out, latent_out, text_by, latent_by = self._attended(*arguments)
+        text_out, latent_out, text_mods, latent_mods = self._attention(*inputs)
         sample_of_token = layout.sample_of_token
-        if read_P is not None:
+        if positions_P is not None:
             text_ND, text_out, sample_of_token = (
-                rows.index_select(0, read_P) for rows in (text_ND, text_out, sample_of_token)
+                rows.index_select(0, positions_P) for rows in (text_ND, text_out, sample_of_token)
             )
         return (
-            self.text.finish(text_ND, text_out, text_by, sample_of_token),
-            self.latent.finish(latent_TE, latent_out, latent_by, layout.sample_of_latent),
+            self.text.finish(text_ND, text_out, text_mods, sample_of_token),
+            self.latent.finish(latent_TE, latent_out, latent_mods, layout.sample_of_latent),
         )
 
-    def _recomputes(self, kind: Recompute) -> bool:
-        return self.recompute == kind and self.training and torch.is_grad_enabled()
+    def _checkpoints(self, mode: CheckpointingMode) -> bool:
+        return self.checkpointing == mode and self.training and torch.is_grad_enabled()
 
-    def _branches(self, *arguments: Any) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-        """Of each stream what `add_gated` takes: stream, gate, branch. What comes of it is not computed again."""
-        text_ND, latent_TE, layout = arguments[0], arguments[1], arguments[4]
-        text_out, latent_out, text_by, latent_by = self._attended(*arguments)
-        text, text_branch = self.text.branch(text_ND, text_out, text_by, layout.sample_of_token)
-        latent, latent_branch = self.latent.branch(latent_TE, latent_out, latent_by, layout.sample_of_latent)
-        return (text, text_by[1].gate, text_branch), (latent, latent_by[1].gate, latent_branch)
+    def _gated_branches(self, *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+        """Return the arguments of the last `add_gated` of each stream, which stays outside of the checkpoint."""
+        text_ND, latent_TE, layout = inputs[0], inputs[1], inputs[4]
+        text_out, latent_out, text_mods, latent_mods = self._attention(*inputs)
+        text, text_branch = self.text.branch(text_ND, text_out, text_mods, layout.sample_of_token)
+        latent, latent_branch = self.latent.branch(latent_TE, latent_out, latent_mods, layout.sample_of_latent)
+        return (text, text_mods[1].gate, text_branch), (latent, latent_mods[1].gate, latent_branch)
 
-    def _attended(
+    def _attention(
         self,
         text_ND: Tensor,
         latent_TE: Tensor,
@@ -178,14 +197,16 @@ class MMDiTBlock(nn.Module):
         layout: PackedLayout,
         backend: Backend,
     ) -> tuple[Tensor, Tensor, list[ModulationOut], list[ModulationOut]]:
-        """What text [N, H, K] and latents [B*M, H, K] attend to, and the modulation of both."""
-        text_by, latent_by = self.text.modulation(conditioning_BT), self.latent.modulation(conditioning_BT)
-        text_qkv = self.text.project(text_ND, text_by[0], layout.sample_of_token)
-        latent_qkv = self.latent.project(latent_TE, latent_by[0], layout.sample_of_latent)
+        """Return the attention outputs of text [N, H, K] and latents [B*M, H, K], and both streams' modulation."""
+        text_mods, latent_mods = self.text.modulation(conditioning_BT), self.latent.modulation(conditioning_BT)
+        text_qkv = self.text.project(text_ND, text_mods[0], layout.sample_of_token)
+        latent_qkv = self.latent.project(latent_TE, latent_mods[0], layout.sample_of_latent)
         inputs = text_qkv, latent_qkv, rotary, layout, backend
-        selective = self._recomputes("selective")
-        text_out, latent_out = recomputed(self._attend, False, *inputs) if selective else self._attend(*inputs)
-        return text_out, latent_out, text_by, latent_by
+        if self._checkpoints("selective"):
+            text_out, latent_out = checkpoint_activations(self._attend, False, *inputs)
+        else:
+            text_out, latent_out = self._attend(*inputs)
+        return text_out, latent_out, text_mods, latent_mods
 
     def _attend(
         self,
@@ -201,6 +222,19 @@ class MMDiTBlock(nn.Module):
 
 
 class MMDiT(nn.Module):
+    """The denoiser of both modalities, with heads for tokens, latents and text lengths.
+
+    Args:
+        config: sizes and variants of the network.
+        shape: what the data determine.
+        backend: kernel of the joint attention.
+        memory: which blocks use activation checkpointing.
+        precision: type of the matrix products.
+        text_terms: in training, return the terms of `heads.chunked_token_terms` instead of likelihoods alone.
+        initial_loss_weights: initial values of the learned weights of text and latent loss; None: not learned.
+        latent_skip: add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
+    """
+
     def __init__(
         self,
         config: ModelConfig,
@@ -209,14 +243,9 @@ class MMDiT(nn.Module):
         memory: MemoryConfig = KEEP_ALL,
         precision: Precision = "fp32",
         text_terms: bool = False,
-        first_weights: tuple[float, float] | None = None,
+        initial_loss_weights: tuple[float, float] | None = None,
         latent_skip: bool = False,
     ):
-        """What only training asks for: `text_terms` of the head beside likelihoods (`heads.chunked_token_terms`), and
-        learned weights of text and latent loss, which begin as `first_weights`.
-
-        `latent_skip`: a learned multiple of the noised latents is part of the latent prediction, as epsilon and v take.
-        """
         super().__init__()
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
@@ -226,7 +255,7 @@ class MMDiT(nn.Module):
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
         self.blocks = nn.ModuleList(
-            MMDiTBlock(config, memory.of_block(index, config.depth)) for index in range(config.depth)
+            MMDiTBlock(config, memory.mode_for_block(index, config.depth)) for index in range(config.depth)
         )
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
@@ -236,21 +265,21 @@ class MMDiT(nn.Module):
         self.latent_skip = Linear(conditioning, shape.latent_channels) if latent_skip else None
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.text_terms = text_terms
-        self.loss_weights = None if first_weights is None else LossWeights(first_weights)
+        self.loss_weights = None if initial_loss_weights is None else LossWeights(initial_loss_weights)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """All initialization, in float32.
+        """Initialize all parameters, in float32.
 
-        | part                                      | value                                          |
-        |-------------------------------------------|------------------------------------------------|
-        | matrices                                  | normal, standard deviation 1 / sqrt(inputs)    |
-        | projections back into a residual stream   | the same, divided by sqrt(2 x depth)           |
-        | embeddings, untied head                   | normal 0.02 (logits start near 0: loss log V)  |
-        | modulation: the last map, gates included  | zero (adaLN-zero: each block starts as identity)|
-        | latent head and skip, length head's last | zero: predictions start at 0                 |
-        | biases, norm scales                       | 0, 1                                           |
+        | part                                            | value                                            |
+        |-------------------------------------------------|--------------------------------------------------|
+        | matrices                                        | normal, standard deviation 1 / sqrt(inputs)      |
+        | projections back into a residual stream         | the same, divided by sqrt(2 x depth)             |
+        | embeddings, untied head                         | normal, 0.02 (logits start near 0: loss log V)   |
+        | last layer of the modulation, gates included    | zero (adaLN-zero: each block starts as identity) |
+        | latent head and skip, last layer of length head | zero: predictions start at 0                     |
+        | biases, norm scales                             | 0, 1                                             |
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -284,21 +313,28 @@ class MMDiT(nn.Module):
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> Prediction:
-        """Denoise both modalities; with `precision` bf16 or fp16, matrix products take that, all else is float32.
+        """Denoise both modalities. Matrix products run in `precision`, everything else in float32.
 
-        `noised_tokens` [N], `noised_latents` [B, M, C], noise times [B] in [0, 1], `positions` [P] the
-        tokens to predict (the head runs on no others), `targets` [P] their true tokens.
+        Args:
+            noised_tokens: int64 [N].
+            noised_latents: float32 [B, M, C].
+            t_text: noise times of the tokens, [B] in [0, 1].
+            t_latent: noise times of the latents, [B] in [0, 1].
+            layout: which tokens belong to which sample.
+            positions: int64 [P], the tokens to predict; the text head runs on no others.
+            targets: int64 [P], their true tokens. If given, the text head returns likelihoods instead of logits.
         """
-        dtype, predicted = DTYPES[self.precision], len(positions)
+        dtype, num_predicted = DTYPES[self.precision], len(positions)
         if dtype != torch.float32 and noised_latents.device.type == "cpu" and self.backend == "sdpa":
-            # A CPU's kernels for half precision are made anew for each shape, which takes as long as a few products.
+            # A CPU's half-precision kernels are created per shape, which takes as long as a few matrix products: rows
+            # are padded to multiples of a fixed size, so that few shapes occur.
             layout, noised_tokens, positions = layout.padded, pad_rows(noised_tokens), pad_rows(positions)
             targets = None if targets is None else pad_rows(targets)
-        # In here, so that it is the same under every engine, in training and after.
+        # Autocast in here, so that it is the same under every engine, in training and in inference.
         with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):
             latent_time = self.latent_time(t_latent)
             conditioning = self.text_time(t_text) + latent_time
-            # Both streams run in float32, also where an engine holds the weights in less.
+            # Both streams run in float32, also under engines that hold the weights in half precision.
             latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
             length_logits = self.length_head(latent_BME, latent_time)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
@@ -309,18 +345,19 @@ class MMDiT(nn.Module):
             text, latent = last_block(text, latent, conditioning, rotary, layout, self.backend, positions)
 
             (text_final,), (latent_final,) = self.text_final(conditioning), self.latent_final(conditioning)
-            rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
-            hidden = self.text_out(text, text_final, rows)
-            # The gate of a read-out is one plus what adaLN gives: at the start it must pass the gradient.
-            hidden = hidden * gather_rows(1 + text_final.gate, rows)
+            text_rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
+            hidden = self.text_out(text, text_final, text_rows)
+            # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
+            hidden = hidden * gather_rows(1 + text_final.gate, text_rows)
             terms = self.training and self.text_terms
-            text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)[:predicted]
+            text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)[:num_predicted]
             latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
             latent_hidden = latent_hidden * gather_rows(1 + latent_final.gate, latent_rows)
             latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2])
             if self.latent_skip is not None:
-                # Epsilon and v hold a part of z in full precision, no norm may touch it (EDM, arXiv 2206.00364).
-                # For x0 it would be a shortcut past the text: z is near its x0 at most times (docs/method.md).
+                # Epsilon and v contain a multiple of z in full precision, which no norm may touch (EDM, arXiv
+                # 2206.00364). For x0 it would be a shortcut past the text: z is close to x0 at most times
+                # (docs/method.md).
                 skip = self.latent_skip(conditioning).float()[:, None]
                 latent_pred = latent_pred + skip * noised_latents
             if self.loss_weights is None or not self.training:
@@ -329,7 +366,7 @@ class MMDiT(nn.Module):
 
 
 def count_parameters(model: MMDiT, trainable_only: bool = False) -> dict[str, int]:
-    """Parameters by part, each counted once; a tied head matrix with the text encoder."""
+    """Return the number of parameters of each part. A tied head matrix counts for the text encoder alone."""
     counts: dict[str, int] = dict.fromkeys(get_args(Part), 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not trainable_only:

@@ -1,11 +1,12 @@
-"""The work of a block between its matrix products, as operations with gradients of their own.
+"""Memory-saving autograd functions for the element-wise operations of a block.
 
-Left to itself autograd keeps every intermediate result. Each of these keeps its inputs alone and computes the rest
-again in backward, which takes fewer passes over memory too. Under `torch.compile`, which decides by itself what to
-keep, each is its plain formula. All compute in float32, whatever their inputs are. On a CPU they take rows in pieces
-that fit into a core's cache together with what is made of them.
+Plain autograd saves every intermediate result. These functions save their inputs alone and recompute the rest in
+backward, which also takes fewer passes over memory. Under `torch.compile`, which chooses what to save, each one is its
+plain formula. All compute in float32, whatever the type of their inputs. On a CPU they process rows in chunks that fit
+into a core's cache together with their results.
 
-Shape letters: B samples, T rows of a stream, D width, H heads, K width of a head, F hidden width.
+Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
+width.
 """
 
 from __future__ import annotations
@@ -22,65 +23,66 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mmldlm.model.cpu_linear import leaves_autocast
+from mmldlm.model.cpu_linear import autocast_unless_few_rows
 
 EPSILON = 1e-6
-PIECE = 2**17  # numbers of a tensor, for each thread: 512 KiB in float32
-_most_pieces = ContextVar("most_pieces", default=sys.maxsize)
+CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
+_max_row_chunks = ContextVar("max_row_chunks", default=sys.maxsize)
 
 
 @contextmanager
-def in_pieces(most: int) -> Iterator[None]:
-    """No more pieces of a tensor than this: for tensors without memory, where each only costs time; 1: as on a GPU."""
-    token = _most_pieces.set(most)
+def limit_row_chunks(max_chunks: int) -> Iterator[None]:
+    """Limit the chunks per tensor. For tensors without memory, where chunks only cost time; 1: as on a GPU."""
+    token = _max_row_chunks.set(max_chunks)
     try:
         yield
     finally:
-        _most_pieces.reset(token)
+        _max_row_chunks.reset(token)
 
 
 def gather_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
-    """[T, D]: the sample's entry for each row; without `rows_T`, rows are samples."""
+    """Return the table entry of each row's sample, [T, D]. `rows_T` None: row i belongs to sample i."""
     return table_BD if rows_T is None else table_BD.index_select(0, rows_T)
 
 
 def _scatter_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -> None:
-    """The adjoint of `gather_rows`."""
+    """Add each row's values to its sample's sums, in place: the adjoint of `gather_rows`."""
     if rows_T is None:
         sums_BD.add_(values_TD)
     else:
         sums_BD.index_add_(0, rows_T, values_TD)
 
 
-def _pieces(*tensors: Any) -> Iterable[tuple[Any, ...]]:
-    """The same rows of all tensors, a piece at a time on a CPU; all at once elsewhere, or where one is None."""
+def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
+    """Yield the same rows of all tensors, chunk by chunk on a CPU; all at once elsewhere, or if one of them is None."""
     first = tensors[0]
-    size = max(PIECE * torch.get_num_threads(), first.numel() // _most_pieces.get())
-    if first.device.type != "cpu" or first.numel() <= size or any(each is None for each in tensors):
+    size = max(CHUNK_NUMEL * torch.get_num_threads(), first.numel() // _max_row_chunks.get())
+    if first.device.type != "cpu" or first.numel() <= size or any(tensor is None for tensor in tensors):
         return [tensors]
     rows = max(1, size * len(first) // first.numel())
-    return zip(*(each.split(rows) for each in tensors), strict=True)
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
-def _normalized(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """x with mean 0 and variance 1 along D, float32, and the factor [T, 1] that was needed."""
+def _layer_norm(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x with mean 0 and variance 1 along D, in float32, and its reciprocal standard deviation [T, 1]."""
     normal, _, rstd = torch.native_layer_norm(x_TD.float(), x_TD.shape[-1:], None, None, EPSILON)
     return normal, rstd
 
 
-def _modulated(
+def _scale_and_shift(
     normal_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
+    """Return normal * scale + shift of each row's sample, in `dtype`."""
     out_TD = torch.empty_like(normal_TD, dtype=dtype)
-    for normal, rows, out in _pieces(normal_TD, rows_T, out_TD):
+    for normal, rows, out in _row_chunks(normal_TD, rows_T, out_TD):
         torch.addcmul(gather_rows(shift_BD, rows), normal, gather_rows(scale_BD, rows), out=out)
     return out_TD
 
 
-def _of_product(x: Tensor) -> torch.dtype:
-    """What a matrix product with `x` is computed in."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the type that a matrix product with `x` is computed in."""
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 class _ModulatedLinear(Function):
@@ -94,57 +96,58 @@ class _ModulatedLinear(Function):
         weight_OD: Tensor,
         bias_O: Tensor | None,
     ) -> Tensor:
-        normal, rstd = _normalized(x_TD)
+        normal, rstd = _layer_norm(x_TD)
         shift, scale = shift_BD.float(), scale_BD.float() + 1
         ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
         ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
-        return F.linear(_modulated(normal, shift, scale, rows_T, _of_product(weight_OD)), weight_OD, bias_O)
+        modulated = _scale_and_shift(normal, shift, scale, rows_T, _matmul_dtype(weight_OD))
+        return F.linear(modulated, weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         normal, rstd, shift, scale, rows, weight = ctx.saved_tensors
-        of_x, of_shift, of_scale = ctx.dtypes
+        x_dtype, shift_dtype, scale_dtype = ctx.dtypes
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
-            weight_grad = _weight_grad(grad_TO, _modulated(normal, shift, scale, rows, grad_TO.dtype), weight)
+            weight_grad = _weight_grad(grad_TO, _scale_and_shift(normal, shift, scale, rows, grad_TO.dtype), weight)
         if ctx.needs_input_grad[5]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
         grad = grad_TO @ weight.to(grad_TO.dtype)
-        x_grad, shift_grad, scale_grad = _modulation_gradients(grad, normal, rstd, scale, rows)
-        return x_grad.to(of_x), shift_grad.to(of_shift), scale_grad.to(of_scale), None, weight_grad, bias_grad
+        x_grad, shift_grad, scale_grad = _modulation_backward(grad, normal, rstd, scale, rows)
+        return x_grad.to(x_dtype), shift_grad.to(shift_dtype), scale_grad.to(scale_dtype), None, weight_grad, bias_grad
 
 
-def _modulation_gradients(
+def _modulation_backward(
     grad_TD: Tensor, normal_TD: Tensor, rstd_T1: Tensor, scale_BD: Tensor, rows_T: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of x, shift and scale, from that of `_modulated`."""
+    """Return the gradients of x, shift and scale from the gradient of the modulated layer norm."""
     x_grad_TD = torch.empty_like(normal_TD)
     shift_grad, scale_grad = torch.zeros_like(scale_BD), torch.zeros_like(scale_BD)
-    for half, normal, rstd, rows, out in _pieces(grad_TD, normal_TD, rstd_T1, rows_T, x_grad_TD):
-        grad = half.float()
+    for grad_chunk, normal, rstd, rows, out in _row_chunks(grad_TD, normal_TD, rstd_T1, rows_T, x_grad_TD):
+        grad = grad_chunk.float()
         _scatter_to_samples(shift_grad, rows, grad)
         _scatter_to_samples(scale_grad, rows, grad * normal)
-        torch.mul(_normalized_gradient(grad * gather_rows(scale_BD, rows), normal), rstd, out=out)
+        torch.mul(_unit_layer_norm_backward(grad * gather_rows(scale_BD, rows), normal), rstd, out=out)
     return x_grad_TD, shift_grad, scale_grad
 
 
-def _normalized_gradient(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
-    """What layer norm's gradient is but for the factor: of something with mean 0 and variance 1."""
+def _unit_layer_norm_backward(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
+    """Return layer norm's gradient without its factor rstd: the gradient at an input with mean 0 and variance 1."""
     mean, width = normal_TD.new_zeros(len(normal_TD), 1), normal_TD.shape[-1:]
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(
+    input_grad: Tensor = torch.ops.aten.native_layer_norm_backward(
         grad_TD, normal_TD, width, mean, mean + 1, None, None, [True, False, False]
     )[0]
-    return found
+    return input_grad
 
 
 def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """That of `weight_OI` in `F.linear(input_TI, weight_OI)`."""
+    """Return the gradient of `weight_OI` in `F.linear(input_TI, weight_OI)`."""
     return (grad_TO.t() @ input_TI.to(grad_TO.dtype)).to(weight_OI.dtype)
 
 
 def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
-    """Layer norm without parameters, then scaled by 1 + scale and shifted as the row's sample says; [T, D] float32."""
+    """Return layer_norm(x) * (1 + scale) + shift, with scale and shift of each row's sample; [T, D] in float32."""
     normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
     return normal * gather_rows(scale_BD.float() + 1, rows_T) + gather_rows(shift_BD.float(), rows_T)
 
@@ -157,10 +160,10 @@ def modulated_linear(
     weight_OD: Tensor,
     bias_O: Tensor | None = None,
 ) -> Tensor:
-    """The linear map [T, O] of `modulate`; keeps [T, D] once, for both."""
+    """Return the linear layer [T, O] of `modulate`, which saves one [T, D] for both backward passes."""
     if torch.compiler.is_compiling():
         return F.linear(modulate(x_TD, shift_BD, scale_BD, rows_T), weight_OD, bias_O)
-    with leaves_autocast(x_TD, weight_OD):
+    with autocast_unless_few_rows(x_TD, weight_OD):
         return _ModulatedLinear.apply(x_TD, shift_BD, scale_BD, rows_T, weight_OD, bias_O)
 
 
@@ -170,7 +173,7 @@ class _AddGated(Function):
         ctx.save_for_backward(gate_BD, branch_TD, rows_T)
         gate = gate_BD.float()
         out_TD = torch.empty_like(x_TD)
-        for x, branch, rows, out in _pieces(x_TD, branch_TD, rows_T, out_TD):
+        for x, branch, rows, out in _row_chunks(x_TD, branch_TD, rows_T, out_TD):
             torch.addcmul(x, gather_rows(gate, rows), branch.float(), out=out)
         return out_TD
 
@@ -180,14 +183,14 @@ class _AddGated(Function):
         gate_BD, branch_TD, rows_T = ctx.saved_tensors
         gate = gate_BD.float()
         gate_grad, branch_grad = torch.zeros_like(gate), torch.empty_like(branch_TD)
-        for part, branch, rows, out in _pieces(grad, branch_TD, rows_T, branch_grad):
-            _scatter_to_samples(gate_grad, rows, part * branch)
-            torch.mul(part, gather_rows(gate, rows), out=out)
+        for grad_chunk, branch, rows, out in _row_chunks(grad, branch_TD, rows_T, branch_grad):
+            _scatter_to_samples(gate_grad, rows, grad_chunk * branch)
+            torch.mul(grad_chunk, gather_rows(gate, rows), out=out)
         return grad, gate_grad.to(gate_BD.dtype), branch_grad, None
 
 
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
-    """x + gate * branch, the gate as the row's sample says; x and result [T, D] float32."""
+    """Return x + gate * branch, with the gate of each row's sample; x and result are [T, D] in float32."""
     if torch.compiler.is_compiling():
         return x_TD + gather_rows(gate_BD.float(), rows_T) * branch_TD.float()
     return _AddGated.apply(x_TD, gate_BD, branch_TD, rows_T)
@@ -219,7 +222,7 @@ class _SwiGLU(Function):
 
 
 def swiglu(hidden_T2F: Tensor) -> Tensor:
-    """SiLU of the first half times the second (arXiv 2002.05202); [T, F]."""
+    """Return SiLU of the first half of the channels times the second half (arXiv 2002.05202); [T, F]."""
     if torch.compiler.is_compiling():
         gate, value = hidden_T2F.chunk(2, dim=-1)
         return F.silu(gate) * value
@@ -227,19 +230,19 @@ def swiglu(hidden_T2F: Tensor) -> Tensor:
 
 
 def swiglu_linear(hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
-    """The linear map [T, O] of `swiglu`, whose result is computed again in backward."""
+    """Return the linear layer [T, O] of `swiglu`, whose result is recomputed in backward."""
     if torch.compiler.is_compiling():
         return F.linear(swiglu(hidden_T2F), weight_OF)
-    with leaves_autocast(hidden_T2F, weight_OF):
+    with autocast_unless_few_rows(hidden_T2F, weight_OF):
         return _SwiGLU.apply(hidden_T2F, weight_OF)
 
 
-class _NormaliseHeads(Function):
+class _NormalizeHeads(Function):
     @staticmethod
     def forward(ctx: Any, qkv_T3HK: Tensor, weight_2K: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         ctx.save_for_backward(qkv_T3HK, weight_2K, cos, sin)
         out_T3HK = torch.empty_like(qkv_T3HK)
-        for qkv, cosine, sine, out in _pieces(qkv_T3HK, cos, sin, out_T3HK):
+        for qkv, cosine, sine, out in _row_chunks(qkv_T3HK, cos, sin, out_T3HK):
             out[:, 2] = qkv[:, 2]
             qk = qkv[:, :2].float()
             _apply_rotary((qk * _inverse_rms(qk)).mul_(weight_2K[:, None]), cosine, sine, out[:, :2])
@@ -249,53 +252,61 @@ class _NormaliseHeads(Function):
     @once_differentiable
     def backward(ctx: Any, grad_T3HK: Tensor) -> tuple[Tensor, Tensor, None, None]:
         qkv_T3HK, weight, cos, sin = ctx.saved_tensors
-        back = None if sin is None else -sin
+        inverse_sin = None if sin is None else -sin  # the adjoint of a rotation turns back
         weight_grad, qkv_grad_T3HK = torch.zeros_like(weight), torch.empty_like(qkv_T3HK)
-        for qkv, grad, cosine, sine, qkv_grad in _pieces(qkv_T3HK, grad_T3HK, cos, back, qkv_grad_T3HK):
+        for qkv, grad, cosine, sine, qkv_grad in _row_chunks(qkv_T3HK, grad_T3HK, cos, inverse_sin, qkv_grad_T3HK):
             qk = qkv[:, :2].float()
             rstd = _inverse_rms(qk)
             normal = qk * rstd
-            inner = torch.empty_like(normal)
-            _apply_rotary(grad[:, :2].float(), cosine, sine, inner)
-            # Rows first: a sum over two dimensions that are not neighbors takes eight times as long on a CPU.
-            weight_grad += (inner * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
-            inner.mul_(weight[:, None])
-            along = torch.linalg.vecdot(inner, normal).unsqueeze(-1) / qk.shape[-1]
+            qk_grad = torch.empty_like(normal)
+            _apply_rotary(grad[:, :2].float(), cosine, sine, qk_grad)
+            # Rows first: a sum over two dimensions that are not adjacent takes eight times as long on a CPU.
+            weight_grad += (qk_grad * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
+            qk_grad.mul_(weight[:, None])
+            # RMS norm's gradient: without the component along the normalized vector, times rstd.
+            projection = torch.linalg.vecdot(qk_grad, normal).unsqueeze(-1) / qk.shape[-1]
             qkv_grad[:, 2] = grad[:, 2]
-            torch.mul(inner.addcmul_(normal, along, value=-1), rstd, out=qkv_grad[:, :2])
+            torch.mul(qk_grad.addcmul_(normal, projection, value=-1), rstd, out=qkv_grad[:, :2])
         return qkv_grad_T3HK, weight_grad, None, None
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + epsilon) over the last dimension, which is kept."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().div_(x.shape[-1]).add_(EPSILON).rsqrt_()
 
 
 def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: Tensor) -> None:
-    """Write `x` (float32), turned by the angles if there are any, to `out`."""
+    """Write `x` (float32) to `out`, rotated if cosine and sine are given."""
     if cos is None or sin is None:
         out.copy_(x_T2HK)
         return
-    exact = out if out.dtype == torch.float32 else torch.empty_like(x_T2HK)
+    rotated = out if out.dtype == torch.float32 else torch.empty_like(x_T2HK)
     first, second = x_T2HK.chunk(2, dim=-1)
-    left, right = exact.chunk(2, dim=-1)
-    torch.mul(first, cos, out=left).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=right).addcmul_(first, sin)
-    if exact is not out:
-        out.copy_(exact)
+    first_out, second_out = rotated.chunk(2, dim=-1)
+    torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=second_out).addcmul_(first, sin)
+    if rotated is not out:
+        out.copy_(rotated)
 
 
 def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """q and k normalized to unit root mean square and scaled (arXiv 2302.05442), then turned; v as it is.
+    """Normalize q and k to unit root mean square and scale them (arXiv 2302.05442), then rotate them; v is unchanged.
 
-    `weight_2K` scales q and k. `rotary`, cosine and sine [T, K/2] of each row's position, turns each pair
-    (k, k + K/2) of a head (RoFormer, arXiv 2104.09864, eq. 34).
+    Args:
+        qkv_T3HK: q, k and v [T, 3, H, K].
+        weight_2K: learned scales of q and k.
+        rotary: cosine and sine [T, K/2] of each row's position; they rotate each pair of channels (k, k + K/2) of a
+            head (RoFormer, arXiv 2104.09864, eq. 34). None: no rotation.
+
+    Returns:
+        q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
-    cos, sin = (None, None) if rotary is None else (part[:, None, None] for part in rotary)
+    cos, sin = (None, None) if rotary is None else (angles[:, None, None] for angles in rotary)
     if torch.compiler.is_compiling():
         qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
         if cos is not None and sin is not None:
             first, second = qk.chunk(2, dim=-1)
             qk = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return torch.cat([qk.to(qkv_T3HK.dtype), qkv_T3HK[:, 2:]], dim=1)
-    return _NormaliseHeads.apply(qkv_T3HK, weight_2K, cos, sin)
+    return _NormalizeHeads.apply(qkv_T3HK, weight_2K, cos, sin)

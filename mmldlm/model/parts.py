@@ -1,4 +1,4 @@
-"""The parts of the network by name: which of them are trained, and which loss reaches which."""
+"""Named parts of the network: which are frozen, and which loss trains which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Part = Literal[
     "latent_head",
     "length_head",
 ]
-Freezable = Literal[Part, "backbone"]  # backbone: both streams, which are all of the blocks
+Freezable = Literal[Part, "backbone"]  # backbone: both streams, that is all blocks
 Loss = Literal["text", "latent", "length"]
 
 _PARTS: dict[str, Part] = {
@@ -36,8 +36,8 @@ _PARTS: dict[str, Part] = {
 }
 _SHARED: tuple[Part, ...] = ("text_encoder", "latent_encoder", "noise_times", "text_stream", "latent_stream")
 
-# The parts that a loss has a gradient for: each stream reads the other, the length head only the latents' input.
-FEEDS: dict[Loss, tuple[Part, ...]] = {
+# Parts that get a gradient from a loss. Each stream attends to the other; the length head sees only the input latents.
+PARTS_TRAINED_BY: dict[Loss, tuple[Part, ...]] = {
     "text": (*_SHARED, "text_head"),
     "latent": (*_SHARED, "latent_head"),
     "length": ("latent_encoder", "noise_times", "length_head"),
@@ -45,7 +45,7 @@ FEEDS: dict[Loss, tuple[Part, ...]] = {
 
 
 def part_of(name: str) -> Part | Literal["loss_weights"]:
-    """The part that the parameter `name` of an `MMDiT` belongs to; learned loss weights are none that can be frozen."""
+    """Return the part that parameter `name` of an `MMDiT` belongs to. Learned loss weights cannot be frozen."""
     root, _, rest = name.partition(".")
     if root == "loss_weights":
         return "loss_weights"
@@ -55,13 +55,13 @@ def part_of(name: str) -> Part | Literal["loss_weights"]:
 
 
 def frozen_parts(freeze: Sequence[Freezable]) -> set[Part]:
-    """The parts in `freeze`, with `backbone` as the two that it stands for."""
+    """Return the parts in `freeze`, with `backbone` expanded to both streams."""
     streams: set[Part] = {"text_stream", "latent_stream"} if "backbone" in freeze else set()
     return streams | {part for part in freeze if part != "backbone"}
 
 
 def freeze_parts(model: nn.Module, freeze: Sequence[Freezable]) -> None:
-    """Take the named parts out of training: their parameters keep the values they have."""
+    """Exclude the named parts from training: their parameters keep their values."""
     frozen = frozen_parts(freeze)
     for name, parameter in model.named_parameters():
         if part_of(name) in frozen:
@@ -69,16 +69,21 @@ def freeze_parts(model: nn.Module, freeze: Sequence[Freezable]) -> None:
 
 
 def check_trainable(freeze: Sequence[Freezable], losses: Mapping[Loss, str]) -> None:
-    """Refuse to leave a loss nothing to train; `losses` has those with weight, and the setting that gives it.
+    """Check that every loss has a part left to train.
 
-    Raises ValueError that names the loss and the parts of which it needs one.
+    Args:
+        freeze: the setting `freeze`.
+        losses: losses with a weight above 0, each with the setting that gives the weight.
+
+    Raises:
+        ValueError: names the loss and the parts of which it needs one.
     """
     frozen = frozen_parts(freeze)
     if frozen.issuperset(get_args(Part)):
         raise ValueError(f"freeze: expected a part left to train, found all of them: {', '.join(freeze)}")
     for loss, setting in losses.items():
-        if frozen.issuperset(FEEDS[loss]):
+        if frozen.issuperset(PARTS_TRAINED_BY[loss]):
             raise ValueError(
-                f"freeze: the {loss} loss ({setting}) needs one of {', '.join(FEEDS[loss])} to train, "
+                f"freeze: the {loss} loss ({setting}) needs one of {', '.join(PARTS_TRAINED_BY[loss])} to train, "
                 f"found {', '.join(freeze)} frozen"
             )

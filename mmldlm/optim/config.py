@@ -12,18 +12,22 @@ OptimizerName = Literal["adamw", "muon", "deepspeed_adam"]
 
 @dataclass(frozen=True)
 class MuonConfig:
-    momentum: float = setting(0.95, "decay of the mean of gradients that is orthogonalized", above=0, below=1)
-    nesterov: bool = setting(True, "orthogonalize the mean as the next step would see it")
+    """Settings of Muon."""
+
+    momentum: float = setting(0.95, "momentum of the gradient mean that is orthogonalized", above=0, below=1)
+    nesterov: bool = setting(True, "use Nesterov momentum")
     ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalization", at_least=1, at_most=99)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
+    """Settings of the optimizer and of the peak learning rate."""
+
     name: OptimizerName = setting(
         "adamw",
-        "adamw: PyTorch's; muon: Muon for the matrices of the blocks, AdamW for the rest (single, ddp, fsdp2), for "
-        "which the host reads the gradient norm in each step; "
-        "deepspeed_adam: DeepSpeed's AdamW, on the host where the engine offloads the optimizer, else on CUDA (ZeRO)",
+        "adamw: PyTorch's AdamW; muon: Muon for the matrices of the blocks and AdamW for the rest (single, ddp, "
+        "fsdp2), with which the host waits for the gradient norm in each step; deepspeed_adam: DeepSpeed's AdamW, on "
+        "the host if the engine offloads the optimizer, else on CUDA (ZeRO)",
     )
     lr: float = setting(3e-4, "peak learning rate", above=0)
     betas: tuple[float, float] = setting((0.9, 0.98), "decay of AdamW's first and second moments")
@@ -31,31 +35,32 @@ class OptimConfig:
     weight_decay: float = setting(0.01, "decay of matrices; norms, biases and embeddings have none", at_least=0)
     fused: Literal["auto"] | bool = setting(
         "auto",
-        "AdamW in one kernel; true is an error where it cannot run. With false the host waits for a GPU in each step",
+        "fused kernel of AdamW; true is an error if it is not available, and false makes the host wait for the GPU in "
+        "each step",
     )
     muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
-    clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    clip_norm: float = setting(1.0, "maximal global gradient norm; 0: no clipping", at_least=0)
     lr_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none",
         "each step's learning rate is lr x (its global batch / lr_reference_batch) ^ 0 (none), 1/2 (sqrt), 1 (linear)",
     )
-    lr_reference_batch: int = setting(128, "samples of the global batch that `optim.lr` is for", at_least=1)
+    lr_reference_batch: int = setting(128, "global batch size in samples for which `optim.lr` was chosen", at_least=1)
     warmup_steps: int | float = setting(
         0.02, "steps of linear warmup; below 1: that fraction of train.steps", at_least=0
     )
     warmup_bounds: tuple[int, int] | None = setting(
-        None, "least and most steps of a warmup that is given as a fraction, such as [1000, 5000]; null: any"
+        None, "minimal and maximal steps of a warmup that is given as a fraction, such as [1000, 5000]; null: no bounds"
     )
 
     def __post_init__(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas: must lie in [0, 1), found {list(self.betas)}")
+            raise ValueError(f"betas: expected values in [0, 1), found {list(self.betas)}")
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(f"warmup_steps: expected a whole number or a fraction below 1, found {self.warmup_steps}")
         if self.warmup_bounds is not None:
-            least, most = self.warmup_bounds
-            if not 0 <= least <= most:
-                raise ValueError(f"warmup_bounds: expected the least and the most, found {[least, most]}")
+            low, high = self.warmup_bounds
+            if not 0 <= low <= high:
+                raise ValueError(f"warmup_bounds: expected [minimum, maximum], found {[low, high]}")
             if not 0 < self.warmup_steps < 1:
                 raise ValueError(
                     f"warmup_bounds: does nothing with warmup_steps: {self.warmup_steps}, expected null or a fraction"

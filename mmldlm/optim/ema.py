@@ -1,4 +1,4 @@
-"""Settings of the moving average of the weights, and its decay as a pure function of the step."""
+"""Settings of the exponential moving average (EMA) of the weights, and its decay as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -10,52 +10,55 @@ from typing import Any, Literal
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import setting
 
-Weights = Literal["ema", "trained"]  # the average of the weights, or the weights themselves
-WORDS: dict[Weights, str] = {"ema": "average of the weights (ema)", "trained": "trained weights"}
+Weights = Literal["ema", "trained"]  # the EMA of the weights, or the weights themselves
+WEIGHTS_LABELS: dict[Weights, str] = {"ema": "EMA weights", "trained": "trained weights"}
 
 
 @dataclass(frozen=True)
 class EmaConfig:
+    """Settings of the EMA of the weights."""
+
     decay: float = setting(
         0.0,
-        "share of the average that stays in each step that is taken, for long runs 0.999 to 0.9999; 0: no average. "
-        "It costs 4 bytes a trained parameter, shared out as the optimizer's state is",
+        "decay of the EMA per accepted step, 0.999 to 0.9999 for long runs; 0: no EMA. It costs 4 bytes per trained "
+        "parameter, sharded like the optimizer's state",
         at_least=0,
         below=1,
     )
     warmup: bool = setting(
-        True, "in step n, counted from 0, at most (1 + n) / (10 + n) of it stays, so that it forgets the first weights"
+        True,
+        "limit the decay to (1 + n) / (10 + n) in step n, counted from 0, so that the EMA forgets the initial weights",
     )
     evaluate: bool = setting(
-        True,
-        "validations in training measure the average, and `evaluate` and `sample` take it where --weights says nothing",
+        True, "use the EMA for validations in training, and by default in `evaluate` and `sample` (see --weights)"
     )
 
     @property
-    def measured(self) -> Weights:
-        """What a validation in training measures."""
+    def eval_weights(self) -> Weights:
+        """Weights that validations in training use."""
         return "ema" if self.decay and self.evaluate else "trained"
 
 
 def add_weights_option(parser: ArgumentParser) -> None:
+    """Add the option `--weights` to a parser."""
     parser.add_argument(
         "--weights",
-        choices=list(WORDS),
-        help="of a checkpoint that has both: ema, the average, or trained; default: ema, unless ema.evaluate is false",
+        choices=list(WEIGHTS_LABELS),
+        help="weights of a checkpoint that has both: ema or trained; default: ema, unless ema.evaluate is false",
     )
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
-    """Share of the average that stays in optimizer step `step`, counted from 0; no state, so it resumes as it is.
+    """Return the decay in optimizer step `step`, counted from 0; a function without state, so it needs no resuming.
 
-    The warm-up is that of TensorFlow's `tf.train.ExponentialMovingAverage` (there `num_updates`), which diffusion
-    models took over.
+    The warmup is the one of TensorFlow's `tf.train.ExponentialMovingAverage` (there `num_updates`), which is common in
+    diffusion models.
     """
     return min(config.decay, (1 + step) / (10 + step)) if config.warmup else config.decay
 
 
 def check_ema(config: EmaConfig, deepspeed: Mapping[str, Any] | None) -> None:
-    """`ConfigError` where the engine, of this DeepSpeed file, keeps the weights out of reach."""
+    """Raise `ConfigError` if a DeepSpeed config keeps master weights on NVMe, where the EMA cannot read them."""
     sections = (deepspeed or {}).get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
         if config.decay and (sections.get(key) or {}).get("device") == "nvme":

@@ -1,23 +1,22 @@
-"""The learning rate of a step: warmup, the course behind it, its share of the batch's size, and what a plateau took.
+"""Learning rate of a step: warmup, the schedule after it, scaling by the batch size, and cuts at plateaus of the loss.
 
-All but the plateau is a pure function of the step, so it resumes as it is. What a plateau took lies in `TrainState`.
+All but the cuts is a pure function of the step, so a resumed run has it too; the state of a plateau is in `TrainState`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 from mmldlm.checkpoint.state import LOSS_WINDOW, TrainState
 from mmldlm.optim.config import OptimConfig
 from mmldlm.settings.fields import setting
 
-Course = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "plateau"]
-ALL: tuple[Course, ...] = get_args(Course)
+ScheduleName = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "plateau"]
 
-# The settings that not every course reads, with those that do.
-READERS: dict[str, tuple[Course, ...]] = {
+# The settings that only some schedules read, with these schedules.
+SCHEDULES_READING: dict[str, tuple[ScheduleName, ...]] = {
     "min_lr_ratio": ("linear", "cosine", "cosine_restarts", "wsd"),
     "restart_period": ("cosine_restarts",),
     "decay_steps": ("wsd",),
@@ -30,32 +29,34 @@ READERS: dict[str, tuple[Course, ...]] = {
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    lr: Course = setting(
+    """Settings of the learning-rate schedule after the warmup."""
+
+    lr: ScheduleName = setting(
         "cosine",
-        "course of the learning rate after warmup. linear, cosine: down to the last step; cosine_restarts: from the "
-        "peak again in each period; wsd: constant, and down over the last steps; plateau: times `schedule.factor` "
-        "where the validation loss, or without validation the training loss, has stopped falling",
+        "learning-rate schedule after the warmup. linear, cosine: decay until the last step; cosine_restarts: cosine "
+        "decay from the peak in each period; wsd: constant, then linear decay over the last steps; plateau: multiply "
+        "by `schedule.factor` when the validation loss (without validations the training loss) stops falling",
     )
     min_lr_ratio: float = setting(
         0.1,
-        "lowest learning rate over the peak: of linear, cosine and wsd that of the last step, of cosine_restarts what "
-        "each period approaches",
+        "lowest learning rate as a fraction of the peak, reached at the last step (linear, cosine, wsd) or approached "
+        "at the end of each period (cosine_restarts)",
         at_least=0,
         at_most=1,
     )
     restart_period: int | float = setting(
-        0.25, "cosine_restarts: steps of a period; below 1: that fraction of the steps behind the warmup", above=0
+        0.25, "cosine_restarts: steps of a period; below 1: that fraction of the steps after the warmup", above=0
     )
     decay_steps: int | float = setting(
-        0.2, "wsd: the last steps, over which the rate falls; below 1: that fraction of train.steps", above=0
+        0.2, "wsd: number of last steps with decay; below 1: that fraction of train.steps", above=0
     )
     patience: int = setting(
-        1000, "plateau: steps without a new lowest loss beyond which the learning rate is cut", at_least=1
+        1000, "plateau: steps without a new lowest loss after which the learning rate is cut", at_least=1
     )
-    factor: float = setting(0.5, "plateau: learning rate after a cut over that before", above=0, below=1)
-    min_lr: float = setting(1e-6, "plateau: learning rate that no cut goes below", at_least=0)
+    factor: float = setting(0.5, "plateau: factor of the learning rate at each cut", above=0, below=1)
+    min_lr: float = setting(1e-6, "plateau: lower bound of the learning rate", at_least=0)
     threshold: float = setting(
-        0.01, "plateau: share of the lowest loss by which another must lie below it to be new", at_least=0, below=1
+        0.01, "plateau: relative decrease by which a loss must be below the lowest one to count", at_least=0, below=1
     )
 
     def __post_init__(self) -> None:
@@ -64,31 +65,32 @@ class ScheduleConfig:
             if steps >= 1 and steps != int(steps):
                 raise ValueError(f"{name}: expected a whole number or a fraction below 1, found {steps}")
         defaults = {field.name: field.default for field in fields(self)}
-        for name, courses in READERS.items():
-            if self.lr not in courses and getattr(self, name) != defaults[name]:
+        for name, schedules in SCHEDULES_READING.items():
+            if self.lr not in schedules and getattr(self, name) != defaults[name]:
                 raise ValueError(
                     f"{name}: does nothing under schedule.lr: {self.lr}, expected its default {defaults[name]} or "
-                    f"lr: {' or '.join(courses)}"
+                    f"lr: {' or '.join(schedules)}"
                 )
 
 
-def steps_of(number: int | float, of: int) -> int:
-    """A number of steps that is given as such, or below 1 as a fraction `of` steps, rounded up."""
-    return math.ceil(number * of) if number < 1 else int(number)
+def resolve_steps(number: int | float, total: int) -> int:
+    """Return a number of steps; below 1, `number` is a fraction of `total`, rounded up."""
+    return math.ceil(number * total) if number < 1 else int(number)
 
 
 def resolved_warmup(optim: OptimConfig, total_steps: int) -> int:
-    steps = steps_of(optim.warmup_steps, total_steps)
+    """Return the number of warmup steps of a run."""
+    steps = resolve_steps(optim.warmup_steps, total_steps)
     if optim.warmup_bounds is not None:
-        least, most = optim.warmup_bounds
-        steps = min(max(steps, least), most)
+        low, high = optim.warmup_bounds
+        steps = min(max(steps, low), high)
     return steps
 
 
 def batch_scale(optim: OptimConfig, global_batch_size: int) -> float:
-    """What `optim.lr_scaling` multiplies the learning rate of a step with this many samples by.
+    """Return the factor of the learning rate by `optim.lr_scaling` for a step with this many samples.
 
-    linear: arXiv 1706.02677, section 2.1. sqrt: arXiv 1404.5997, which keeps the variance of an update.
+    linear: arXiv 1706.02677, section 2.1; sqrt: arXiv 1404.5997, keeps the variance of an update.
     """
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[optim.lr_scaling]
     return (global_batch_size / optim.lr_reference_batch) ** power
@@ -102,25 +104,31 @@ def lr_at(
     scale: float = 1.0,
     cuts: int = 0,
 ) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of a step.
 
-    `scale` is the `batch_scale` of the step's batch, `cuts` how often a plateau has cut the rate.
+    Args:
+        step: Optimizer step, counted from 0.
+        total_steps: Steps of the run.
+        optim: Settings of the peak and the warmup.
+        schedule: Settings of the schedule after the warmup.
+        scale: `batch_scale` of the step's global batch.
+        cuts: How often a plateau has cut the learning rate.
     """
     peak, warmup = scale * optim.lr, resolved_warmup(optim, total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    behind, rest = step - warmup, max(1, total_steps - 1 - warmup)  # rest: steps from the peak to the last one
+    elapsed, duration = step - warmup, max(1, total_steps - 1 - warmup)  # from the peak to `step`, to the last step
     if schedule.lr == "constant":
         return peak
     if schedule.lr == "plateau":
         return max(peak * schedule.factor**cuts, min(peak, schedule.min_lr))
     if schedule.lr == "linear":
-        remaining = 1 - min(1.0, behind / rest)
+        remaining = 1 - min(1.0, elapsed / duration)
     elif schedule.lr == "cosine":  # SGDR (arXiv 1608.03983), eq. 5, without restarts
-        remaining = _half_cosine(min(1.0, behind / rest))
+        remaining = _half_cosine(min(1.0, elapsed / duration))
     elif schedule.lr == "cosine_restarts":  # SGDR, eq. 5, with periods of equal length
         period = resolved_period(schedule, total_steps, warmup)
-        remaining = _half_cosine(behind % period / period)
+        remaining = _half_cosine(elapsed % period / period)
     else:  # the trapezoid of arXiv 2404.06395, with the linear decay of arXiv 2405.18392
         decay = resolved_decay(schedule, total_steps, warmup)
         remaining = min(1.0, max(0.0, (total_steps - 1 - step) / decay))
@@ -128,20 +136,29 @@ def lr_at(
 
 
 def _half_cosine(progress: float) -> float:
+    """Return a half cosine from 1 at progress 0 to 0 at progress 1."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def resolved_period(schedule: ScheduleConfig, total_steps: int, warmup: int) -> int:
-    return max(1, steps_of(schedule.restart_period, total_steps - warmup))
+    """Return the number of steps of a period of `cosine_restarts`."""
+    return max(1, resolve_steps(schedule.restart_period, total_steps - warmup))
 
 
 def resolved_decay(schedule: ScheduleConfig, total_steps: int, warmup: int) -> int:
-    """Steps of wsd's fall, which does not begin within the warmup."""
-    return max(1, min(steps_of(schedule.decay_steps, total_steps), total_steps - 1 - warmup))
+    """Return the number of steps of the decay of `wsd`, which does not start before the end of the warmup."""
+    return max(1, min(resolve_steps(schedule.decay_steps, total_steps), total_steps - 1 - warmup))
 
 
 def describe_lr(total_steps: int, optim: OptimConfig, schedule: ScheduleConfig, global_batch_size: int) -> str:
-    """The learning rate as it was resolved, for the user; `global_batch_size` is that of the first step."""
+    """Return the resolved learning rate and schedule as a line for the user.
+
+    Args:
+        total_steps: Steps of the run.
+        optim: Settings of the peak and the warmup.
+        schedule: Settings of the schedule after the warmup.
+        global_batch_size: Samples of the first step.
+    """
     peak, warmup = batch_scale(optim, global_batch_size) * optim.lr, resolved_warmup(optim, total_steps)
     text = f"{peak:.4g}"
     if optim.lr_scaling != "none":
@@ -164,34 +181,41 @@ def describe_lr(total_steps: int, optim: OptimConfig, schedule: ScheduleConfig, 
 
 
 class Plateau:
-    """Cuts the learning rate where the loss has stopped falling; the same on all ranks, from losses over all ranks.
+    """Plateau schedule: cuts the learning rate when the loss over all ranks stops falling, at once on all ranks.
 
-    As torch.optim.lr_scheduler.ReduceLROnPlateau with a relative threshold, but patience counts optimizer steps, not
-    measurements, and begins behind the warmup.
+    Like `torch.optim.lr_scheduler.ReduceLROnPlateau` with a relative threshold, but patience counts optimizer steps
+    instead of measurements, from the end of the warmup on.
     """
 
     def __init__(self, schedule: ScheduleConfig, state: TrainState, warmup: int, validates: bool):
-        """`validates`: whether losses come from `measure`; else from `train`, step by step."""
-        self.schedule, self.state, self.warmup, self.of_training = schedule, state, warmup, not validates
-        # The training loss is restless: it counts as its mean over so many steps.
+        """Set up the schedule.
+
+        Args:
+            schedule: Settings of the schedule.
+            state: State of the run, updated in place.
+            warmup: Number of warmup steps.
+            validates: Whether `observe` gets validation losses; otherwise `observe_training_loss` gets each step's.
+        """
+        self.schedule, self.state, self.warmup, self.uses_training_loss = schedule, state, warmup, not validates
+        # Number of steps over which the noisy training loss is averaged.
         self.window = max(1, min(LOSS_WINDOW, schedule.patience // 10))
 
-    def measure(self, step: int, loss: float) -> None:
-        """The loss after `step` steps; one that is not finite is no progress."""
+    def observe(self, step: int, loss: float) -> None:
+        """Update the state with the loss after `step` steps; a non-finite loss is no progress."""
         state, best = self.state, self.state.plateau_best
         if math.isfinite(loss) and (best is None or loss < best * (1 - self.schedule.threshold)):
             state.plateau_best, state.plateau_since = loss, step
         elif step - max(state.plateau_since, self.warmup) > self.schedule.patience:
             state.lr_cuts, state.plateau_since = state.lr_cuts + 1, step
 
-    def train(self, step: int, loss: float | None) -> None:
-        """The training loss of step number `step`, counted from 1; None where it was skipped."""
+    def observe_training_loss(self, step: int, loss: float | None) -> None:
+        """Update the state with the training loss of `step`, counted from 1; None if the step was skipped."""
         if loss is not None:
             self.state.plateau_losses.append(loss)
         if self.due(step) and self.state.plateau_losses:
-            self.measure(step, math.fsum(self.state.plateau_losses) / len(self.state.plateau_losses))
+            self.observe(step, math.fsum(self.state.plateau_losses) / len(self.state.plateau_losses))
             self.state.plateau_losses.clear()
 
     def due(self, step: int) -> bool:
-        """Whether the learning rate behind `step` may depend on the training losses up to it."""
-        return self.of_training and step % self.window == 0
+        """Return whether the learning rate after `step` may depend on the training losses up to it."""
+        return self.uses_training_loss and step % self.window == 0

@@ -1,4 +1,4 @@
-"""Parameter groups of the optimizer: decayed, not decayed, and the matrices that Muon updates."""
+"""Parameter groups of the optimizer: with weight decay, without it, and the matrices that Muon updates."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from torch import nn
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, without: Collection[nn.Parameter] = ()
+    model: nn.Module, weight_decay: float, exclude: Collection[nn.Parameter] = ()
 ) -> list[dict[str, Any]]:
-    """Trainable parameters but those in `without`, as two groups: decayed (matrices of linear maps), not decayed."""
+    """Return the trainable parameters as two groups: with weight decay (matrices of linear layers) and without it.
+
+    Args:
+        model: Network.
+        weight_decay: Weight decay of the first group.
+        exclude: Parameters that belong to neither group.
+    """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     embeddings |= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("position")}
-    left_out = {id(parameter) for parameter in without}
+    excluded = {id(parameter) for parameter in exclude}
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in left_out:
+        if parameter.requires_grad and id(parameter) not in excluded:
             (decayed if parameter.dim() >= 2 and id(parameter) not in embeddings else plain).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay},
@@ -28,11 +34,11 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices that Muon updates: those of all linear maps within the blocks.
+    """Return the trainable matrices that Muon updates: the weights of all linear layers within the blocks.
 
-    Embeddings, what takes latents and noise times in, positions, final modulations and heads are AdamW's, as are
-    norms and biases (Jordan, kellerjordan.github.io/posts/muon: hidden matrices alone, neither the first layer nor
-    the last; arXiv 2502.16982, section 2.1). The fused qkv map is one matrix here, not three.
+    AdamW updates embeddings, the input layers of latents and noise times, positions, final modulations, heads, norms
+    and biases (Jordan, kellerjordan.github.io/posts/muon: hidden matrices only, neither the first layer nor the last;
+    arXiv 2502.16982, section 2.1). The fused qkv projection counts as one matrix, not three.
     """
     return [
         parameter

@@ -1,4 +1,4 @@
-"""From a run config and a data store to the objects that train, sample and evaluate share."""
+"""Builders of the network and the objective from a run's config and data, for training, generation and evaluation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from mmldlm.run.contents import data_shape
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
-    """The network with its initial weights, a function of `run.seed` alone; the parts in `freeze` do not train."""
+    """Return the network with its initial weights, a function of `run.seed` alone; parts in `freeze` are frozen."""
     backend = resolve_backend(config.attention.backend, device_type, config.precision != "fp32")
+    uncertainty = config.loss.latent_weighting == "uncertainty"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         model = MMDiT(
@@ -26,8 +27,8 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
             backend,
             config.memory,
             config.precision,
-            text_terms=config.loss.shapes_text,
-            first_weights=(1.0, config.loss.latent_weight) if config.loss.latent_weighting == "uncertainty" else None,
+            text_terms=config.loss.needs_text_terms,
+            initial_loss_weights=(1.0, config.loss.latent_weight) if uncertainty else None,
             latent_skip=config.latent.has_skip,
         )
     freeze_parts(model, config.freeze)
@@ -35,6 +36,7 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
 
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
+    """Return the training objective of a run."""
     return Objective(
         config.loss,
         MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),

@@ -1,7 +1,7 @@
 """Typed, strict settings: dataclasses from nested mappings and `key.sub=value`, and back.
 
-A setting is declared once, with `setting(default, doc, ...)`, in the dataclass beside the code that
-reads it. Unknown keys, wrong types and values out of bounds are collected and refused together.
+A setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. Unknown
+keys, wrong types and values out of bounds are collected and reported together.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import yaml
 
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import parse_yaml
-from mmldlm.utils.short_repr import cut, named, shown
+from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 T = TypeVar("T")
 
-MOST_TOLD = 8  # problems of one config
-LONGEST_MESSAGE = 1600
-LONGEST_TEXT, LONGEST_NAME = 2048, 255  # bytes of a setting, and of its parts between slashes
-MOST_ENTRIES = 1000  # of a list or map
+MAX_PROBLEMS = 8  # reported for one config
+MAX_MESSAGE_CHARS = 1600
+MAX_TEXT_BYTES, MAX_NAME_BYTES = 2048, 255  # of a text setting, and of its parts between slashes
+MAX_ENTRIES = 1000  # of a list or map
 
-# What users of other trainers type; the answer names our key.
+# Keys of other trainers; the error message suggests ours.
 SYNONYMS = {
     "learning_rate": "optim.lr",
     "lr": "optim.lr",
@@ -51,7 +51,7 @@ SYNONYMS = {
 }
 
 
-_hints_of = functools.cache(get_type_hints)
+_type_hints = functools.cache(get_type_hints)
 
 
 def setting(
@@ -64,7 +64,17 @@ def setting(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with its one-line doc and, for numbers, its bounds."""
+    """Return a dataclass field for a setting.
+
+    Args:
+        default: Default value; a setting without default and factory is required.
+        doc: One line for `docs/settings.md`.
+        factory: Function that returns the default, for mutable values.
+        at_least: Inclusive lower bound of a number.
+        at_most: Inclusive upper bound.
+        above: Exclusive lower bound.
+        below: Exclusive upper bound.
+    """
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {"doc": doc, **{name: bound for name, bound in bounds.items() if bound is not None}}
     if factory is not dataclasses.MISSING:
@@ -73,16 +83,16 @@ def setting(
 
 
 def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
-    """Apply one `key.sub=value`; the value is read as YAML, and a key of digits is a number, as it is there."""
+    """Apply one `key.sub=value` override to `tree`; the value is YAML, and a key of digits is an integer as in YAML."""
     key, equals, value = assignment.partition("=")
-    if not equals or not key or len(key) > LONGEST_TEXT:
-        raise ConfigError(f"expected key=value, found {shown(assignment)}")
+    if not equals or not key or len(key) > MAX_TEXT_BYTES:
+        raise ConfigError(f"expected key=value, found {short_repr(assignment)}")
     *parents, leaf = (int(part) if part.isdecimal() and len(part) < 20 else part for part in key.strip().split("."))
     for parent in parents:
-        below = tree.get(parent, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"{named(key)}: {named(parent)} is a value, it has no keys of its own")
-        tree[parent] = dict(below)  # which another key may share, by an alias
+        group = tree.get(parent, {})
+        if not isinstance(group, dict):
+            raise ConfigError(f"{display_name(key)}: {display_name(parent)} is a value, expected a group of keys")
+        tree[parent] = dict(group)  # copied, as a YAML alias may share the mapping with another key
         tree = tree[parent]
     tree[leaf] = parse_yaml(value, key)
 
@@ -91,32 +101,37 @@ def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
 
 
 def build(cls: type[T], tree: Mapping[str, Any]) -> T:
-    """The dataclass `cls` from nested mappings.
+    """Build the dataclass `cls` from nested mappings.
 
-    Raises `ConfigError` with the first unknown keys (and the nearest valid ones), wrong types and values out of
-    bounds in one line.
+    Raises:
+        ConfigError: one line with up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
+            values out of bounds.
     """
-    value: T = _build(cls, tree, whole=True)
+    value: T = _build(cls, tree, partial=False)
     return value
 
 
-def check_part(cls: type, tree: Mapping[str, Any]) -> None:
-    """`ConfigError` as in `build` for what is wrong with a part of the settings, whatever the rest will be."""
-    _build(cls, tree, whole=False)
+def check_partial(cls: type, tree: Mapping[str, Any]) -> None:
+    """Check some of the settings of `cls` without building it or running the checks across settings.
+
+    Raises:
+        ConfigError: as in `build`.
+    """
+    _build(cls, tree, partial=True)
 
 
-def _build(cls: type, tree: Mapping[str, Any], whole: bool) -> Any:
+def _build(cls: type, tree: Mapping[str, Any], partial: bool) -> Any:
     problems: list[str] = []
     known = {key for key, _ in leaves(cls)}
-    value = _build_dataclass(cls, tree, "", known, problems, whole)
+    value = _build_dataclass(cls, tree, "", known, problems, partial)
     if problems:
-        raise ConfigError(cut("; ".join(problems), LONGEST_MESSAGE))
+        raise ConfigError(truncate("; ".join(problems), MAX_MESSAGE_CHARS))
     return value
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Every (dotted key, field) of the settings below `cls`, in order of declaration."""
-    hints = _hints_of(cls)
+    """Yield (dotted key, field) of every setting of `cls` and its nested dataclasses, in order of declaration."""
+    hints = _type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from leaves(hints[field.name], f"{prefix}{key_of(field)}.")
@@ -125,13 +140,13 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """A field's key; one that is a word of Python, as `async` is, has an underscore behind it in the dataclass."""
+    """Return the key of a field. A Python keyword such as `async` has a trailing underscore as a field name."""
     return field.name.rstrip("_")
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """The advice behind an unknown key."""
-    key = cut(key)  # a long one is near to none, and takes long to compare
+    """Return advice for an unknown key: the nearest known key, if there is one."""
+    key = truncate(key)  # a long key resembles none, and is slow to compare
     leaf = key.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     same_leaf = [candidate for candidate in sorted(known) if candidate.rsplit(".", 1)[-1] == leaf]
@@ -142,35 +157,36 @@ def nearest_key(key: str, known: set[str]) -> str:
     return "see docs/settings.md for the keys"
 
 
-def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems: list[str], whole: bool) -> Any:
+def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems: list[str], partial: bool) -> Any:
+    """Build `cls` from the mapping at key `path`, appending to `problems`; None if there are any, or if `partial`."""
     if not isinstance(tree, Mapping):
-        problems.append(f"{path or 'config'}: expected keys below it, found {shown(tree)}")
+        problems.append(f"{path or 'config'}: expected keys below it, found {short_repr(tree)}")
         return None
-    hints = _hints_of(cls)
+    hints = _type_hints(cls)
     fields = {key_of(field): field for field in dataclasses.fields(cls)}
-    before = len(problems)
+    problems_before = len(problems)
     values: dict[str, Any] = {}
     for key, raw in tree.items():
-        if len(problems) == MOST_TOLD:
+        if len(problems) == MAX_PROBLEMS:
             break
-        dotted = f"{path}.{named(key)}" if path else named(key)
+        dotted = f"{path}.{display_name(key)}" if path else display_name(key)
         if key not in fields:
-            problems.append(f"unknown key {shown(dotted)}: {nearest_key(dotted, known)}")
+            problems.append(f"unknown key {short_repr(dotted)}: {nearest_key(dotted, known)}")
             continue
         name = fields[key].name
         if dataclasses.is_dataclass(hints[name]):
-            values[name] = _build_dataclass(hints[name], raw, dotted, known, problems, whole)
+            values[name] = _build_dataclass(hints[name], raw, dotted, known, problems, partial)
         else:
             try:
                 values[name] = _convert(raw, hints[name])
                 _check_bounds(values[name], fields[key].metadata)
             except ValueError as error:
-                problems.append(_under(dotted, error))
-    if len(problems) > before or not whole:
+                problems.append(_at_key(dotted, error))
+    if len(problems) > problems_before or partial:
         return None
     try:
         return cls(**values)
-    except ValueError as error:  # the owner's own check in __post_init__
+    except ValueError as error:  # from checks in __post_init__
         problems.append(f"{path + '.' if path else ''}{error}")
         return None
 
@@ -189,7 +205,7 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def type_name(hint: Any) -> str:
-    """A type as the documentation and the errors write it."""
+    """Return the name of a type for documentation and error messages."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " | ".join(map(str, args))
@@ -204,24 +220,28 @@ def type_name(hint: Any) -> str:
     )
 
 
-def _under(key: str, error: ValueError) -> str:
-    """The message of an error at `key`; one that begins with a dot happened at a key further down."""
+def _at_key(key: str, error: ValueError) -> str:
+    """Return the message of an error at `key`; an error that begins with a dot occurred at a key below it."""
     return f"{key}{error}" if str(error).startswith(".") else f"{key}: {error}"
 
 
 def _convert(raw: Any, hint: Any) -> Any:
-    """`raw` as a value of type `hint`, or ValueError with what was expected; in a map it begins `.key: `."""
+    """Convert `raw` to the type `hint`.
+
+    Raises:
+        ValueError: `raw` has another type; for an entry of a map the message begins with `.key: `.
+    """
     origin, args = get_origin(hint), get_args(hint)
-    refusal = ValueError(f"expected {type_name(hint)}, found {shown(raw)}")
-    if isinstance(raw, (list, tuple, Mapping)) and len(raw) > MOST_ENTRIES:
-        raise ValueError(f"expected at most {MOST_ENTRIES} entries, found {len(raw)}")
+    type_error = ValueError(f"expected {type_name(hint)}, found {short_repr(raw)}")
+    if isinstance(raw, (list, tuple, Mapping)) and len(raw) > MAX_ENTRIES:
+        raise ValueError(f"expected at most {MAX_ENTRIES} entries, found {len(raw)}")
     if origin is Literal:
         if raw is False and "off" in args:  # YAML reads a bare `off` as False
             return "off"
         if raw not in args or isinstance(raw, bool):
             word = raw if isinstance(raw, str) else ""
             close = difflib.get_close_matches(word, [str(arg) for arg in args], n=1)
-            raise ValueError(f"{refusal}{f' (did you mean {close[0]!r}?)' if close else ''}")
+            raise ValueError(f"{type_error}{f' (did you mean {close[0]!r}?)' if close else ''}")
         return raw
     if origin in (Union, types.UnionType):
         for arg in args:
@@ -229,51 +249,52 @@ def _convert(raw: Any, hint: Any) -> Any:
                 return _convert(raw, arg)
             except ValueError as error:
                 if isinstance(raw, Mapping) and get_origin(arg) is dict:
-                    raise error  # the shape fits: its own complaint says more
-        raise refusal
+                    raise error  # the type is right, so the error inside the map says more
+        raise type_error
     if origin is list:
         if not isinstance(raw, (list, tuple)):
-            raise refusal
+            raise type_error
         return [_convert(item, args[0]) for item in raw]
     if origin is tuple:
         if not isinstance(raw, (list, tuple)) or len(raw) != len(args):
-            raise ValueError(f"expected {len(args)} values, found {shown(raw)}")
+            raise ValueError(f"expected {len(args)} values, found {short_repr(raw)}")
         return tuple(_convert(item, arg) for item, arg in zip(raw, args, strict=True))
     if origin is dict:
         if not isinstance(raw, Mapping):
-            raise refusal
+            raise type_error
         values = {}
         for key, value in raw.items():
             try:
                 values[_convert(key, args[0])] = _convert(value, args[1])
             except ValueError as error:
-                raise ValueError(f".{_under(named(key), error)}") from None
+                raise ValueError(f".{_at_key(display_name(key), error)}") from None
         return values
     if hint is type(None):
         if raw is not None:
-            raise refusal
+            raise type_error
         return None
     if not isinstance(raw, (int, float) if hint is float else hint) or (isinstance(raw, bool) and hint is not bool):
-        raise refusal
+        raise type_error
     if isinstance(raw, int) and raw.bit_length() > 63:
-        raise ValueError(f"expected {type_name(hint)} of at most 63 bits, found {shown(raw)}")
+        raise ValueError(f"expected {type_name(hint)} of at most 63 bits, found {short_repr(raw)}")
     if isinstance(raw, float) and not math.isfinite(raw):
-        raise refusal
+        raise type_error
     if isinstance(raw, str):
         _check_text(raw)
     return float(raw) if hint is float else raw
 
 
 def _check_text(text: str) -> None:
-    """A text setting is a name, an address or a path: one line that Linux takes as the path of a folder of ours."""
-    if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in text):
-        raise ValueError(f"expected text without control characters, found {shown(text)}")
-    if len(text.encode()) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
-        raise ValueError(f"expected at most {LONGEST_TEXT} bytes, {LONGEST_NAME} between slashes, found {shown(text)}")
+    """Raise ValueError unless `text` can be a name, an address or a path: one line, within the path limits of Linux."""
+    if any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text):
+        raise ValueError(f"expected text without control characters, found {short_repr(text)}")
+    if len(text.encode()) > MAX_TEXT_BYTES or any(len(part.encode()) > MAX_NAME_BYTES for part in text.split("/")):
+        limits = f"{MAX_TEXT_BYTES} bytes, {MAX_NAME_BYTES} between slashes"
+        raise ValueError(f"expected at most {limits}, found {short_repr(text)}")
 
 
 def is_setting_text(text: str) -> bool:
-    """Whether a text setting may be `text`."""
+    """Return whether `text` is valid as a text setting."""
     try:
         _check_text(text)
     except ValueError:
@@ -282,7 +303,7 @@ def is_setting_text(text: str) -> bool:
 
 
 def dump(value: Any) -> Any:
-    """A settings dataclass as nested plain mappings, in order of declaration; `build` reads it back."""
+    """Return a settings dataclass as nested dicts and lists in order of declaration; `build` reads it back."""
     if dataclasses.is_dataclass(value):
         return {key_of(field): dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -293,7 +314,7 @@ def dump(value: Any) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
+    """Return nested mappings as a single dict with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -302,4 +323,5 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_yaml(value: Any) -> str:
+    """Return a settings dataclass as YAML."""
     return yaml.safe_dump(dump(value), sort_keys=False, allow_unicode=True, default_flow_style=False)

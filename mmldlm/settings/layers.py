@@ -1,4 +1,4 @@
-"""The files of a run config: what `extends:` names, in the order in which they win, and where each value comes from."""
+"""Config files that extend others with `extends:`: reading and merging them, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -9,100 +9,122 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import ConfigError
-from mmldlm.settings.fields import build, check_part, leaves, setting
-from mmldlm.settings.yaml import MAX_BYTES, lines_of_keys, parse_mapping, read_text
-from mmldlm.utils.short_repr import cut, named
+from mmldlm.settings.fields import build, check_partial, leaves, setting
+from mmldlm.settings.yaml import MAX_BYTES, find_key_lines, parse_mapping, read_text
+from mmldlm.utils.short_repr import display_name, truncate
 
 EXTENDS = "extends"
-MOST_FILES, DEEPEST = 16, 8  # of one config: files in all, and each extending the next
-_LONGEST_CHAIN = 1200  # characters of file names in a message
+MAX_FILES, MAX_EXTENDS_DEPTH = 16, 8  # of one config: files in total, and files in a chain
+_MAX_CHAIN_CHARS = 1200  # of the file names in a message
 
 
 @dataclass(frozen=True)
-class _Extending:
+class _ExtendsSetting:
     extends: str | list[str] = setting(factory=list, doc="files whose settings hold where this file has none")
 
 
 @dataclass(frozen=True)
 class ConfigLayer:
-    """One file."""
+    """One config file: its path, text and parsed content."""
 
     path: Path
     text: str
     tree: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, most: int = MAX_BYTES) -> ConfigLayer:
-        text = read_text(path, most)
+    def read(cls, path: Path, max_bytes: int = MAX_BYTES) -> ConfigLayer:
+        """Read and parse the file; ConfigError if that is impossible or it is larger than `max_bytes`."""
+        text = read_text(path, max_bytes)
         return cls(path, text, parse_mapping(text, str(path)))
 
 
 def read_layers(path: Path) -> list[ConfigLayer]:
-    """`path`, which comes last, and all files that it extends, without their `extends`.
+    """Read `path` and all files that it extends, directly or through others.
 
-    Each comes behind those that it extends itself, and files of one list in the order of the list. A file that is
-    reached twice comes once, at its first place, so that what two presets have in common undoes neither of them.
-    ConfigError naming the files where they go round in a circle, or are too many or too large to be meant.
+    Args:
+        path: The config file.
+
+    Returns:
+        The files without their `extends`, the winning ones last: each file comes after the files that it extends, and
+        the files of one list in the order of the list. A file that is reached twice is included once, at its first
+        position, so that a preset shared by two others overrides neither of them.
+
+    Raises:
+        ConfigError: the files form a cycle, are too many or too large, or cannot be read; the message names them.
     """
     layers: dict[str, ConfigLayer] = {}
     _read(path, [], layers, {})
     return list(layers.values())
 
 
-def _read(path: Path, above: Sequence[Path], layers: dict[str, ConfigLayer], begun: dict[str, int]) -> None:
-    """Add `path` to `layers`, behind what it extends; `above` leads to it, `begun` has the size of each file."""
-    chain = [*above, path]
-    place = str(path) if "\0" in str(path) else os.path.realpath(path)  # such a name is refused by whoever opens it
-    if place in layers:
+def _read(path: Path, parents: Sequence[Path], layers: dict[str, ConfigLayer], sizes: dict[str, int]) -> None:
+    """Add the files that `path` extends, then `path`, to `layers`.
+
+    Args:
+        path: The file to read.
+        parents: Files that lead to `path`, each of which extends the next.
+        layers: Complete layers by real path.
+        sizes: Bytes of each file read so far, including those whose layer is not complete.
+    """
+    chain = [*parents, path]
+    # A path with a null byte has no real path; opening it reports the error.
+    real_path = str(path) if "\0" in str(path) else os.path.realpath(path)
+    if real_path in layers:
         return
-    where = f"{named(str(above[-1] if above else path))}: {EXTENDS}: "
-    if place in begun:
+    where = f"{display_name(str(parents[-1] if parents else path))}: {EXTENDS}: "
+    if real_path in sizes:
         raise ConfigError(f"{where}expected no file that extends itself, found {_arrows(chain)}")
-    if len(above) > DEEPEST:
-        raise ConfigError(f"{where}expected at most {DEEPEST} files that extend each other, found {_arrows(chain)}")
-    if len(begun) == MOST_FILES:
-        raise ConfigError(f"{where}expected at most {MOST_FILES} files in all, found one more: {_arrows(chain)}")
-    if above and not path.is_file():  # a pipe would be waited for
-        raise ConfigError(f"{where}expected a file, found none at {named(str(path))}")
-    left = MAX_BYTES - sum(begun.values())
+    if len(parents) > MAX_EXTENDS_DEPTH:
+        limit = f"{MAX_EXTENDS_DEPTH} files that extend each other"
+        raise ConfigError(f"{where}expected at most {limit}, found {_arrows(chain)}")
+    if len(sizes) == MAX_FILES:
+        raise ConfigError(f"{where}expected at most {MAX_FILES} files in total, found one more: {_arrows(chain)}")
+    if parents and not path.is_file():  # reading a pipe would block
+        raise ConfigError(f"{where}expected a file, found none at {display_name(str(path))}")
+    remaining_bytes = MAX_BYTES - sum(sizes.values())
     try:
-        layer = ConfigLayer.read(path, left)
+        layer = ConfigLayer.read(path, remaining_bytes)
     except ConfigError as error:
-        raise ConfigError(f"{where}{error}" if above else str(error)) from None
-    begun[place] = len(layer.text.encode())
-    for name in _extended(layer):
-        _read(path.parent / name, chain, layers, begun)
-    layers[place] = ConfigLayer(path, layer.text, {key: value for key, value in layer.tree.items() if key != EXTENDS})
+        raise ConfigError(f"{where}{error}" if parents else str(error)) from None
+    sizes[real_path] = len(layer.text.encode())
+    for name in _extended_files(layer):
+        _read(path.parent / name, chain, layers, sizes)
+    settings = {key: value for key, value in layer.tree.items() if key != EXTENDS}
+    layers[real_path] = ConfigLayer(path, layer.text, settings)
 
 
-def _extended(layer: ConfigLayer) -> list[str]:
+def _extended_files(layer: ConfigLayer) -> list[str]:
     if EXTENDS not in layer.tree:
         return []
     try:
-        found = build(_Extending, {EXTENDS: layer.tree[EXTENDS]}).extends
+        names = build(_ExtendsSetting, {EXTENDS: layer.tree[EXTENDS]}).extends
     except ConfigError as error:
-        raise ConfigError(f"{named(str(layer.path))}: {error}") from None
-    return [found] if isinstance(found, str) else found
+        raise ConfigError(f"{display_name(str(layer.path))}: {error}") from None
+    return [names] if isinstance(names, str) else names
 
 
 def _arrows(chain: Sequence[Path]) -> str:
-    return cut(" -> ".join(named(str(path)) for path in chain), _LONGEST_CHAIN)
+    return truncate(" -> ".join(display_name(str(path)) for path in chain), _MAX_CHAIN_CHARS)
 
 
-# --- one tree of several ------------------------------------------------------------------------------------
+# --- merging ------------------------------------------------------------------------------------------------
 
 
-def merged(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
-    """One tree of settings of `cls`, in which later layers win: groups key by key, values as a whole, maps too.
+def merge_layers(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
+    """Merge `layers` into one tree of settings of `cls`, in which later layers win.
 
-    ConfigError naming the file where one of several has an unknown key or a wrong value, even if another wins.
+    Groups of settings are merged key by key; values, including maps and lists, are replaced.
+
+    Raises:
+        ConfigError: one of several files has an unknown key or a wrong value, even if a later file overrides it; the
+            message names the file.
     """
     if len(layers) > 1:
         for layer in layers:
             try:
-                check_part(cls, layer.tree)
+                check_partial(cls, layer.tree)
             except ConfigError as error:
-                raise ConfigError(f"{named(str(layer.path))}: {error}") from None
+                raise ConfigError(f"{display_name(str(layer.path))}: {error}") from None
     groups = _groups(cls)
     tree: dict[str, Any] = {}
     for layer in layers:
@@ -110,45 +132,52 @@ def merged(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
     return tree
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any], groups: set[str], prefix: str) -> dict[str, Any]:
-    tree = dict(below)
-    for key, value in above.items():
+def _merge(base: Mapping[str, Any], override: Mapping[str, Any], groups: set[str], prefix: str) -> dict[str, Any]:
+    tree = dict(base)
+    for key, value in override.items():
         dotted = f"{prefix}{key}" if isinstance(key, str) else ""
-        both = dotted in groups and isinstance(tree.get(key), Mapping) and isinstance(value, Mapping)
-        tree[key] = _merge(tree[key], value, groups, f"{dotted}.") if both else value
+        both_groups = dotted in groups and isinstance(tree.get(key), Mapping) and isinstance(value, Mapping)
+        tree[key] = _merge(tree[key], value, groups, f"{dotted}.") if both_groups else value
     return tree
 
 
 def _groups(cls: type) -> set[str]:
-    """Dotted names of all groups of settings: what stands before the dots of keys."""
-    return {key[:at] for key, _ in leaves(cls) for at, letter in enumerate(key) if letter == "."}
+    """Return the dotted names of all groups of settings, which are the prefixes of the keys."""
+    return {key[:index] for key, _ in leaves(cls) for index, char in enumerate(key) if char == "."}
 
 
 class Provenance:
-    """Where each value comes from: `FILE:LINE` or `command line`; a key that is not in here has its default."""
+    """Origin of each setting: `FILE:LINE` or `command line`; a key without an origin has its default.
+
+    Args:
+        cls: The settings dataclass.
+        layers: Config files as `read_layers` returns them.
+        overrides: `key.sub=value` of the command line.
+        tree: The merged settings, overrides included.
+    """
 
     DEFAULT, COMMAND_LINE = "default", "command line"
 
     def __init__(self, cls: type, layers: Sequence[ConfigLayer], overrides: Sequence[str], tree: Mapping[str, Any]):
-        """`tree` is what the layers, and then the overrides, have come to."""
         self._cls, self._layers, self._tree = cls, layers, tree
         self._assigned = [assignment.partition("=")[0].strip() for assignment in overrides]
 
-    def of_keys(self) -> dict[str, str]:
-        """The origin of every key that is set."""
+    def by_key(self) -> dict[str, str]:
+        """Return the origin of every key that is set."""
         keys = [key for key, _ in leaves(self._cls)]
         origins: dict[str, str] = {}
         for layer in self._layers:
-            found = lines_of_keys(layer.text, keys)
-            origins |= {key: f"{layer.path}:{line}" for key, line in found.items()}
+            lines = find_key_lines(layer.text, keys)
+            origins |= {key: f"{layer.path}:{line}" for key, line in lines.items()}
         for assigned in self._assigned:
-            # Of a group as a whole (model={...}), or of one entry of a map (mode.l2t=1).
-            touched = [key for key in keys if f"{key}.".startswith(f"{assigned}.") or assigned.startswith(f"{key}.")]
-            origins |= dict.fromkeys(touched, self.COMMAND_LINE)
-        return {key: origins[key] for key in keys if key in origins and _holds(self._tree, key)}
+            # An override may set a whole group (model={...}) or one entry of a map (mode.l2t=1).
+            affected = [key for key in keys if f"{key}.".startswith(f"{assigned}.") or assigned.startswith(f"{key}.")]
+            origins |= dict.fromkeys(affected, self.COMMAND_LINE)
+        # An override of a whole group removes the keys that it does not contain.
+        return {key: origins[key] for key in keys if key in origins and _contains(self._tree, key)}
 
 
-def _holds(tree: Any, key: str) -> bool:
+def _contains(tree: Any, key: str) -> bool:
     for part in key.split("."):
         if not isinstance(tree, Mapping) or part not in tree:
             return False
@@ -156,8 +185,8 @@ def _holds(tree: Any, key: str) -> bool:
     return True
 
 
-def values(tree: Mapping[str, Any], cls: type) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting of a complete tree, in order of declaration."""
+def iter_values(tree: Mapping[str, Any], cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every setting of a complete tree, in order of declaration."""
     for key, _ in leaves(cls):
         value: Any = tree
         for part in key.split("."):

@@ -1,11 +1,11 @@
-"""What a run says about itself: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
+"""Logging of a run: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
 
 from mmldlm.telemetry.meter import StepNumbers, StepStats
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
-from mmldlm.telemetry.progress import Progress
-from mmldlm.telemetry.resources import cuda_memory_mib, load_values, memory_limits, memory_values, resident_mib
+from mmldlm.telemetry.progress import ProgressLine
+from mmldlm.telemetry.resources import cpu_load_metrics, cuda_memory_mib, memory_limits, memory_metrics, resident_mib
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 
@@ -13,16 +13,16 @@ __all__ = [
     "MetricsFile",
     "Notices",
     "ProfileConfig",
-    "Progress",
+    "ProgressLine",
     "StepNumbers",
     "StepProfiler",
     "StepStats",
     "TensorBoard",
     "Tracker",
+    "cpu_load_metrics",
     "cuda_memory_mib",
-    "load_values",
     "memory_limits",
-    "memory_values",
+    "memory_metrics",
     "phase",
     "read_metrics",
     "resident_mib",

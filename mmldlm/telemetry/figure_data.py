@@ -1,4 +1,4 @@
-"""The arrays that figures, histograms and tables of texts are drawn from."""
+"""`FigureData`: the arrays behind figures, histograms and text tables."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import numpy as np
 
 @dataclass(frozen=True)
 class FigureData:
-    """Of n held-out samples, and of what the run makes of them in the modes that it trains.
+    """n held-out samples, and generations for them in the modes that the run trains; None for other modes.
 
-    Latents are standardized, D = M x C numbers each.
+    Latents are standardized and flat, D = M x C numbers each.
     """
 
-    tokens: list[np.ndarray]  # n of int64 [L]
-    truth: np.ndarray  # float32 [n, D]: their latents
-    found: np.ndarray | None  # float32 [n, D]: t2l, the latents found for the texts
-    made: np.ndarray | None  # float32 [m, D]: joint, latents out of noise
-    written: list[list[int]]  # m of tokens: the texts that came with them
-    similarity: np.ndarray | None  # [n, n]: cosine of each found latent to each true one, on the encoder's scale
-    likely_lengths: np.ndarray | None  # int64 [n]: l2t, the likeliest length given the latent
-    hits: np.ndarray | None  # [2, longest]: l2t, by position the tokens guessed right from the latent alone, and all
+    tokens: list[np.ndarray]  # n arrays int64 [length]
+    true_latents: np.ndarray  # float32 [n, D]
+    t2l_latents: np.ndarray | None  # float32 [n, D]: generated for the texts
+    joint_latents: np.ndarray | None  # float32 [m, D]: generated from noise
+    joint_tokens: list[list[int]]  # m texts: generated together with `joint_latents`
+    similarity: np.ndarray | None  # [n, n]: cosine of each t2l latent (row) to each true one, on the encoder's scale
+    likeliest_lengths: np.ndarray | None  # int64 [n]: l2t, argmax of the length head given the latent
+    token_hits: np.ndarray | None  # [2, longest]: l2t from the latent alone, correct tokens by position, and all tokens
 
     @property
     def lengths(self) -> np.ndarray:
+        """Number of tokens of each sample, int64 [n]."""
         return np.array([len(tokens) for tokens in self.tokens])

@@ -1,4 +1,7 @@
-"""Figures of held-out samples for TensorBoard's page "Images", drawn with matplotlib where it is installed."""
+"""Figures of held-out samples for TensorBoard's page "Images", drawn with matplotlib if it is installed.
+
+Shape letters: n samples, D numbers of a flat latent.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
     from mmldlm.telemetry.figure_data import FigureData
 
-# What the user is told where nothing can be drawn.
+# The message if figures cannot be drawn.
 MISSING = (
     None
     if find_spec("matplotlib")
@@ -22,71 +25,84 @@ MISSING = (
 )
 
 COLORS = {"true": "0.45", "t2l": "tab:blue", "joint": "tab:orange", "l2t": "tab:green"}
-MOST_BARS = 64  # of the accuracy over positions
-FEWEST = 0.05  # of the tokens at the first position: with fewer, a position has no bar
+MAX_BARS = 64  # of the accuracy by position
+MIN_TOKENS = 0.05  # fraction of the tokens at the first position; positions with fewer have no bar
 
 
-def latents(pictures: FigureData) -> dict[str, np.ndarray]:
-    """[n, D] each: the true latents, and those that the run has made."""
-    parts = {"true": pictures.truth, "t2l": pictures.found, "joint": pictures.made}
-    return {name: part for name, part in parts.items() if part is not None}
+def latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
+    """Return the true and the generated latents, [n, D] each."""
+    latents = {"true": data.true_latents, "t2l": data.t2l_latents, "joint": data.joint_latents}
+    return {kind: values for kind, values in latents.items() if values is not None}
 
 
-def distributions(pictures: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
-    """Values of histograms by tag, and the range that those of one kind have in common."""
-    norms = {name: np.linalg.norm(part, axis=1) for name, part in latents(pictures).items()}
-    lengths = {"true": pictures.lengths, "likeliest": pictures.likely_lengths}
-    middle, longest = float(norms["true"].mean()), 1.25 * float(pictures.lengths.max())
-    found = {f"latent_norms/{name}": (values, (0.5 * middle, 1.5 * middle)) for name, values in norms.items()}
-    return found | {f"lengths/{name}": (each, (0, longest)) for name, each in lengths.items() if each is not None}
+def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
+    """Return the values of histograms by tag, with their range; histograms of one quantity share the range."""
+    norms = {kind: np.linalg.norm(values, axis=1) for kind, values in latents_by_kind(data).items()}
+    lengths = {"true": data.lengths, "likeliest": data.likeliest_lengths}
+    mean_norm, max_length = float(norms["true"].mean()), 1.25 * float(data.lengths.max())
+    result = {f"latent_norms/{kind}": (values, (0.5 * mean_norm, 1.5 * mean_norm)) for kind, values in norms.items()}
+    return result | {
+        f"lengths/{kind}": (values, (0, max_length)) for kind, values in lengths.items() if values is not None
+    }
 
 
-def draw(pictures: FigureData, levels: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Images uint8 [height, width, 3] by tag. `levels`: losses over the noise times, by modality and mode."""
-    found = {"figures/loss_over_noise_time": _loss_over_noise_time(levels)}
-    if min(pictures.truth.shape) > 1:
-        found["figures/latents"] = _projected(pictures)
-    if pictures.similarity is not None:
-        found["figures/retrieval"] = _retrieval(pictures.similarity)
-    if pictures.hits is not None:
-        found["figures/token_accuracy"] = _accuracy(*pictures.hits)
-    return found
+def draw(data: FigureData, bin_losses: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """Draw all figures that `data` has the arrays for.
+
+    Args:
+        data: held-out samples and generations.
+        bin_losses: losses in equal noise bins, by modality and mode.
+
+    Returns:
+        Images by tag, uint8 [height, width, 3].
+    """
+    images = {"figures/loss_over_noise_time": _loss_over_noise_time(bin_losses)}
+    if min(data.true_latents.shape) > 1:
+        images["figures/latents"] = _latent_projection(data)
+    if data.similarity is not None:
+        images["figures/retrieval"] = _retrieval(data.similarity)
+    if data.token_hits is not None:
+        images["figures/token_accuracy"] = _token_accuracy(*data.token_hits)
+    return images
 
 
-def _loss_over_noise_time(levels: Mapping[str, Sequence[float]]) -> np.ndarray:
+def _loss_over_noise_time(bin_losses: Mapping[str, Sequence[float]]) -> np.ndarray:
     by_modality: dict[str, dict[str, Sequence[float]]] = {}
-    for name, heights in levels.items():
+    for name, heights in bin_losses.items():
         modality, _, mode = name.partition("_")
         by_modality.setdefault(modality, {})[mode] = heights
-    figure, axes = _new(4.5 * len(by_modality), 3.6, panels=len(by_modality))
-    for each, (modality, modes) in zip(axes, by_modality.items(), strict=True):
+    figure, panels = _new_figure(4.5 * len(by_modality), 3.6, panels=len(by_modality))
+    for axes, (modality, modes) in zip(panels, by_modality.items(), strict=True):
         for mode, heights in modes.items():
-            shown = np.where(np.isfinite(heights), heights, np.nan)
-            each.stairs(shown, np.linspace(0, 1, len(heights) + 1), label=mode, color=COLORS[mode], baseline=None)
-        each.set(title=f"{modality} loss, held out", xlabel="noise time t (0: data, 1: noise)", xlim=(0, 1))
-        each.set_ylabel("nats a token" if modality == "text" else "loss a latent")
-        # A few masked tokens with a weight of 1 / t, beside t = 0, are no measure for the rest.
-        every = np.concatenate([np.asarray(heights, np.float64) for heights in modes.values()])
-        usual = np.percentile(every[np.isfinite(every)], 95) if np.isfinite(every).any() else 0
-        each.set_ylim(0, 1.3 * usual or 1)
-        each.legend()
+            finite = np.where(np.isfinite(heights), heights, np.nan)
+            axes.stairs(finite, np.linspace(0, 1, len(heights) + 1), label=mode, color=COLORS[mode], baseline=None)
+        axes.set(title=f"{modality} loss, held out", xlabel="noise time t (0: data, 1: noise)", xlim=(0, 1))
+        axes.set_ylabel("nats per token" if modality == "text" else "loss per latent")
+        # Near t = 0 a few masked tokens have a weight of 1 / t: they must not set the scale for the rest.
+        values = np.concatenate([np.asarray(heights, np.float64) for heights in modes.values()])
+        upper = np.percentile(values[np.isfinite(values)], 95) if np.isfinite(values).any() else 0
+        axes.set_ylim(0, 1.3 * upper or 1)
+        axes.legend()
     return _pixels(figure)
 
 
 def _retrieval(similarity: np.ndarray) -> np.ndarray:
-    figure, (axes,) = _new(5.6, 4.8)
+    figure, (axes,) = _new_figure(5.6, 4.8)
     image = axes.imshow(similarity, cmap="viridis", interpolation="nearest")
     first = float((similarity.argmax(1) == np.arange(len(similarity))).mean())
-    axes.set(title=f"t2l: {first:.0%} nearest to their own")
-    axes.set(xlabel="true latent of text", ylabel="latent found for text")
+    axes.set(title=f"t2l: recall@1 {first:.0%}")
+    axes.set(xlabel="true latent of text", ylabel="latent generated for text")
     figure.colorbar(image, label="cosine")
     return _pixels(figure)
 
 
 def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean [D], the two axes [2, D] along which `truth` [n, D] varies most, and their shares of its variance [2].
+    """Return the first two principal components of `truth` [n, D].
 
-    They follow from the data alone, signs included, so pictures of all steps have one basis.
+    They depend on these data alone, including the signs, so the figures of all steps have the same basis.
+
+    Returns:
+        The mean [D], the axes [2, D] and their fractions of the variance [2].
     """
     mean = truth.mean(0)
     _, scales, axes = np.linalg.svd(truth - mean, full_matrices=False)
@@ -94,49 +110,49 @@ def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return mean, axes, scales[:2] ** 2 / max(float((scales**2).sum()), 1e-12)
 
 
-def _projected(pictures: FigureData) -> np.ndarray:
-    mean, basis, shares = principal_axes(pictures.truth)
-    places = {name: (part - mean) @ basis.T for name, part in latents(pictures).items()}
-    figure, (axes,) = _new(5.6, 4.8)
-    if "t2l" in places:
-        ends = np.stack([places["true"], places["t2l"]])
+def _latent_projection(data: FigureData) -> np.ndarray:
+    mean, basis, variance = principal_axes(data.true_latents)
+    projected = {kind: (values - mean) @ basis.T for kind, values in latents_by_kind(data).items()}
+    figure, (axes,) = _new_figure(5.6, 4.8)
+    if "t2l" in projected:  # a line from each true latent to the generated one
+        ends = np.stack([projected["true"], projected["t2l"]])
         axes.plot(ends[..., 0], ends[..., 1], color=COLORS["t2l"], linewidth=0.5, alpha=0.4)
-    for (name, points), marker in zip(places.items(), "o^D", strict=False):
-        axes.scatter(points[:, 0], points[:, 1], s=14, marker=marker, color=COLORS[name], label=name, alpha=0.8)
-    # A frame of the data's: what lies outside is far off.
-    reach = 1.5 * float(np.abs(places["true"]).max())
-    axes.set(title="latents, along the true ones' main axes", xlim=(-reach, reach), ylim=(-reach, reach))
-    axes.set_xlabel(f"first ({shares[0]:.0%} of the variance)")
-    axes.set_ylabel(f"second ({shares[1]:.0%})")
+    for (kind, points), marker in zip(projected.items(), "o^D", strict=False):
+        axes.scatter(points[:, 0], points[:, 1], s=14, marker=marker, color=COLORS[kind], label=kind, alpha=0.8)
+    # The limits follow from the true latents: generated ones outside of them are far off.
+    limit = 1.5 * float(np.abs(projected["true"]).max())
+    axes.set(title="latents, principal components of the true ones", xlim=(-limit, limit), ylim=(-limit, limit))
+    axes.set_xlabel(f"first ({variance[0]:.0%} of the variance)")
+    axes.set_ylabel(f"second ({variance[1]:.0%})")
     axes.legend()
     return _pixels(figure)
 
 
-def _accuracy(hits: np.ndarray, of: np.ndarray) -> np.ndarray:
-    width = -(-len(of) // MOST_BARS)
-    edges = np.arange(0, len(of) + width, width)
-    hits, of = (np.add.reduceat(each, edges[:-1]) for each in (hits, of))
-    enough = of >= max(1, FEWEST * of.max())
-    share = np.divide(hits, of, out=np.full(len(of), np.nan), where=enough)
-    figure, (axes,) = _new(6.4, 3.6)
-    axes.stairs(share, edges, color=COLORS["l2t"], fill=True, alpha=0.8)
-    axes.set(title="l2t: tokens right at first guess, from the latent alone", xlabel="position", ylabel="share")
+def _token_accuracy(hits: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    width = -(-len(totals) // MAX_BARS)  # positions per bar
+    edges = np.arange(0, len(totals) + width, width)
+    hits, totals = (np.add.reduceat(counts, edges[:-1]) for counts in (hits, totals))
+    enough = totals >= max(1, MIN_TOKENS * totals.max())
+    accuracy = np.divide(hits, totals, out=np.full(len(totals), np.nan), where=enough)
+    figure, (axes,) = _new_figure(6.4, 3.6)
+    axes.stairs(accuracy, edges, color=COLORS["l2t"], fill=True, alpha=0.8)
+    axes.set(title="l2t: first-guess token accuracy, from the latent alone", xlabel="position", ylabel="accuracy")
     axes.set(xlim=(0, edges[-1]), ylim=(0, None))
-    beside = axes.twinx()
-    beside.stairs(of, edges, color=COLORS["true"], baseline=None)
-    beside.set(ylabel="tokens there (line)", ylim=(0, None))
+    count_axes = axes.twinx()
+    count_axes.stairs(totals, edges, color=COLORS["true"], baseline=None)
+    count_axes.set(ylabel="number of tokens (line)", ylim=(0, None))
     return _pixels(figure)
 
 
-def _new(width: float, height: float, panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """A figure of so many inches of 100 pixels, without pyplot and its global state."""
+def _new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure of `width` x `height` inches at 100 dpi and its axes, without pyplot and its global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=100)
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(1, panels, squeeze=False)[0]
-    # Margins in inches. A layout that measures them draws everything twice.
+    # Margins in inches: an automatic layout would draw everything twice.
     figure.subplots_adjust(
         left=0.7 / width, right=1 - 0.7 / width, bottom=0.55 / height, top=1 - 0.4 / height, wspace=0.25
     )
@@ -144,6 +160,7 @@ def _new(width: float, height: float, panels: int = 1) -> tuple[Figure, Sequence
 
 
 def _pixels(figure: Figure) -> np.ndarray:
+    """Return the rendered figure, uint8 [height, width, 3]."""
     canvas: Any = figure.canvas
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

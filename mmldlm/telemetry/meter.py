@@ -1,4 +1,4 @@
-"""Numbers of the steps: on the device until they are fetched, then summed up between two log records."""
+"""Statistics of the steps: kept on the device until they are fetched, then accumulated between two log records."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from mmldlm.utils.host_cpus import cpu_times
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """A step that is done. Before it is fetched, `losses`, `sums`, `norm` and `loss_scale` lie on the device."""
+    """Numbers of a finished step. Until fetched, `losses`, `sums`, `norm` and `loss_scale` are on the device."""
 
     step: int
-    norm: Tensor  # []: of the gradients, before clipping
+    norm: Tensor  # []: gradient norm before clipping
     loss_scale: Tensor  # []: in fp16, else 1
     tokens: int  # over all ranks
-    flops: float  # over all ranks, see `UsefulFlops`
+    flops: float  # over all ranks, see `ModelFlops`
     samples: int  # over all ranks
-    sample_ids: list[list[int]]  # of this rank's micro-batches, as all that follows
+    sample_ids: list[list[int]]  # by micro-batch of this rank, as are all fields below
     losses: Tensor  # [micro-batches]
     sums: Tensor  # [micro-batches, S] of `Objective`
     counts: Tensor  # float64 [micro-batches, S] on the host
 
 
 class StepStats:
-    """Steps whose numbers are still to be fetched; sums of those that were taken since the last log record."""
+    """Steps whose numbers are not fetched yet, and sums over the accepted steps since the last log record."""
 
     def __init__(self) -> None:
         self.pending: list[StepNumbers] = []
-        self._step: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._micro_batches: list[tuple[Tensor, Tensor, Tensor]] = []
         self.clear()
 
     def clear(self) -> None:
+        """Start a new interval between log records."""
         self.sums: Tensor | float = 0.0
         self.counts: Tensor | float = 0.0
         self.tokens = self.samples = self.steps = 0
         self.flops = self.data_wait_s = 0.0
         self.cpu_times = cpu_times()
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
 
     def add(self, loss: Tensor, sums: Tensor, counts: Tensor) -> None:
-        """A micro-batch of the step at hand."""
-        self._step.append((loss.detach(), sums, counts))
+        """Record a micro-batch of the current step."""
+        self._micro_batches.append((loss.detach(), sums, counts))
 
     def end_step(
         self,
@@ -57,26 +58,28 @@ class StepStats:
         samples: int,
         sample_ids: list[list[int]],
     ) -> None:
-        losses, sums, counts = (torch.stack(parts) for parts in zip(*self._step, strict=True))
-        self._step.clear()
+        """Complete the current step: its numbers are pending until `fetch`."""
+        losses, sums, counts = (torch.stack(parts) for parts in zip(*self._micro_batches, strict=True))
+        self._micro_batches.clear()
         self.pending.append(
             StepNumbers(step, norm, loss_scale, tokens, flops, samples, sample_ids, losses, sums, counts)
         )
 
     def fetch(self) -> list[StepNumbers]:
-        """The steps that were waiting, in order, on the host in float64: one transfer, for which the host waits."""
+        """Return the pending steps in order, on the host in float64: one transfer, a host-device synchronization."""
         steps, self.pending = self.pending, []
         parts = [part for step in steps for part in (step.norm, step.loss_scale, step.losses, step.sums)]
         sizes = [part.numel() for part in parts]
         numbers = torch.cat([part.reshape(-1) for part in parts]).to("cpu", torch.float64).split(sizes)
-        found = []
+        fetched = []
+        # Four numbers or vectors per step, in the order of `parts`.
         for step, (norm, scale, losses, sums) in zip(steps, zip(*[iter(numbers)] * 4, strict=True), strict=True):
             sums = sums.view_as(step.counts)
-            found.append(replace(step, norm=norm[0], loss_scale=scale[0], losses=losses, sums=sums))
-        return found
+            fetched.append(replace(step, norm=norm[0], loss_scale=scale[0], losses=losses, sums=sums))
+        return fetched
 
     def accumulate(self, numbers: StepNumbers) -> None:
-        """A fetched step that was taken: those that were skipped are no part of any mean."""
+        """Add a fetched step that was accepted; skipped steps enter no mean."""
         for sums, counts in zip(numbers.sums, numbers.counts, strict=True):
             self.sums = self.sums + sums
             self.counts = self.counts + counts

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the machine-readable history of a run, one JSON object a line.
+"""`metrics.jsonl`: the machine-readable history of a run, one JSON object per line.
 
 A record is `{"kind", "step", "time", ...values}`; `time` is in unix seconds. JSON has no NaN, so a
 value that is not finite becomes null and its key is listed under `nonfinite`.
@@ -31,7 +31,7 @@ class MetricsFile:
     """Appends records to `path`, each one flushed before `write` returns.
 
     With `resume_step` the records of later steps are dropped first, since training will write them
-    again; without it the history begins anew and an old file is kept as `<name>.old`.
+    again; without it a new file is started and an existing one is kept as `<name>.old`.
     """
 
     def __init__(self, path: Path | str, resume_step: int | None):
@@ -45,6 +45,7 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        """Append a record; keys of `values` must not be reserved."""
         assert kind in KINDS, f"unknown kind of record: {kind!r}"
         assert RESERVED.isdisjoint(values), f"reserved keys in {sorted(RESERVED & values.keys())}"
         nonfinite: list[str] = []
@@ -56,7 +57,7 @@ class MetricsFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Make what was written outlive a power failure; a flushed line outlives only the process."""
+        """Make the records survive a power failure; a flushed line only survives the process."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -64,10 +65,10 @@ class MetricsFile:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """All records of a metrics file that may still be written to: a torn last line is left out.
+    """Return all records of a metrics file that may still be written to: a torn last line is left out.
 
     Raises:
-        DataError: the file is missing, or a line before the last is no record.
+        DataError: the file is missing, or a line before the last is not a record.
     """
     try:
         lines = Path(path).read_bytes().splitlines()
@@ -88,15 +89,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("step"), int) and record.get("kind") in KINDS
-    return record if whole else None
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and record.get("kind") in KINDS
+    return record if is_record else None
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite `path` with the records up to `step`. Damage costs a warning, never the resume."""
+    """Rewrite `path` with the records up to `step`. Damaged lines cause a warning, never a failed resume."""
     lines = path.read_bytes().splitlines(keepends=True)
     records = [_parse(line) for line in lines]
-    # A last line without its newline would glue to the next record, so it is only kept if whole.
+    # A complete last line without its newline gets one: the next record would be appended to that line.
     kept = [line.rstrip(b"\n") + b"\n" for line, r in zip(lines, records, strict=True) if r and r["step"] <= step]
     damaged = sum(record is None for record in records[:-1])
     if damaged:
@@ -105,8 +106,8 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
-    """`value` as JSON can hold it; the dotted keys of non-finite numbers are added to `nonfinite`."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of torch or numpy
+    """Return `value` as JSON types; dotted keys of non-finite numbers are added to `nonfinite`."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # torch or numpy scalar
         value = value.item()
     if isinstance(value, Mapping):
         return {str(name): _plain(inner, f"{key}.{name}", nonfinite) for name, inner in value.items()}

@@ -1,4 +1,4 @@
-"""What Python and libraries warn of: each once, in one line of its own, by one process of each node."""
+"""Warnings of Python and libraries: each once, on a line of its own, from one rank of each node."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mmldlm.utils.short_repr import cut
+from mmldlm.utils.short_repr import truncate
 
-_LONGEST = 400
+_MAX_CHARACTERS = 400
 _EXPECTED = ("Gradient accumulation steps mismatch",)  # Accelerate's plugin; the engine counts micro-batches itself
 
 
 class Notices(logging.Handler):
-    """Context manager within which warnings and log records go to `write`.
+    """Context manager that sends warnings and log records to `write`, each once.
 
-    PyTorch and DeepSpeed reset Python's own memory of what it has warned of in each step. What is not ours to say
-    all processes of a node say alike, so only the one that `speaks` does.
+    PyTorch and DeepSpeed reset Python's own registry of past warnings in each step.
+
+    Args:
+        log_library_warnings: whether to log warnings of other packages. They are the same on all ranks of a node, so
+            only one of them logs these.
     """
 
-    def __init__(self, speaks: bool):
+    def __init__(self, log_library_warnings: bool):
         super().__init__(logging.WARNING)
-        self.speaks = speaks
+        self.log_library_warnings = log_library_warnings
         self.write: Callable[[str], None] = to_stderr
-        self._said: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> Notices:
-        self._before, warnings.showwarning = warnings.showwarning, self._show
+        self._previous_showwarning, warnings.showwarning = warnings.showwarning, self._show_warning
         logging.getLogger().addHandler(self)
         return self
 
@@ -39,14 +42,16 @@ class Notices(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         logging.getLogger().removeHandler(self)
-        warnings.showwarning = self._before
+        warnings.showwarning = self._previous_showwarning
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a log record, as `logging.Handler` requires."""
         text = record.getMessage()
-        if record.name.startswith("mmldlm") or (self.speaks and not any(known in text for known in _EXPECTED)):
-            self._say((record.name, text), f"{record.levelname.lower()}: {text}")
+        is_expected = any(expected in text for expected in _EXPECTED)
+        if record.name.startswith("mmldlm") or (self.log_library_warnings and not is_expected):
+            self._write_once((record.name, text), f"{record.levelname.lower()}: {text}")
 
-    def _show(
+    def _show_warning(
         self,
         message: Warning | str,
         category: type[Warning],
@@ -55,17 +60,17 @@ class Notices(logging.Handler):
         file: Any = None,
         line: str | None = None,
     ) -> None:
-        if self.speaks:
-            place = f"{category.__name__} in {Path(filename).name}:{lineno}"
-            self._say((category, str(message)), f"warning: {message} ({place})")
+        if self.log_library_warnings:
+            source = f"{category.__name__} in {Path(filename).name}:{lineno}"
+            self._write_once((category, str(message)), f"warning: {message} ({source})")
 
-    def _say(self, key: tuple[Any, ...], text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self.write(cut(" ".join(text.split()), _LONGEST))
+    def _write_once(self, key: tuple[Any, ...], text: str) -> None:
+        if key not in self._seen:
+            self._seen.add(key)
+            self.write(truncate(" ".join(text.split()), _MAX_CHARACTERS))
 
 
 def to_stderr(text: str) -> None:
-    """A line of its own; where nobody listens any more, that is no reason to end a run."""
+    """Print a line on stderr; a closed stderr does not end a run."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

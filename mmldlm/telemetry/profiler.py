@@ -1,4 +1,4 @@
-"""A trace of a few steps: what ran when, on the host and on the GPU, and the dearest operations in a table."""
+"""A trace of a few steps: host and GPU timelines, and a table of the most expensive operators."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from mmldlm.errors import StorageError
 from mmldlm.settings.fields import setting
 
 FOLDER = "profile"
-_ROWS = 50  # of the table
-_WARM_UP = 1  # steps that are traced and thrown away: the first ones pay for the tracing itself
+_MAX_ROWS = 50  # of the table
+_WARMUP_STEPS = 1  # traced and thrown away: the first ones have the overhead of the tracing itself
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
+    """Which steps to trace, on which ranks."""
+
     steps: list[int] = setting(
         factory=list,
         doc="[first, last] optimizer step to trace into run.dir/profile, counted from 1; empty: none. Traced steps are "
@@ -34,17 +36,17 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Traces the steps of `config` on its ranks; `stepping` does nothing on others and at other steps."""
+    """Profiler of the steps and ranks of `config`; `trace_step` does nothing on other ranks and at other steps."""
 
     def __init__(self, config: ProfileConfig, run_dir: Path, rank: int, device_type: str):
         self.folder, self.rank, self.device_type = run_dir / FOLDER, rank, device_type
-        self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARM_UP - 1)
+        self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARMUP_STEPS - 1)
         self._profile: profile | None = None
 
     @contextmanager
-    def stepping(self, step: int) -> Iterator[None]:
-        """Around optimizer step `step`, counted from 1."""
-        if self._profile is None and self.first - _WARM_UP <= step <= self.last:
+    def trace_step(self, step: int) -> Iterator[None]:
+        """Context of optimizer step `step`, counted from 1."""
+        if self._profile is None and self.first - _WARMUP_STEPS <= step <= self.last:
             self._profile = self._start(max(0, self.first - step), self.last - max(step, self.first) + 1)
         yield
         if self._profile is not None:
@@ -53,7 +55,7 @@ class StepProfiler:
                 self.close()
 
     def close(self) -> None:
-        """End a trace that is going on; one that was begun is written."""
+        """Stop a running trace and write it."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -61,29 +63,29 @@ class StepProfiler:
     def _start(self, warm_up: int, active: int) -> profile:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device_type == "cuda")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # where there is no step for it
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # if tracing starts at step 1
             plan = schedule(wait=0, warmup=warm_up, active=active, repeat=1)
-        found = profile(
+        profiler = profile(
             activities=activities,
             schedule=plan,
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
         )
-        found.start()
-        return found
+        profiler.start()
+        return profiler
 
-    def _write(self, found: profile) -> None:
+    def _write(self, profiler: profile) -> None:
         device = "cuda" if self.device_type == "cuda" else "cpu"
-        table = found.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=_ROWS)
+        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=_MAX_ROWS)
         try:
             self.folder.mkdir(exist_ok=True)
-            found.export_chrome_trace(str(self.folder / f"trace.rank{self.rank}.json.gz"))
+            profiler.export_chrome_trace(str(self.folder / f"trace.rank{self.rank}.json.gz"))
             (self.folder / f"operations.rank{self.rank}.txt").write_text(table, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {self.folder}: {error.strerror or error}") from error
 
 
 def phase(name: str) -> torch.profiler.record_function:
-    """A named stretch of a trace, as a context manager or decorator; costs a microsecond where nothing is traced."""
+    """Return a named range of a trace, a context manager or decorator; it costs a microsecond without a trace."""
     return torch.profiler.record_function(f"mmldlm: {name}")

@@ -1,6 +1,6 @@
-"""One readable line per log event: updated in place on a terminal, printed plainly into a file.
+"""One readable line per log event: updated in place on a terminal, appended to a file.
 
-A file also gets a line where there was none for long: while steps, a validation or a checkpoint take their time.
+A file also gets a status line after a long pause, when steps, a validation or a checkpoint take their time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import TextIO
 
 from mmldlm.utils.format import human_count, human_duration
 
-WINDOW = 20  # log events over which the speed of the ETA is taken
-SILENCE_S = 15.0  # between lines in a file; looked at as often
+ETA_WINDOW = 20  # log events over which the speed is averaged
+STATUS_INTERVAL_S = 15.0  # without a line, after which a file gets a status line; also the polling interval
 
-# What the line shows of the training values besides loss, speed and ETA, which come first: a terminal cuts the rest.
+# Training values in the line after loss, speed and ETA, which come first since a terminal cuts the line: key, label and
+# format.
 FIELDS: tuple[tuple[str, str, str], ...] = (
     ("loss/text", "text", "{:.4f}"),
     ("loss/latent", "latent", "{:.4f}"),
@@ -28,8 +29,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-class Progress:
-    """The progress of steps `start_step` .. `total_steps` on `stream`; `clock` is in seconds."""
+class ProgressLine:
+    """Progress of steps `start_step` .. `total_steps` on `stream`, by default stderr; `clock` returns seconds."""
 
     def __init__(
         self,
@@ -43,64 +44,66 @@ class Progress:
         self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._open_line = False
         self._clock = clock
-        self._step, self._doing, self._told = start_step, "training", clock()
+        self._step, self._activity, self._last_line = start_step, "training", clock()
         self._ended = threading.Event()
-        # (step, seconds) of recent events. Evaluation and saving in between count: the ETA is of the whole run.
-        self._recent: deque[tuple[int, float]] = deque([(start_step, clock())], maxlen=WINDOW + 1)
+        # (step, seconds) of recent events, with evaluation and saving in between: the ETA is the one of the whole run.
+        self._recent: deque[tuple[int, float]] = deque([(start_step, clock())], maxlen=ETA_WINDOW + 1)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the values of a training step."""
         self._recent.append((step, self._clock()))
         line = self._line(step, values)
         if not self._in_place:
             self._print(line + "\n")
             return
         width = self._width()
-        # One column stays free: many terminals wrap when the last one is written.
+        # The last column is not used: many terminals wrap after it.
         self._print("\r" + line[: width - 1].ljust(width - 1))
         self._open_line = True
 
-    def at(self, step: int, doing: str = "training") -> None:
-        """The last step that is done, and what the run is doing now."""
-        self._step, self._doing = step, doing
+    def set_status(self, step: int, activity: str = "training") -> None:
+        """Set the last finished step, and what the run is doing now."""
+        self._step, self._activity = step, activity
 
-    def watch(self) -> None:
-        """See to it, until `end`, that a file gets lines."""
+    def start_status_thread(self) -> None:
+        """Print status lines into a file until `end`."""
         if not self._in_place:
-            threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self._print_status_lines, daemon=True).start()
 
-    def _watch(self) -> None:
-        while not self._ended.wait(SILENCE_S):
-            self.break_silence()
+    def _print_status_lines(self) -> None:
+        while not self._ended.wait(STATUS_INTERVAL_S):
+            self.print_status_if_due()
 
-    def break_silence(self) -> None:
-        """A line, where the last one is `SILENCE_S` or more ago."""
-        silent = self._clock() - self._told
-        if silent >= SILENCE_S:
-            self._print(f"step {self._step:,}/{self.total_steps:,}  {self._doing} ... {human_duration(silent)}\n")
+    def print_status_if_due(self) -> None:
+        """Print a status line if the last line is at least `STATUS_INTERVAL_S` ago."""
+        elapsed = self._clock() - self._last_line
+        if elapsed >= STATUS_INTERVAL_S:
+            self._print(f"step {self._step:,}/{self.total_steps:,}  {self._activity} ... {human_duration(elapsed)}\n")
 
     def end(self) -> None:
+        """Stop the status lines and finish the current line."""
         self._ended.set()
         self.close()
 
     def message(self, text: str) -> None:
-        """A line of its own that stays."""
+        """Print a permanent line."""
         self.close()
         self._print(text + "\n")
 
     def close(self) -> None:
-        """End a line that was updated in place."""
+        """Finish a line that was updated in place."""
         if self._open_line:
             self._print("\n")
             self._open_line = False
 
     def _print(self, text: str) -> None:
-        """Where nobody reads any more, or the disk of a log is full, that is no reason to end a run."""
-        self._told = self._clock()
+        """Write `text`; a closed stream or a full disk does not end a run."""
+        self._last_line = self._clock()
         with suppress(OSError):
             print(text, end="", file=self._stream, flush=True)
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the speed of the recent ones; None until there is one."""
+        """Return the seconds to the last step at the speed of recent steps; None before the first of them."""
         (first_step, first_time), (step, now) = self._recent[0], self._recent[-1]
         if step <= first_step:
             return None
@@ -114,7 +117,7 @@ class Progress:
             parts.append(f"{human_count(values['speed/tokens_per_s'])} tokens/s")
         if (eta := self.eta_s()) is not None:
             parts.append(f"ETA {human_duration(eta)}")
-        parts += [f"{name} {form.format(values[key])}" for key, name, form in FIELDS if key in values]
+        parts += [f"{name} {spec.format(values[key])}" for key, name, spec in FIELDS if key in values]
         if skipped := values.get("health/skipped_steps"):
             parts.append(f"skipped {skipped:.0f}")
         return "  ".join(parts)

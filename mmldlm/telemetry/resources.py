@@ -1,4 +1,4 @@
-"""Memory that this process holds, in MiB; cores that other processes take."""
+"""Memory of this process in MiB, and CPU load of other processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from mmldlm.telemetry.host_memory import MIB, host_memory_mib
-from mmldlm.utils.host_cpus import CpuTimes, cores_of_others, cpu_times
+from mmldlm.utils.host_cpus import CpuTimes, cores_used_by_others, cpu_times
 
 
 def resident_mib() -> float:
-    """Resident memory of this process; its peak where the system has no /proc."""
+    """Return the resident memory of this process; its peak if the system has no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / MIB
@@ -24,9 +24,9 @@ def resident_mib() -> float:
 
 
 def cuda_memory_mib() -> tuple[float, float] | None:
-    """(allocated, reserved) by PyTorch on the current CUDA device; None without one in use.
+    """Return the memory (allocated, reserved) by PyTorch on the current CUDA device; None if CUDA is not in use.
 
-    A process that has not touched CUDA is not made to: the question alone would take a context.
+    CUDA is not initialized for this: a query alone would create a context.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
@@ -34,7 +34,7 @@ def cuda_memory_mib() -> tuple[float, float] | None:
 
 
 def memory_limits() -> dict[str, float]:
-    """What there is of it, for the start-up report: of this host, and of the CUDA device if one is in use."""
+    """Return the total memory of the host, and of the CUDA device if one is in use, for the start-up report."""
     limits = {}
     if (host := host_memory_mib()) is not None:
         limits["host_memory_mib"] = host[0]
@@ -43,8 +43,8 @@ def memory_limits() -> dict[str, float]:
     return limits
 
 
-def memory_values() -> dict[str, float]:
-    """The `memory/` group of a training record."""
+def memory_metrics() -> dict[str, float]:
+    """Return the `memory/` group of a training record."""
     values = {"memory/resident_mib": resident_mib()}
     if (host := host_memory_mib()) is not None:
         values["memory/host_free_mib"] = host[1]
@@ -53,7 +53,7 @@ def memory_values() -> dict[str, float]:
     return values
 
 
-def load_values(since: CpuTimes | None) -> dict[str, float]:
-    """Cores of this host that processes which are not of the run kept busy; nothing where the system does not tell."""
+def cpu_load_metrics(since: CpuTimes | None) -> dict[str, float]:
+    """Return the cores of this host that processes outside the run kept busy; empty if the system has no numbers."""
     now = cpu_times()
-    return {} if since is None or now is None else {"speed/cores_of_others": cores_of_others(since, now)}
+    return {} if since is None or now is None else {"speed/cores_of_others": cores_used_by_others(since, now)}

@@ -1,4 +1,4 @@
-"""`Tracker`: what the training loop talks to. It fans out to metrics file, TensorBoard and progress.
+"""`Tracker`: the logging interface of the training loop, with metrics file, TensorBoard and progress line behind it.
 
 Tags are `group/name`, the groups being loss, validation (the same losses, held out), quality, optim, speed, memory,
 data and health; they are the same in the metrics file and in TensorBoard.
@@ -16,7 +16,7 @@ import numpy as np
 from mmldlm.settings.fields import flatten
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.metrics import Kind, MetricsFile
-from mmldlm.telemetry.progress import Progress
+from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -33,15 +33,21 @@ HPARAM_METRICS = (
     "quality/figures_t2l_recall_at_1",
     "speed/tokens_per_s",
 )
-SHOWN_OF_QUALITY = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10", "_token_entropy", "_repetition_4")
-_OF_PARTS = "_noise_"  # in tags that a line has no room for
+SHOWN_QUALITY_SUFFIXES = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10", "_token_entropy", "_repetition_4")
+_NOISE_BIN_TAG = "_noise_"  # tags of single noise bins: the progress line has no room for them
 
 
 class Tracker:
-    """The outputs of one run in `run_dir`; the main rank's is `enabled`, all others do nothing.
+    """Logs of one run; a context manager.
 
-    `start_step` is the last step that is already done: 0, or the step of the checkpoint resumed
-    from, whose later records are dropped from the metrics file and hidden in TensorBoard.
+    Args:
+        run_dir: folder of the run.
+        total_steps: last step of the run.
+        start_step: last step that is already done: 0, or the step of the checkpoint to resume from. Later records are
+            dropped from the metrics file and hidden in TensorBoard.
+        resumed: whether the run continues from a checkpoint; otherwise an existing metrics file is set aside.
+        enabled: true on the main rank; on the others all methods do nothing.
+        tensorboard: whether to write event files.
     """
 
     def __init__(
@@ -56,18 +62,18 @@ class Tracker:
         self.enabled = enabled
         self._total_steps, self._start_step, self._resumed = total_steps, start_step, resumed
         self._board: TensorBoard | None = None
-        self._told = False
+        self._reported_missing = False
         if not enabled:
             return
         folder = Path(run_dir)
         self._metrics = MetricsFile(folder / "metrics.jsonl", start_step if resumed else None)
-        self._progress = Progress(total_steps, start_step)
-        self._progress.watch()
+        self._progress = ProgressLine(total_steps, start_step)
+        self._progress.start_status_thread()
         if tensorboard:
             self._board = TensorBoard(folder / "tensorboard", start_step + 1 if resumed else 0)
 
     def start(self, info: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
-        """The first record: `info` (world size, engine, versions ...) and the resolved run config."""
+        """Write the first record: `info` (world size, engine, versions ...) and the resolved run config."""
         if not self.enabled:
             return
         kind: Kind = "resume" if self._resumed else "start"
@@ -75,19 +81,19 @@ class Tracker:
         if self._board is None:
             return
         self._board.layout()
-        self._board.about(f"run/{kind}", _lines(info))
+        self._board.session_text(f"run/{kind}", _lines(info))
         if config is not None:
-            self._board.about("run/config", _lines(config))
+            self._board.session_text("run/config", _lines(config))
             self._board.hparams(config, HPARAM_METRICS)
         self._board.flush()
 
     def step_done(self, step: int) -> None:
-        """Every step; those that are logged come with values to `train`."""
+        """Count a finished step; the values of logged steps are passed to `train`."""
         if self.enabled:
-            self._progress.at(step)
+            self._progress.set_status(step)
 
     def train(self, step: int, values: Mapping[str, float]) -> None:
-        """Values of a training step, already reduced over ranks."""
+        """Log the values of a training step, already reduced over ranks."""
         if not self.enabled:
             return
         self._write("train", step, values)
@@ -95,60 +101,72 @@ class Tracker:
         self._progress.update(step, values)
 
     def validation(
-        self, step: int, values: Mapping[str, float | str], levels: Mapping[str, Sequence[float]] | None = None
+        self, step: int, values: Mapping[str, float | str], bin_losses: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Losses, and as "weights" what they were measured with, see `mmldlm.optim.ema`; `levels`: losses over the
-        noise times, by modality and mode."""
+        """Log a validation.
+
+        Args:
+            step: the last finished step.
+            values: losses by tag, and under "weights" which weights were measured, see `mmldlm.optim.ema`.
+            bin_losses: losses in equal noise bins, by modality and mode; to TensorBoard only.
+        """
         if not self.enabled:
             return
         self._write("validation", step, values)
         self._scalars(step, values)
         if self._board is not None:
-            for name, heights in (levels or {}).items():
-                self._board.profile(step, f"loss_over_noise_time/{name}", heights)
-        numbers = {key: value for key, value in _numbers(values).items() if _OF_PARTS not in key}
+            for name, heights in (bin_losses or {}).items():
+                self._board.bin_histogram(step, f"loss_over_noise_time/{name}", heights)
+        numbers = {key: value for key, value in _numbers(values).items() if _NOISE_BIN_TAG not in key}
         shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in numbers.items())
-        average = " of the average of the weights" if values.get("weights") == "ema" else ""
-        self._progress.message(f"validation{average} at step {step:,}: {shown}")
+        weights = " of the EMA weights" if values.get("weights") == "ema" else ""
+        self._progress.message(f"validation{weights} at step {step:,}: {shown}")
 
     def quality(self, step: int, values: Mapping[str, float]) -> None:
-        """What the run generates beside what is held out, see `mmldlm.evaluation.quality`."""
+        """Log metrics of generations for held-out samples, see `mmldlm.evaluation.quality`."""
         if not self.enabled:
             return
         self._write("quality", step, values)
         self._scalars(step, values)
-        chosen = {key: value for key, value in values.items() if key.endswith(SHOWN_OF_QUALITY)}
+        chosen = {key: value for key, value in values.items() if key.endswith(SHOWN_QUALITY_SUFFIXES)}
         shown = "  ".join(f"{key.removeprefix('quality/')} {value:.3f}" for key, value in chosen.items())
         self._progress.message(f"quality at step {step:,}: {shown}")
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
-        """Texts side by side, as `{"reference": ..., "generated": ...}` a row; to TensorBoard only."""
+        """Log texts side by side, rows like `{"reference": ..., "generation": ...}`; to TensorBoard only."""
         if self._board is not None:
             self._board.samples(step, rows, tag)
 
-    def pictures(
-        self, step: int, pictures: FigureData, levels: Mapping[str, Sequence[float]], texts: Sequence[str] | None
+    def log_figures(
+        self, step: int, data: FigureData, bin_losses: Mapping[str, Sequence[float]], texts: Sequence[str] | None
     ) -> None:
-        """Figures and histograms of held-out samples, to TensorBoard only; with their `texts` its projector, too."""
+        """Log figures and histograms of held-out samples; to TensorBoard only.
+
+        Args:
+            step: the last finished step.
+            data: the samples and generations.
+            bin_losses: losses in equal noise bins, by modality and mode.
+            texts: texts of the samples, which label the points of the projector; None: no projector.
+        """
         board = self._board
         if board is None:
             return
-        for tag, (values, within) in figures.distributions(pictures).items():
+        for tag, (values, within) in figures.histograms(data).items():
             board.histogram(step, tag, values, within)
         if figures.MISSING is None:
-            for tag, pixels in figures.draw(pictures, levels).items():
+            for tag, pixels in figures.draw(data, bin_losses).items():
                 board.image(step, tag, pixels)
-        elif not self._told:
+        elif not self._reported_missing:
             self._progress.message(figures.MISSING)
-            self._told = True
+            self._reported_missing = True
         if texts is not None:
-            points = figures.latents(pictures)
-            texts_of = {"true": texts, "t2l": texts, "joint": ["(out of noise)"] * len(points.get("joint", []))}
-            labels = [(kind, text) for kind in points for text in texts_of[kind]]
-            board.projector(np.concatenate(list(points.values())), labels, ("kind", "text"))
+            latents = figures.latents_by_kind(data)
+            texts_by_kind = {"true": texts, "t2l": texts, "joint": ["(from noise)"] * len(latents.get("joint", []))}
+            labels = [(kind, text) for kind in latents for text in texts_by_kind[kind]]
+            board.projector(np.concatenate(list(latents.values())), labels, ("kind", "text"))
 
     def event(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """A skip, a checkpoint: what happened once. It is on disk when this returns."""
+        """Log a single event, such as a skip or a checkpoint. It is on disk when this returns."""
         if not self.enabled:
             return
         self._write(kind, step, values)
@@ -159,16 +177,16 @@ class Tracker:
     def heartbeat(self, step: int, what: str) -> None:
         """Tell readers that the run is busy with `what` (saving, evaluating), not hung.
 
-        Called before a save, it also brings the curves up to `step` to disk before the checkpoint
-        from which a resume would continue them: no gap.
+        Called before a save, it also writes the curves up to `step` to disk before the checkpoint: a run resumed from
+        that checkpoint has no gap.
         """
         if self.enabled:
-            self._progress.at(step, what)
+            self._progress.set_status(step, what)
             self._write("heartbeat", step, {"what": what})
             self.flush()
 
     def end(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """The last record of a run that ended in good order: finished, or stopped by a signal and saved."""
+        """Write the last record of a run that ended cleanly: finished, or stopped by a signal and saved."""
         if self.enabled:
             self._write("end", step, values or {})
             if self._board is not None and "stopped_by" not in (values or {}):
@@ -177,11 +195,12 @@ class Tracker:
             self.flush()
 
     def message(self, text: str) -> None:
-        """A line for whoever looks on, beside the progress line."""
+        """Print a line above the progress line."""
         if self.enabled:
             self._progress.message(text)
 
     def flush(self) -> None:
+        """Write everything logged so far to disk."""
         if not self.enabled:
             return
         self._metrics.sync()
@@ -189,6 +208,7 @@ class Tracker:
             self._board.flush()
 
     def close(self) -> None:
+        """Close all outputs."""
         if not self.enabled:
             return
         self._progress.end()

@@ -1,4 +1,4 @@
-"""`mmldlm config`: a run config as it will be used, with the origin of each value, or what differs between two."""
+"""`mmldlm config`: show a resolved run config with the origin of each value, or the differences between two."""
 
 from __future__ import annotations
 
@@ -10,73 +10,97 @@ from typing import Any
 
 import yaml
 
-from mmldlm.config import CONFIG_NAME, RunConfig, load_config, load_with_origins, split_arguments, with_absolute_paths
+from mmldlm.config import (
+    CONFIG_NAME,
+    RunConfig,
+    load_config,
+    load_with_provenance,
+    split_arguments,
+    with_absolute_paths,
+)
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.settings.fields import dump
-from mmldlm.settings.layers import Provenance, values
-from mmldlm.utils.short_repr import named
+from mmldlm.settings.layers import Provenance, iter_values
+from mmldlm.utils.short_repr import display_name
 
-_WIDEST = 64  # columns of settings before their origins are no longer put below each other
+_MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
 
 
-def flow(value: Any) -> str:
-    """A value on one line, as one writes it in YAML."""
+def to_flow_yaml(value: Any) -> str:
+    """Return `value` as YAML on one line."""
     return _one_line([value])[1:-1]
 
 
 def _one_line(value: Any) -> str:
-    written = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
-    return written.rstrip("\n")
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
+    return text.rstrip("\n")
 
 
-def annotated(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Lines of YAML, one a setting, that read back as `settings` (by dotted key), each with its origin behind it."""
+def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Return `settings` as lines of YAML, each with its origin as a comment.
+
+    Args:
+        settings: Values by dotted key.
+        origins: Origins by dotted key; a missing one is the default.
+    """
     lines: list[tuple[str, str]] = []
-    above: list[str] = []
+    open_groups: list[str] = []
     for key, value in settings.items():
         *groups, name = key.split(".")
         for depth, group in enumerate(groups):
-            if above[: depth + 1] != groups[: depth + 1]:
+            if open_groups[: depth + 1] != groups[: depth + 1]:
                 lines.append(("  " * depth + f"{group}:", ""))
-        above = groups
+        open_groups = groups
         lines.append(("  " * len(groups) + _one_line({name: value})[1:-1], origins.get(key, Provenance.DEFAULT)))
-    width = max((len(line) for line, origin in lines if origin and len(line) <= _WIDEST), default=0)
+    width = max((len(line) for line, origin in lines if origin and len(line) <= _MAX_ALIGNED_COLUMNS), default=0)
     return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]
 
 
-def differing(first: RunConfig, second: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """By key, both values of each setting that is not the same; paths are compared as absolute ones."""
-    ours, theirs = (dict(values(dump(with_absolute_paths(config)), RunConfig)) for config in (first, second))
-    return {key: (value, theirs[key]) for key, value in ours.items() if value != theirs[key]}
+def config_diff(first: RunConfig, second: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each setting that differs, by dotted key; paths are compared as absolute paths."""
+    first_values, second_values = (
+        dict(iter_values(dump(with_absolute_paths(config)), RunConfig)) for config in (first, second)
+    )
+    return {key: (value, second_values[key]) for key, value in first_values.items() if value != second_values[key]}
 
 
 def config_file(path: str) -> Path:
-    """The config that `path` names: a file, or the folder of a run."""
-    place = Path(path)
-    if not place.is_dir():
-        return place
-    if not (place / CONFIG_NAME).is_file():
+    """Return the config file at `path`, a file or a run folder.
+
+    Raises:
+        ConfigError: `path` is a folder without a config.
+    """
+    target = Path(path)
+    if not target.is_dir():
+        return target
+    if not (target / CONFIG_NAME).is_file():
         raise ConfigError(
-            f"{named(path)}: expected a config file or a run folder, found a folder with no {CONFIG_NAME}"
+            f"{display_name(path)}: expected a config file or a run folder, found a folder with no {CONFIG_NAME}"
         )
-    return place / CONFIG_NAME
+    return target / CONFIG_NAME
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        UsageError: The number of configs does not fit the options.
+    """
     parser = argparse.ArgumentParser(
         prog="mmldlm config",
         usage="%(prog)s [--changed] [--json] CONFIG [key.sub=value ...] | %(prog)s --diff [--json] CONFIG CONFIG",
-        description="Show a run config as it will be used, with the origin of each value. "
-        "CONFIG is a config file or the folder of a run.",
+        description="Show a resolved run config with the origin of each value. CONFIG is a file or a run folder.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG | key.sub=value")
-    parser.add_argument("--diff", action="store_true", help="show the keys in which two configs differ")
-    parser.add_argument("--changed", action="store_true", help="leave out values that are the default")
-    parser.add_argument("--json", action="store_true", help="by key, value and origin as JSON; of --diff, both values")
+    parser.add_argument("--diff", action="store_true", help="show the settings in which two configs differ")
+    parser.add_argument("--changed", action="store_true", help="omit values that are the default")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: value and origin by key; with --diff, both values"
+    )
     options = parser.parse_intermixed_args(argv)
     options.files, options.overrides = split_arguments(options.arguments)
-    wanted = 2 if options.diff else 1
-    if len(options.files) != wanted:
+    expected = 2 if options.diff else 1
+    if len(options.files) != expected:
         found = f"found {len(options.files)}: {' '.join(options.files) or 'none'}"
         raise UsageError(f"expected {'two configs' if options.diff else 'one config'} (file or run folder), {found}")
     if options.diff and (options.overrides or options.changed):
@@ -85,32 +109,35 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def print_difference(paths: Sequence[str], as_json: bool) -> None:
+    """Print the settings in which the two configs at `paths` differ."""
     first, second = (load_config(config_file(path)) for path in paths)
-    found = differing(first, second)
+    differences = config_diff(first, second)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(differences, indent=1))
         return
-    for key, (ours, theirs) in found.items():
-        print(f"{key}: {flow(ours)} -> {flow(theirs)}")
+    for key, (first_value, second_value) in differences.items():
+        print(f"{key}: {to_flow_yaml(first_value)} -> {to_flow_yaml(second_value)}")
 
 
 def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_json: bool) -> None:
-    config, known = load_with_origins(config_file(path), overrides)
-    settings, origins = dict(values(dump(config), RunConfig)), known.of_keys()
+    """Print the config at `path` with the origin of each value."""
+    config, provenance = load_with_provenance(config_file(path), overrides)
+    settings, origins = dict(iter_values(dump(config), RunConfig)), provenance.by_key()
     if changed_only:
-        defaults = dict(values(dump(RunConfig()), RunConfig))
+        defaults = dict(iter_values(dump(RunConfig()), RunConfig))
         settings = {key: value for key, value in settings.items() if value != defaults[key]}
     if as_json:
-        told = {
+        entries = {
             key: {"value": value, "origin": origins.get(key, Provenance.DEFAULT)} for key, value in settings.items()
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(entries, indent=1))
     else:
-        print("\n".join(annotated(settings, origins)))
+        print("\n".join(annotate(settings, origins)))
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
+    """Run `mmldlm config`; an `MmldlmError` propagates."""
+    options = parse_arguments(argv)
     if options.diff:
         print_difference(options.files, options.json)
     else:

@@ -1,8 +1,8 @@
-"""`Saver`: checkpoints of a run, written beside the training.
+"""`Checkpointer`: asynchronous checkpoints of a run.
 
-The training stands still while the state is copied to the host. A thread on each rank then writes that rank's files;
-once all ranks have theirs, a thread of rank 0 makes them a checkpoint. The ranks learn of each other's progress from
-flags in an exchange that they have at every step anyway.
+Training stops only while the state is copied to the host. A thread on each rank then writes that rank's files; when all
+ranks have finished, a thread on rank 0 commits them as a checkpoint. The ranks learn of each other's progress from
+flags in the all-reduce that every step has anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint import CheckpointStore, file_name, write_files, write_tensors
+from mmldlm.checkpoint import CheckpointStore, tensor_file_name, write_files, write_tensors
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.files import FileInfo
@@ -30,58 +30,68 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is there."""
+class SavedCheckpoint:
+    """A complete checkpoint."""
 
     step: int
     path: Path | None  # on rank 0
-    stall_s: float  # how long the training stood still
-    seconds: float  # from its beginning until it was there
+    stall_s: float  # time for which training stopped
+    seconds: float  # time from start to commit
 
 
 @dataclass
-class _Flight:
-    """A checkpoint in the making: first every rank's files, then rank 0's commit of them all."""
+class _PendingCheckpoint:
+    """A checkpoint in progress: in phase 1 every rank writes its files, in phase 2 rank 0 commits them."""
 
     step: int
     info: Mapping[str, Any]
     temporary: Path
-    task: Future[Any]
-    began: float
+    task: Future[Any]  # this rank's part of the phase
+    started: float
     stall_s: float = 0.0
     committing: bool = False
 
 
-class Saver:
-    """Writes one checkpoint at a time. Every method is collective; `ready` and `failed` are this rank's own."""
+class Checkpointer:
+    """Writer of one checkpoint at a time.
+
+    Its methods are collective except `close`; the properties `ready` and `failed` are local to this rank.
+    """
 
     def __init__(self, runtime: Engine, checkpoints: CheckpointStore, asynchronous: bool):
         self.runtime, self.checkpoints, self.asynchronous = runtime, checkpoints, asynchronous
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
-        self._flight: _Flight | None = None
+        self._pending: _PendingCheckpoint | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether this rank has done its part of what is in the making."""
-        return self._flight is not None and self._flight.task.done() and not self.failed
+        """Return whether this rank has finished its part of the phase."""
+        return self._pending is not None and self._pending.task.done() and not self.failed
 
     @property
     def failed(self) -> bool:
-        return self._flight is not None and self._flight.task.done() and self._flight.task.exception() is not None
+        """Return whether this rank's part of the phase ended with an error."""
+        return self._pending is not None and self._pending.task.done() and self._pending.task.exception() is not None
 
-    def start(self, step: int, files: Mapping[str, bytes], info: Mapping[str, Any]) -> list[Saved]:
-        """Begin a checkpoint of the state as it is now, with rank 0's small `files`; what is complete since.
+    def start(self, step: int, files: Mapping[str, bytes], info: Mapping[str, Any]) -> list[SavedCheckpoint]:
+        """Start a checkpoint of the present state, after waiting for the previous one if it is still being written.
 
-        One that is still in the making is waited for first.
+        Args:
+            step: Number of optimizer steps of the state.
+            files: Contents of small files by name, written by rank 0.
+            info: Entries of the checkpoint's manifest.
+
+        Returns:
+            Checkpoints that were completed by this call.
 
         Raises:
-            StorageError: there is no room for it, or the one before could not be written.
-            NumericalError: the one before had numbers that are not finite.
+            StorageError: there is not enough space, or the previous checkpoint could not be written.
+            NumericalError: the previous checkpoint has non-finite numbers.
         """
-        began, runtime = time.perf_counter(), self.runtime
-        if self._flight is not None and self.asynchronous and runtime.is_main:
-            log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._flight.step)
+        started, runtime = time.perf_counter(), self.runtime
+        if self._pending is not None and self.asynchronous and runtime.is_main:
+            log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._pending.step)
         saved = self.finish()
         groups = self._stage()
         needed = sum(runtime.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
@@ -90,71 +100,86 @@ class Saver:
             if runtime.is_main:
                 name = str(self.checkpoints.begin(step, needed))
         temporary = Path(runtime.gather(name, "name of the checkpoint")[0])
-        own: dict[str, Any] = {
-            file_name(group, runtime.rank, runtime.world_size): partial(write_tensors, tensors=tensors)
+        writers: dict[str, Any] = {
+            tensor_file_name(group, runtime.rank, runtime.world_size): partial(write_tensors, tensors=tensors)
             for group, tensors in groups.items()
             if tensors
         }
-        task = self._pool.submit(write_files, temporary, {**own, **(files if runtime.is_main else {})})
-        self._flight = _Flight(step, info, temporary, task, began, stall_s=time.perf_counter() - began)
+        task = self._pool.submit(write_files, temporary, {**writers, **(files if runtime.is_main else {})})
+        stall_s = time.perf_counter() - started
+        self._pending = _PendingCheckpoint(step, info, temporary, task, started, stall_s)
         if not self.asynchronous:
             saved += self.finish()
         return saved
 
-    def advance(self, ready: int, failed: int) -> list[Saved]:
-        """Go on where `ready` ranks have done their part; raises where one of them has `failed`."""
+    def advance(self, ready: int, failed: int) -> list[SavedCheckpoint]:
+        """Start the next phase if all ranks are ready.
+
+        Args:
+            ready: Number of ranks that are `ready`.
+            failed: Number of ranks that have `failed`.
+
+        Returns:
+            The checkpoint if this completed it.
+
+        Raises:
+            MmldlmError: the error of a rank that failed.
+        """
         if not failed and ready < self.runtime.world_size:
             return []
-        saved = self._end_phase()
+        saved = self._finish_phase()
         return [saved] if saved is not None else []
 
-    def finish(self) -> list[Saved]:
-        """Wait for what is in the making."""
-        while self._flight is not None:
-            saved = self._end_phase()
+    def finish(self) -> list[SavedCheckpoint]:
+        """Wait for the checkpoint in progress and return it."""
+        while self._pending is not None:
+            saved = self._finish_phase()
             if saved is not None:
                 return [saved]
         return []
 
     def close(self) -> None:
-        """Not collective: let the thread end, whatever becomes of its files; with a peer lost there is no time."""
+        """Stop the thread without committing; do not wait for it if a peer is lost. Not collective."""
         self._pool.shutdown(wait=not self.runtime.peer_lost, cancel_futures=True)
 
-    def _end_phase(self) -> Saved | None:
-        """Wait for every rank's part of this phase and begin the next; the checkpoint where it was the last."""
-        flight, runtime, waited = self._flight, self.runtime, time.perf_counter()
-        assert flight is not None
+    def _finish_phase(self) -> SavedCheckpoint | None:
+        """Wait for all ranks to finish this phase, then start the next one or return the complete checkpoint."""
+        pending, runtime, started = self._pending, self.runtime, time.perf_counter()
+        assert pending is not None
         try:
             with runtime.raise_on_all_ranks("writing of the checkpoint"):
-                result = flight.task.result()
-        except MmldlmError:  # of any rank; by now none writes any more
-            self._flight = None
+                result = pending.task.result()
+        except MmldlmError:  # of any rank; no rank is writing any more
+            self._pending = None
             if runtime.is_main:
-                shutil.rmtree(flight.temporary, ignore_errors=True)
+                shutil.rmtree(pending.temporary, ignore_errors=True)
             raise
-        if flight.committing:
-            self._flight, now = None, time.perf_counter()
-            return Saved(flight.step, result, flight.stall_s + now - waited, now - flight.began)
+        if pending.committing:
+            self._pending, now = None, time.perf_counter()
+            return SavedCheckpoint(pending.step, result, pending.stall_s + now - started, now - pending.started)
         parts = runtime.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
         records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
-        flight.committing = True
+        pending.committing = True
         if runtime.is_main:
-            flight.task = self._pool.submit(
-                self.checkpoints.commit, flight.temporary, flight.step, records, flight.info
+            pending.task = self._pool.submit(
+                self.checkpoints.commit, pending.temporary, pending.step, records, pending.info
             )
         else:
-            flight.task = Future()
-            flight.task.set_result(None)
-        flight.stall_s += time.perf_counter() - waited
+            pending.task = Future()
+            pending.task.set_result(None)
+        pending.stall_s += time.perf_counter() - started
         return None
 
     @cached_property
     def _owned(self) -> set[str]:
-        """Names of the weights that this rank writes, throughout the run."""
+        """Names of the weights that this rank writes, constant over the run."""
         return set(partition_by_size(self.runtime.sizes(), self.runtime.world_size)[self.runtime.rank])
 
     def _stage(self) -> dict[str, dict[str, Tensor]]:
-        """Copies on the host of the tensors that this rank writes, by group; page-locked where they come from a GPU."""
+        """Copy the tensors that this rank writes to the host; return the copies by group and name.
+
+        The buffers are reused between checkpoints; for tensors on a GPU they are page-locked.
+        """
         runtime = self.runtime
         groups: dict[str, dict[str, Tensor]] = {}
         on_cuda = runtime.device.type == "cuda"

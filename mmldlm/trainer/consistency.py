@@ -1,4 +1,4 @@
-"""What all processes of a run must agree on, as flat text, and where they do not."""
+"""Fingerprints of config, data and versions, by which ranks are checked to be started alike."""
 
 from __future__ import annotations
 
@@ -19,67 +19,72 @@ from mmldlm.settings.fields import dump, leaves
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "numpy")
 ABSENT = "absent"
-PLACES = ("data.path", "data.mixture")
+PATH_KEYS = ("data.path", "data.mixture")
 
 
 def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
-    """All that decides the curve: `config.*`, `data.*`, `version.*` and `git`. Takes milliseconds."""
+    """Return all that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, within milliseconds."""
     return {**config_fingerprint(config), **data_fingerprint(store), **version_fingerprint()}
 
 
 def config_fingerprint(config: RunConfig) -> dict[str, str]:
-    """Every leaf of the config as `config.KEY`, but for places: a store may lie elsewhere on each node."""
+    """Return every leaf of the config as `config.KEY`, except for paths of data, which may differ between nodes."""
     tree = dump(config)
-    return {f"config.{key}": _text(_at(tree, key)) for key, _ in leaves(RunConfig) if key not in PLACES}
+    return {f"config.{key}": _text(_lookup(tree, key)) for key, _ in leaves(RunConfig) if key not in PATH_KEYS}
 
 
 def data_fingerprint(store: Store) -> dict[str, str]:
-    """SHA-256 of the manifests, which hold that of every other file, with their shares; and of the tokenizer."""
+    """Return SHA-256 of the tokenizer and of the manifests with their shares; manifests hash all other files."""
     return {"data.manifest": store.identity, "data.tokenizer": str(store.manifest.tokenizer["sha256"])}
 
 
 def version_fingerprint() -> dict[str, str]:
-    """Installed versions, without importing the packages, and the revision of the code."""
-    found = {"version.python": platform.python_version(), "version.mmldlm": mmldlm.__version__}
-    return {**found, **{f"version.{name}": _version(name) for name in PACKAGES}, "git": revision()}
+    """Return the installed versions, without importing the packages, and the revision of the code."""
+    versions = {"version.python": platform.python_version(), "version.mmldlm": mmldlm.__version__}
+    return {**versions, **{f"version.{name}": _version(name) for name in PACKAGES}, "git": revision()}
 
 
 def revision(package: Path = Path(mmldlm.__file__).parent) -> str:
-    """Short revision of the package's checkout, with "+changes" if files differ from it; "" where there is none."""
-    if not (package.parent / ".git").exists():  # an installed package may lie inside another project's checkout
+    """Return the short revision of the package's checkout, with "+changes" if files differ; "" without a checkout."""
+    if not (package.parent / ".git").exists():  # an installed package may be inside another project's checkout
         return ""
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--dirty=+changes"]
     try:
-        found = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def disagreements(fingerprints: Sequence[Mapping[str, str]], who: str = "rank") -> list[str]:
-    """A line for each key that is not the same in all: who deviates, by what, and the value of the others.
+    """Return a line for each key whose values differ: who deviates, the deviating values and the usual value.
 
-    The others are the majority, or whoever agrees with the first where there is no majority.
+    The usual value is the most frequent one; of several equally frequent ones, the first.
+
+    Args:
+        fingerprints: Fingerprints by number of rank or node.
+        who: Singular of what is numbered.
     """
     lines = []
-    for key in dict.fromkeys(key for found in fingerprints for key in found):
-        values = [found.get(key, ABSENT) for found in fingerprints]
-        holders = Counter(values)
-        if len(holders) == 1:
+    for key in dict.fromkeys(key for fingerprint in fingerprints for key in fingerprint):
+        values = [fingerprint.get(key, ABSENT) for fingerprint in fingerprints]
+        counts = Counter(values)
+        if len(counts) == 1:
             continue
-        most = max(holders.values())
-        usual = values[0] if holders[values[0]] == most else next(v for v in values if holders[v] == most)
+        max_count = max(counts.values())
+        usual = next(value for value in values if counts[value] == max_count)
         deviating = [
-            f"{_named(who, [i for i, v in enumerate(values) if v == value])}: {key} is {_short(value)}"
-            for value in holders
+            f"{_format_numbers(who, [i for i, v in enumerate(values) if v == value])}: {key} is {_short(value)}"
+            for value in counts
             if value != usual
         ]
-        others = _named(who, [i for i, v in enumerate(values) if v == usual])
+        others = _format_numbers(who, [i for i, v in enumerate(values) if v == usual])
         lines.append(f"{', '.join(deviating)}, {_short(usual)} on {others}")
     return lines
 
 
-def _at(tree: Any, key: str) -> Any:
+def _lookup(tree: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
     for part in key.split("."):
         tree = tree[part]
     return tree
@@ -97,12 +102,12 @@ def _version(name: str) -> str:
 
 
 def _short(value: str) -> str:
-    """The value as a line shows it: hashes by their first 12 digits."""
+    """Return the value for a message: of a hash, its first 12 digits."""
     return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value or "empty"
 
 
-def _named(who: str, numbers: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 2-7`."""
+def _format_numbers(who: str, numbers: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 0, 2-7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,6 +1,6 @@
-"""What training computes and the memory it takes, seen from the operators that it calls.
+"""FLOPs and memory of training, counted from the operators that it calls.
 
-Runs on fake tensors too, which have shapes but no memory: so `mmldlm train --dry-run` knows the costs of a run.
+Works with fake tensors, which have shapes but no memory: `mmldlm train --dry-run` estimates the costs of a run so.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils.flop_counter import flop_registry
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.mmdit import MMDiT
 
-# ema: the average of the weights; update: what it needs meanwhile
+# update: temporaries of the optimizer step
 Kind = Literal["weights", "ema", "gradients", "moments", "batches", "activations", "update"]
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
-_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors lie
+_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors are
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _ATEN._scaled_dot_product_flash_attention_backward
@@ -35,40 +35,43 @@ _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tenso
 }
 
 
-class Costs(TorchDispatchMode):
-    """Adds up the FLOPs of matrix products, and follows the memory that operators ask for until it is free again.
+class CostTracker(TorchDispatchMode):
+    """Dispatch mode that counts FLOPs of matrix products and tracks memory from its allocation until it is freed.
 
-    PyTorch's `FlopCounterMode` has the same formulas, but its hooks keep what is recomputed alive.
+    PyTorch's `FlopCounterMode` has the same formulas, but its hooks keep tensors alive that activation checkpointing
+    frees.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self.products_in_half: set[tuple[Any, ...]] = set()  # (kind at the time, sizes, all else they differ by)
-        self.kind: Kind = "activations"  # of what is allocated from here on
-        self._allocation: dict[int, int] = {}  # of the memory that is there now
-        self._kinds: list[Kind] = []  # of each allocation
-        self._changes: list[tuple[int, int]] = []  # (allocation, bytes) of each allocation and, negative, its end
+        self.half_precision_products: set[tuple[Any, ...]] = set()  # (kind, sizes, other properties)
+        self.kind: Kind = "activations"  # kind of new allocations
+        self._allocation: dict[int, int] = {}  # live storage -> index of its allocation
+        self._kinds: list[Kind] = []  # by allocation
+        self._changes: list[tuple[int, int]] = []  # (allocation, bytes), with negative bytes when it is freed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _FORMULAS:
             self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         if func.overloadpacket in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16):
+            # oneDNN compiles a kernel for each combination of operator, shapes, strides and options.
             sizes = tuple(size for factor in args for size in factor.shape)
-            others = (func.overloadpacket, *(factor.stride() for factor in args), *(kwargs or {}).items())
-            self.products_in_half.add((self.kind, sizes, others))
+            properties = (func.overloadpacket, *(factor.stride() for factor in args), *(kwargs or {}).items())
+            self.half_precision_products.add((self.kind, sizes, properties))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._meet(tensor.untyped_storage())
+                self._track(tensor.untyped_storage())
         return out
 
-    def are(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
-        """The memory of these tensors, met before or not, is of this kind."""
+    def set_kind(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
+        """Set the kind of the memory of `tensors`, whether it has been tracked before or not."""
         for tensor in tensors:
-            self._kinds[self._meet(tensor.untyped_storage())] = kind
+            self._kinds[self._track(tensor.untyped_storage())] = kind
 
-    def _meet(self, storage: torch.UntypedStorage) -> int:
+    def _track(self, storage: torch.UntypedStorage) -> int:
+        """Return the index of a storage's allocation; track it until it is freed if it is new."""
         key = storage._cdata
         if key not in self._allocation:
             allocation, size = len(self._kinds), storage.nbytes()
@@ -83,93 +86,98 @@ class Costs(TorchDispatchMode):
         self._changes.append((allocation, -size))
 
     def peak(self, *kinds: Kind) -> dict[Kind, int]:
-        """Bytes of each of these kinds, or of all, when together they are the most."""
-        now, most, at_most = Counter[Kind](), 0, Counter[Kind]()
+        """Return the bytes of each of `kinds` (default: all) at the time when their sum is largest."""
+        current, peak_total, peak = Counter[Kind](), 0, Counter[Kind]()
         for allocation, size in self._changes:
             kind = self._kinds[allocation]
             if not kinds or kind in kinds:
-                now[kind] += size
-                if now.total() > most:
-                    most, at_most = now.total(), now.copy()
-        return dict(at_most)
+                current[kind] += size
+                if current.total() > peak_total:
+                    peak_total, peak = current.total(), current.copy()
+        return dict(peak)
 
 
-class StepCosts:
-    """Optimizer steps, called as the trainer calls them, and what they cost.
+class StepCostTracker:
+    """Tracker of the costs of optimizer steps, which are called in the order of the trainer.
 
-    `model` may have fake tensors. In DDP's buckets `gradients_stay` from step to step. `ema`: an average of the trained
-    weights lies beside them, whose update needs no memory of its own.
+    Args:
+        model: Network, possibly with fake tensors.
+        objective: Objective of the run.
+        keep_gradients: Keep the gradients' memory between steps, as DDP's buckets do.
+        ema: Count an EMA of the trained weights; its update needs no additional memory.
     """
 
-    def __init__(self, model: MMDiT, objective: Objective, gradients_stay: bool = False, ema: bool = False):
-        self.model, self.objective, self.gradients_stay = model, objective, gradients_stay
-        self.costs = Costs()
-        self.costs.are("weights", [*model.parameters(), *model.buffers()])
-        with self._watched("ema"):
+    def __init__(self, model: MMDiT, objective: Objective, keep_gradients: bool = False, ema: bool = False):
+        self.model, self.objective, self.keep_gradients = model, objective, keep_gradients
+        self.costs = CostTracker()
+        self.costs.set_kind("weights", [*model.parameters(), *model.buffers()])
+        with self._tracking("ema"):
             trained = model.parameters() if ema else ()
-            self._average = [torch.zeros_like(parameter) for parameter in trained if parameter.requires_grad]
-        self._name_gradients()
-        if gradients_stay:
-            self._begin_gradients()
+            self._ema = [torch.zeros_like(parameter) for parameter in trained if parameter.requires_grad]
+        self._label_gradients()
+        if keep_gradients:
+            self._allocate_gradients()
 
     def micro_batches(self, noised: Sequence[NoisedBatch]) -> int:
-        """FLOPs of their forwards and backwards."""
+        """Run forward and backward of a step's micro-batches; return their FLOPs."""
         before = self.costs.flops
         for batch in noised:
-            self.costs.are("batches", _tensors(batch))
+            self.costs.set_kind("batches", _tensors(batch))
         for batch in noised:
-            with self._watched("activations"):
+            with self._tracking("activations"):
                 loss, _ = self.objective(self.model, batch, batch.counts.tolist())
                 loss.backward()
-            self._name_gradients()
+            self._label_gradients()
         return self.costs.flops - before
 
     def update(self, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
-        with self._watched("update"):
+        """Clip the gradients, step the optimizer and clear the gradients."""
+        with self._tracking("update"):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm or math.inf)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=not self.gradients_stay)
+            optimizer.zero_grad(set_to_none=not self.keep_gradients)
         values = (value for state in optimizer.state.values() for value in state.values())
-        self.costs.are("moments", (value for value in values if isinstance(value, Tensor)))
+        self.costs.set_kind("moments", (value for value in values if isinstance(value, Tensor)))
 
-    def make_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """As a first step does, so that all steps to come have them from the beginning."""
-        self._begin_gradients()
+    def init_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Create the optimizer's state by a step without micro-batches, so that all later steps count it."""
+        self._allocate_gradients()
         self.update(optimizer, 0.0)
 
-    def _begin_gradients(self) -> None:
-        with self._watched("gradients"):
+    def _allocate_gradients(self) -> None:
+        with self._tracking("gradients"):
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
-    def _name_gradients(self) -> None:
+    def _label_gradients(self) -> None:
         gradients = (parameter.grad for parameter in self.model.parameters())
-        self.costs.are("gradients", (gradient for gradient in gradients if gradient is not None))
+        self.costs.set_kind("gradients", (gradient for gradient in gradients if gradient is not None))
 
     @contextmanager
-    def _watched(self, kind: Kind) -> Iterator[None]:
+    def _tracking(self, kind: Kind) -> Iterator[None]:
+        """Track new allocations as `kind`, under the fake mode of the model's parameters if they have one."""
         self.costs.kind = kind
         with getattr(next(self.model.parameters()), "fake_mode", nullcontext()), self.costs:
             yield
 
 
 def _tensors(batch: NoisedBatch) -> list[Tensor]:
-    """All of a batch; its index tensors are made now, which must not be under the fake mode."""
+    """Return all tensors of a batch, after creating its index tensors, which must not happen under the fake mode."""
     layout = batch.layout
-    found = [*vars(batch).values(), layout.sample_of_token, layout.position, layout.sample_of_latent]
+    values = [*vars(batch).values(), layout.sample_of_token, layout.position, layout.sample_of_latent]
     _ = layout.groups
-    return [value for value in found if isinstance(value, Tensor)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def micro_batch_cost(model: MMDiT, objective: Objective, noised: NoisedBatch) -> tuple[int, int]:
-    """(FLOPs of forward and backward, bytes of activations at their peak) of one micro-batch.
+    """Return (FLOPs of forward and backward, peak bytes of activations) of one micro-batch.
 
-    `model` may have fake tensors; its gradients, of before or new, are no activations.
+    `model` may have fake tensors; gradients do not count as activations.
     """
-    steps = StepCosts(model, objective)
+    steps = StepCostTracker(model, objective)
     steps.micro_batches([noised])
     return steps.costs.flops, steps.costs.peak("activations").get("activations", 0)
 
 
-__all__ = ["Costs", "Kind", "StepCosts", "micro_batch_cost"]
+__all__ = ["CostTracker", "Kind", "StepCostTracker", "micro_batch_cost"]

@@ -1,4 +1,4 @@
-"""What all ranks settle before the first step: equal inputs, one shared folder, and the start-up report."""
+"""Start-up: builds the components, checks that all ranks have the same inputs and run folder, and reports both."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
 from mmldlm.distributed.deepspeed_config import StepPlan
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.environment import settings_to_export, unread_names
-from mmldlm.distributed.optimizers import build_optimizer, implementation, resolve_fused
+from mmldlm.distributed.environment import settings_to_export, unread_variables
+from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer, resolve_fused
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
@@ -34,25 +34,26 @@ from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
 from mmldlm.run.factory import build_model, build_objective
 from mmldlm.telemetry import memory_limits
-from mmldlm.trainer.auto_batch_size import halved
+from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.consistency import disagreements, fingerprint
-from mmldlm.trainer.onednn import multiplies_bf16
-from mmldlm.utils.files import make_folder, token, wait_until_visible
-from mmldlm.utils.host_cpus import spinning
+from mmldlm.trainer.onednn import has_bf16_instructions
+from mmldlm.utils.files import make_folder, probe_file, wait_until_visible
+from mmldlm.utils.host_cpus import openmp_spinning
 
-SHARED_FOLDER_PATIENCE_S = 5.0
+SHARED_FOLDER_TIMEOUT_S = 5.0
 
 
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
-    """Of batches that are known to divide by `world_size` and the micro-batch.
+    """Return the batch sizes and precision that the engine is configured with.
 
-    It is that of the stage with the most micro-batches: `ZeroEngine` says itself which is a step's last, but DeepSpeed
-    may leave out what it needs to add gradients up where it is told that there is nothing to add. So it is told of two
-    micro-batches, too, where one may turn out too large.
+    Batch sizes must be divisible by `world_size` and by the micro-batch. Of several stages, the one with the most
+    micro-batches counts: `ZeroEngine` itself marks the last micro-batch of a step, but DeepSpeed may omit the buffers
+    for gradient accumulation if its config has none. For the same reason `train.auto_micro_batch`, which may halve
+    micro-batches later, yields at least two.
     """
     size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
     if config.train.auto_micro_batch and size.accumulation(world_size) == 1:
-        size = BatchSize(size.global_batch_size, halved(size, world_size) or 1)
+        size = BatchSize(size.global_batch_size, halve_micro_batch(size, world_size) or 1)
     return StepPlan(
         micro_batch_size=size.micro_batch_size,
         accumulation=size.accumulation(world_size),
@@ -64,25 +65,30 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
 
 @dataclass(frozen=True)
 class Components:
-    """What a run is made of, before an engine wraps it."""
+    """Components of a run, before the engine wraps the model and the optimizer."""
 
     store: Store
     loader: Loader
     objective: Objective
     tokenizer: Tokenizer
-    skipped_samples: list[str]  # place and fault of each
+    skipped_samples: list[str]  # location and problem of each
     validation_ids: list[int]
     model: MMDiT
-    compiled: str  # what of it, and if not as asked why
+    compiled: str  # what is compiled, and why if that differs from the settings
     optimizer: torch.optim.Optimizer
     parameters: dict[str, int]  # by part of the network
     trainable: int
 
 
 def build_components(config: RunConfig, runtime: Engine) -> Components:
-    """Collective. Raises `DataError` or `ConfigError` where data or settings are not fit to train on."""
+    """Open the data and build model, objective, loader and optimizer (collective).
+
+    Raises:
+        DataError: the data cannot be trained on.
+        ConfigError: the settings do not fit the data or this machine.
+    """
     with runtime.raise_on_all_ranks("opening of the data store"):
-        store = open_data(config.data.place)
+        store = open_data(config.data.location)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, runtime)
     validation, device_type = store.split("validation"), runtime.device.type
     model = build_model(config, store.manifest, device_type).to(runtime.device)
@@ -108,26 +114,31 @@ def _loader(config: RunConfig, runtime: Engine, store: Store) -> Loader:
     return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type)
 
 
-def with_latent_stats(latents: LatentInfo, parts: Components, config: RunConfig, runtime: Engine) -> Components:
-    """The same parts with another standardization of latents, before the loader has read any."""
-    if latents == parts.store.manifest.latent:
-        return parts
-    store = parts.store.with_manifest(replace(parts.store.manifest, latent=latents))
+def with_latent_stats(latents: LatentInfo, components: Components, config: RunConfig, runtime: Engine) -> Components:
+    """Return `components` with another standardization of latents; call it before the loader has read any."""
+    if latents == components.store.manifest.latent:
+        return components
+    store = components.store.with_manifest(replace(components.store.manifest, latent=latents))
     loader, objective = _loader(config, runtime, store), build_objective(config, store.manifest)
-    return replace(parts, store=store, loader=loader, objective=objective)
+    return replace(components, store=store, loader=loader, objective=objective)
 
 
 def compare_ranks(runtime: Engine, config: RunConfig, store: Store) -> dict[str, str]:
-    """Collective: this run's fingerprint; `ConfigError` naming rank and key where a rank has another one."""
+    """Return the fingerprint that all ranks share (collective).
+
+    Raises:
+        ConfigError: configs, versions or data differ; the message names ranks and keys.
+    """
     fingerprints = runtime.gather(fingerprint(config, store), "comparison of configs, versions and data")
-    found = disagreements(fingerprints)
-    if found:
-        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-        raise ConfigError("the ranks were not started alike: " + "; ".join(found[:3]) + more)
+    differences = disagreements(fingerprints)
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise ConfigError("the ranks were not started alike: " + "; ".join(differences[:3]) + more)
     return fingerprints[0]
 
 
 def create_run_folder(run_dir: Path) -> None:
+    """Create the run folder, or raise `StorageError`."""
     try:
         make_folder(run_dir)
     except OSError as error:
@@ -135,18 +146,18 @@ def create_run_folder(run_dir: Path) -> None:
 
 
 def check_shared_folder(runtime: Engine, run_dir: Path) -> None:
-    """Collective: `ConfigError` on all ranks where one does not see what rank 0 wrote into the run folder."""
+    """Raise `ConfigError` on all ranks if any of them does not see a file of rank 0 in the run folder (collective)."""
     if runtime.world_size == 1:
         return
     with ExitStack() as stack:
-        name = stack.enter_context(token(run_dir)) if runtime.is_main else None
+        name = stack.enter_context(probe_file(run_dir)) if runtime.is_main else None
         name = runtime.gather(name, "name of a file in the run folder")[0]
-        seen = wait_until_visible(run_dir / name, SHARED_FOLDER_PATIENCE_S)
-        sees = runtime.gather((seen, socket.gethostname()), "sight of a file in the run folder")
-    blind = [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(sees) if not seen]
-    if blind:
+        visible = wait_until_visible(run_dir / name, SHARED_FOLDER_TIMEOUT_S)
+        results = runtime.gather((visible, socket.gethostname()), "sight of a file in the run folder")
+    missing = [f"rank {rank} on {host}" for rank, (visible, host) in enumerate(results) if not visible]
+    if missing:
         raise ConfigError(
-            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(blind)} does not see rank 0's; "
+            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(missing)} does not see rank 0's; "
             "put it on a file system that all nodes share"
         )
 
@@ -154,20 +165,20 @@ def check_shared_folder(runtime: Engine, run_dir: Path) -> None:
 def startup_report(
     runtime: Engine,
     config: RunConfig,
-    parts: Components,
+    components: Components,
     fingerprint: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Collective: all that was resolved, in the order in which it is read."""
-    me = {
+    """Return the content of `startup.json`: hardware, resolved settings, batch sizes and versions (collective)."""
+    rank_info = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": str(runtime.device),
         "name": torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        "openmp": spinning(os.environ),
+        "openmp": openmp_spinning(os.environ),
         **memory_limits(),
     }
-    ranks = runtime.gather(me, "start-up report")
+    ranks = runtime.gather(rank_info, "start-up report")
     batches = {
         step: {
             **asdict(size),
@@ -187,13 +198,13 @@ def startup_report(
         "ranks": ranks,
         "precision": config.precision,
         "attention": getattr(runtime.unwrapped_model, "backend", ""),
-        "compile": parts.compiled,
+        "compile": components.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
         "optimizer": _optimizer_name(runtime, config),
-        "ema": _average(config.ema),
-        "parameters": parts.parameters,
-        "parameters_total": sum(parts.parameters.values()),
-        "parameters_trainable": parts.trainable,
+        "ema": _describe_ema(config.ema),
+        "parameters": components.parameters,
+        "parameters_total": sum(components.parameters.values()),
+        "parameters_trainable": components.trainable,
         "frozen": list(config.freeze),
         **batches.pop(0),
         "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
@@ -205,60 +216,60 @@ def startup_report(
             "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
         },
         "exported": exported if on_cuda else {},
-        "not_read": unread_names(exported) if runtime.is_main else [],
+        "not_read": unread_variables(exported) if runtime.is_main else [],
         "deepspeed_file": runtime.launch.deepspeed_file,
         "git": fingerprint.get("git", ""),
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
         "data_manifest": fingerprint.get("data.manifest", ""),
-        "mixture": _mixture(config, parts),
-        "skipped_samples": parts.skipped_samples,
+        "mixture": _mixture(config, components),
+        "skipped_samples": components.skipped_samples,
     }
     return report
 
 
-def _mixture(config: RunConfig, parts: Components) -> list[dict[str, Any]]:
-    """Where samples come from if from several stores, and how often the run will have read each of them."""
-    split = parts.store.split("train")
-    epochs = parts.loader.order.epochs(config.train.samples_before(config.train.steps))
-    found = [
+def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
+    """Return share, samples and epochs over the whole run of each store of a mixture; empty for a single store."""
+    split = components.store.split("train")
+    epochs = components.loader.order.epochs(config.train.samples_before(config.train.steps))
+    sources = [
         {
             "name": source.name,
             "path": str(source.path),
             "share": float(source.share),
             "samples": stop - first,
-            "epochs": at_the_end,
+            "epochs": final_epoch,
         }
-        for (source, first, stop), at_the_end in zip(split.parts(), epochs, strict=True)
+        for (source, first, stop), final_epoch in zip(split.source_ranges(), epochs, strict=True)
     ]
-    return found if len(found) > 1 else []
+    return sources if len(sources) > 1 else []
 
 
 def _optimizer_name(runtime: Engine, config: RunConfig) -> str:
-    """The implementation that really steps."""
-    name = implementation(runtime.unwrapped_optimizer)
+    """Return the implementation that the engine steps with."""
+    name = describe_optimizer(runtime.unwrapped_optimizer)
     fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, runtime.device.type)
-    assert (", fused" in name) == fused, f"{name} is not the implementation asked for"
+    assert (", fused" in name) == fused, f"{name} is not the configured implementation (fused: {fused})"
     return name
 
 
-def _average(config: EmaConfig) -> str:
-    """What is kept of the weights' average, for the user."""
+def _describe_ema(config: EmaConfig) -> str:
+    """Return the EMA settings as a line for the user."""
     if not config.decay:
         return "none"
-    measured = "the average" if config.measured == "ema" else "the trained weights"
-    return f"decay {config.decay:g}{', with a warm-up' if config.warmup else ''}; validations measure {measured}"
+    weights = "the EMA" if config.eval_weights == "ema" else "the trained weights"
+    return f"decay {config.decay:g}{', with warmup' if config.warmup else ''}; validations use {weights}"
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """The report for a terminal."""
+    """Return the start-up report as lines for a terminal."""
     hosts = sorted({rank["host"] for rank in report["ranks"]})
     devices = sorted({rank["name"] for rank in report["ranks"]})
     versions = report["versions"]
     threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
 
     def batch(sizes: Mapping[str, Any]) -> str:
-        parts = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
-        return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, parts))}"
+        factors = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
+        return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, factors))}"
 
     lines = [
         f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
@@ -291,17 +302,17 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
     )
     precision = report["precision"]
-    slow = not {"fp32": lambda: True, "bf16": multiplies_bf16, "fp16": multiplies_fp16}[precision]()
+    slow = not {"fp32": lambda: True, "bf16": has_bf16_instructions, "fp16": has_fp16_instructions}[precision]()
     if slow and "cpu" in devices:
         lines.append(
             f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
         )
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
-        lines.append(f"warning      the installed PyTorch and NCCL read no {', '.join(report['not_read'])}")
+        lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")
     return lines
 
 
-def multiplies_fp16() -> bool:
-    """The same of float16."""
+def has_fp16_instructions() -> bool:
+    """Return whether this CPU has instructions for products of float16 matrices."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,6 +1,6 @@
-"""What signals ask of the loop: SIGINT and SIGTERM to end after the step at hand, SIGUSR1 to save and go on.
+"""Signals as requests to the loop: SIGINT and SIGTERM to save and stop after the present step, SIGUSR1 to save.
 
-A second SIGINT ends at once.
+A second SIGINT ends the process at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SignalRequests:
-    """Context manager that notes the signals of this process; the ranks agree on them in the loop."""
+    """Context manager that records the signals of this process; the ranks agree on them in the loop."""
 
     STOP = (signal.SIGINT, signal.SIGTERM)
 
@@ -28,7 +28,7 @@ class SignalRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            # By default the first SIGTERM would have ended the process: on its way out, the next ones change nothing.
+            # A process that is stopping because of SIGTERM ignores further ones until it exits.
             leaving = number == signal.SIGTERM and handler == signal.SIG_DFL and self.stop is not None
             signal.signal(number, _do_nothing if leaving else handler)
 
@@ -42,4 +42,4 @@ class SignalRequests:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal; unlike SIG_IGN, programs that are started from now on do not inherit this."""
+    """Ignore a signal; unlike SIG_IGN, programs that are started later do not inherit this."""

@@ -1,4 +1,4 @@
-"""Durable writes, hashes and sightings of files, for the data store, the checkpoints and the run folder alike."""
+"""Durable writes, hashes and visibility of files, shared by data store, checkpoints and run folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Size and SHA-256 of a file, as a manifest holds them."""
+    """Size and SHA-256 of a file, as stored in manifests."""
 
     bytes: int
     sha256: str
 
 
 def fsync(path: Path) -> None:
-    """Make a file's contents, or a folder's names, durable."""
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,7 +32,7 @@ def fsync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and what is missing above it, durably."""
+    """Create a folder and its missing parents, and fsync their entries."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -40,7 +40,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """`path` holds either what it held before or all of `content`, whatever happens in between."""
+    """Replace the content of `path` atomically: after a crash it has either the old content or all of the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     fsync(temporary)
@@ -49,8 +49,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def token(folder: Path) -> Iterator[str]:
-    """The name of a small new file that is in `folder` within; OSError where it cannot be written."""
+def probe_file(folder: Path) -> Iterator[str]:
+    """Create a small file in `folder` for the duration of the context and yield its name.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     name = f".token-{uuid.uuid4().hex}"
     descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -64,20 +68,24 @@ def token(folder: Path) -> Iterator[str]:
         (folder / name).unlink(missing_ok=True)
 
 
-def wait_until_visible(path: Path, seconds: float) -> bool:
-    """Whether a file that another machine has made is seen here in time: network file systems show it late."""
-    deadline = time.monotonic() + seconds
+def wait_until_visible(path: Path, timeout_s: float) -> bool:
+    """Wait for a file that another machine has created, which network file systems show with a delay.
+
+    Returns:
+        Whether the file was visible within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
             return False
         with suppress(OSError):
-            list(path.parent.iterdir())  # has a network file system look again
+            list(path.parent.iterdir())  # makes a network file system refresh its cache
         time.sleep(0.1)
     return True
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's contents; OSError where it cannot be read."""
+    """Return the hex digest of a file's content; OSError if it cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -86,5 +94,5 @@ def sha256(path: Path) -> str:
 
 
 def file_info(path: Path) -> FileInfo:
-    """Of the file as it is now; OSError where it cannot be read."""
+    """Return current size and hash of a file; OSError if it cannot be read."""
     return FileInfo(path.stat().st_size, sha256(path))

@@ -1,24 +1,24 @@
-"""Numbers as people read them."""
+"""Human-readable durations and counts."""
 
 from __future__ import annotations
 
 
 def human_duration(seconds: float) -> str:
-    """`42s`, `3m 05s`, `2h 07m`, `4d 03h`: the two units that matter."""
-    whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    """Format a duration in its two largest units: `42s`, `3m 05s`, `2h 07m`, `4d 03h`."""
+    total = round(seconds)
+    minutes, hours, days = total // 60, total // 3600, total // 86400
     if not minutes:
-        return f"{whole}s"
+        return f"{total}s"
     if not hours:
-        return f"{minutes}m {whole % 60:02}s"
+        return f"{minutes}m {total % 60:02}s"
     if not days:
         return f"{hours}h {minutes % 60:02}m"
     return f"{days}d {hours % 24:02}h"
 
 
 def human_count(number: float) -> str:
-    """`950`, `12.3k`, `4.56M`: three digits."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= limit * 0.9995:
-            return f"{number / limit:#.3g}{unit}".replace(".k", "k").replace(".M", "M").replace(".G", "G")
+    """Format a number with three digits and a unit: `950`, `12.3k`, `4.56M`."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor * 0.9995:  # 999.5 and more rounds to four digits
+            return f"{number / factor:#.3g}{unit}".replace(".k", "k").replace(".M", "M").replace(".G", "G")
     return f"{number:.0f}"

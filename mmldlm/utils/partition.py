@@ -1,4 +1,4 @@
-"""Work shared out by size, the same on every rank."""
+"""Partition of work by size, identical on every rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Item = TypeVar("Item", bound=Any)
 
 
 def partition_by_size(sizes: Mapping[Item, int], parts: int) -> list[list[Item]]:
-    """The items in `parts` of nearly equal size: the largest first, each to whoever has least.
+    """Split items into `parts` lists of nearly equal total size, by greedy assignment of the largest first.
 
-    Items of one size go in their own order, so the result does not depend on that of `sizes`.
+    Items of equal size are sorted, so the result does not depend on the order of `sizes`.
     """
-    found: list[list[Item]] = [[] for _ in range(parts)]
-    load = [0] * parts
+    partition: list[list[Item]] = [[] for _ in range(parts)]
+    loads = [0] * parts
     for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
-        least = load.index(min(load))
-        found[least].append(item)
-        load[least] += sizes[item]
-    return found
+        smallest = loads.index(min(loads))
+        partition[smallest].append(item)
+        loads[smallest] += sizes[item]
+    return partition

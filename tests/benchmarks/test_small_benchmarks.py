@@ -171,7 +171,7 @@ def test_busy(tables: Callable[..., Tables]) -> None:
         assert row["met"] == (row["chosen / default"] >= row["goal"]) and row["short spinning chosen"] == "0 of 1"
         openmp = {kind: [run["openmp"] for run in runs] for kind, runs in row["runs"].items()}
         assert openmp["default"] == ["GOMP_SPINCOUNT=300000, set by the environment"]
-        assert openmp["chosen"] == ["a single thread, which waits for none"]
+        assert openmp["chosen"] == ["a single thread, which never waits"]
 
 
 def test_prepare(tables: Callable[..., Tables]) -> None:

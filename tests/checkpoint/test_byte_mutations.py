@@ -11,7 +11,7 @@ import pytest
 from tiny_run import TINY
 
 from mmldlm import train
-from mmldlm.checkpoint import CheckpointStore, Retention, verify
+from mmldlm.checkpoint import CheckpointStore, Retention, verify_checkpoint
 from mmldlm.errors import DataError
 
 PAGE = 4096
@@ -102,8 +102,8 @@ def test_a_thousand_mutations_are_all_seen(trained: Path, tmp_path: Path) -> Non
         for name, data in changed.items():
             (folder / name).write_bytes(data)
         with pytest.raises(DataError) as refused:
-            store.open(folder) if number % 2 else verify(folder)
+            store.open(folder) if number % 2 else verify_checkpoint(folder)
         assert any(str(folder / name) in str(refused.value) for name in changed), (number, refused.value)
         for name in changed:
             (folder / name).write_bytes(original[name])
-    assert verify(folder).step == 2, "it is the mutations that were refused"
+    assert verify_checkpoint(folder).step == 2, "it is the mutations that were refused"

@@ -11,11 +11,11 @@ from mmldlm.checkpoint import (
     TensorFiles,
     TrainState,
     clean_name,
-    file_name,
     load_model_state,
     load_optimizer_state,
     model_state,
     optimizer_state,
+    tensor_file_name,
     write_tensors,
 )
 from mmldlm.distributed.muon import MuonAdamW
@@ -145,12 +145,12 @@ def test_missing_extra_and_misshapen_are_named_and_change_nothing():
     weights, moments = model_state(model), optimizer_state(optimizer, model)
     before = bits(weights), bits(moments)
     wrong = {("other" if name == "body.bias" else name): tensor + 1 for name, tensor in weights.items()}
-    with pytest.raises(DataError, match=r"missing body\.bias; not wanted other"):
+    with pytest.raises(DataError, match=r"missing body\.bias; unexpected other"):
         load_model_state(model, wrong)
     with pytest.raises(DataError, match=r"body\.weight is float32 \[6, 7\] in the checkpoint, float32 \[6, 6\]"):
         load_model_state(model, {**{n: t + 1 for n, t in weights.items()}, "body.weight": torch.zeros(6, 7)})
     wrong = {name.replace("body.bias/", "other/"): tensor + 1 for name, tensor in moments.items()}
-    with pytest.raises(DataError, match=r"missing body\.bias; not wanted other"):
+    with pytest.raises(DataError, match=r"missing body\.bias; unexpected other"):
         load_optimizer_state(optimizer, model, wrong)
     with pytest.raises(DataError, match=r"body\.weight/exp_avg is float32 \[36\]"):
         load_optimizer_state(optimizer, model, {**moments, "body.weight/exp_avg": torch.zeros(36)})
@@ -193,12 +193,12 @@ def test_tensors_of_several_files_and_their_owners(tmp_path):
     assert [sum(sizes[name] for name in names) for names in owned] == [110, 110]
     tensors = {name: torch.full((2,), float(size)) for name, size in sizes.items()}
     for rank in (0, 1):
-        write_tensors(tmp_path / file_name("model", rank, 2), {name: tensors[name] for name in owned[rank]})
+        write_tensors(tmp_path / tensor_file_name("model", rank, 2), {name: tensors[name] for name in owned[rank]})
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     files = TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys([*names, "models.safetensors"], 0)), "model")
-    assert bits(files) == bits(tensors) and set(files.where(lambda name: name < "c")) == {"a", "b"}
+    assert bits(files) == bits(tensors) and set(files.filter(lambda name: name < "c")) == {"a", "b"}
     write_tensors(tmp_path / names[0], tensors)
-    with pytest.raises(DataError, match="is there twice"):
+    with pytest.raises(DataError, match="occurs twice"):
         TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys(names, 0)), "model")
     with pytest.raises(DataError, match=r"no optimizer\.safetensors"):
         TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys(names, 0)), "optimizer")

@@ -258,7 +258,7 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
     assert store.newest() is None, "not before the commit"
     records = {name: record for part in parts for name, record in part.items()}
     lost = {**records, "part-7": FileInfo(50, "0" * 64)}
-    with pytest.raises(StorageError, match="part-7 is not there with its 50 bytes"):
+    with pytest.raises(StorageError, match="part-7 is missing or does not have 50 bytes"):
         store.commit(temporary, 1, lost, {})
     path = store.commit(temporary, 1, records, {})
     assert sorted(store.open(path).files) == sorted(records) and names(tmp_path) == ["step-00000001"]

@@ -22,7 +22,7 @@ from mmldlm.checkpoint import (
     load_optimizer_state,
     model_state,
     optimizer_state,
-    verify,
+    verify_checkpoint,
     write_tensors,
 )
 from mmldlm.checkpoint.manifest import MAX_SMALL_BYTES
@@ -129,7 +129,7 @@ def test_a_checkpoint_with_a_skip_of_x0_goes_on_where_the_skip_is_zero(run: Run,
     for group in ("model", "ema"):
         tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
         replace_file(path, f"{group}.safetensors", save(tensors | old))
-    moments = TensorFiles.open(verify(path), "optimizer")
+    moments = TensorFiles.open(verify_checkpoint(path), "optimizer")
     entries = {f"{name}/{key}": value.clone() for name, value in old.items() for key in ("exp_avg", "exp_avg_sq")}
     replace_file(path, "optimizer.safetensors", save({name: moments[name] for name in moments} | entries))
     if not skip:
@@ -203,7 +203,7 @@ DTYPES = [torch.int64, torch.bool, torch.complex64, torch.uint8, torch.float8_e5
 def test_tensors_of_another_shape_or_type(run: Run, tmp_path: Path) -> None:
     """Under the right name; also one number that is several, and no number."""
     path = run[-1]
-    checkpoint = verify(path)
+    checkpoint = verify_checkpoint(path)
     for group in ("model", "optimizer"):
         tensors = dict(TensorFiles.open(checkpoint, group))
         good = (path / f"{group}.safetensors").read_bytes()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hostile import HASH, body_of, opened, seal
 
-from mmldlm.checkpoint import Checkpoint, CheckpointStore, Retention, verify
+from mmldlm.checkpoint import Checkpoint, CheckpointStore, Retention, verify_checkpoint
 
 quick = pytest.mark.quick
 CASES = 2000
@@ -100,7 +100,10 @@ def test_no_name_leads_out_of_the_folder(folder: Path, name: str) -> None:
     body = body_of(folder)
     body["files"][name] = body["files"]["model.bin"]
     seal(folder, body)
-    assert opened(lambda: verify(folder)) is None and opened(lambda: verify(folder, hashes=False)) is None
+    assert (
+        opened(lambda: verify_checkpoint(folder)) is None
+        and opened(lambda: verify_checkpoint(folder, hashes=False)) is None
+    )
 
 
 @quick
@@ -114,7 +117,7 @@ def test_a_manifest_that_is_no_plain_file_is_not_read(folder: Path, kind: str) -
         manifest.mkdir()
     else:
         manifest.symlink_to("/dev/zero" if kind == "endless" else "other")
-    assert opened(lambda: verify(folder)) is None
+    assert opened(lambda: verify_checkpoint(folder)) is None
 
 
 @quick
@@ -130,6 +133,6 @@ def test_large_and_deep_manifests(folder: Path) -> None:
         {"info": {"x": "y" * 2**24}},
     ):
         seal(folder, {**body, **change})
-        assert opened(lambda: verify(folder)) is None
+        assert opened(lambda: verify_checkpoint(folder)) is None
     (folder / "manifest.json").write_bytes(b"[" * 2**23)
-    assert opened(lambda: verify(folder)) is None
+    assert opened(lambda: verify_checkpoint(folder)) is None

@@ -46,7 +46,7 @@ def test_second_run_is_refused_and_a_killed_one_frees_the_folder(tmp_path, caplo
     finally:
         kill(child)
     with RunLock(tmp_path) as lock:  # the file is still there, and recognized as stale
-        assert lock.previous["pid"] == child and "ended without a word" in caplog.text
+        assert lock.previous["pid"] == child and "exited without cleanup" in caplog.text
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 

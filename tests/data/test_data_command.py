@@ -12,8 +12,8 @@ import pytest
 from sample_corpus import flip_bit, write_so, write_store
 
 from mmldlm import cli
-from mmldlm.data.inspect import faults, info, nearest, samples
-from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME
+from mmldlm.data.inspect import info, nearest, samples, verify_store
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.data.store import Store
 
 pytestmark = pytest.mark.quick
@@ -83,9 +83,9 @@ def test_a_whole_store_has_no_fault(store_path: Path, tmp_path: Path, capsys: py
     write_store(tmp_path / "shards")
     for path in (store_path, tmp_path / "shards"):
         assert cli.main(["data", "verify", str(path)]) == 0
-        assert f"{path}: whole: " in capsys.readouterr().out
-    (tmp_path / "shards" / SEAL_NAME).unlink()  # as earlier versions wrote them
-    assert faults(tmp_path / "shards", threads=1) == []
+        assert f"{path}: intact: " in capsys.readouterr().out
+    (tmp_path / "shards" / CHECKSUM_NAME).unlink()  # as earlier versions wrote them
+    assert verify_store(tmp_path / "shards", threads=1) == []
 
 
 def test_every_flipped_bit_is_found_in_the_file_that_has_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,11 +96,11 @@ def test_every_flipped_bit_is_found_in_the_file_that_has_it(copy: Path, capsys: 
             flip_bit(path, at)
             assert cli.main(["data", "verify", str(copy)]) == 65, (path, at)
             told = capsys.readouterr().err
-            name = MANIFEST_NAME if path.name == SEAL_NAME else path.name
+            name = MANIFEST_NAME if path.name == CHECKSUM_NAME else path.name
             assert name in told or path.name == MANIFEST_NAME, (path, at, told)
             assert told.count("\n") == 1 and told.startswith("mmldlm: error: ")
             path.write_bytes(content)
-    assert faults(copy) == []
+    assert verify_store(copy) == []
 
 
 def change(manifest: dict, key: str) -> None:
@@ -129,8 +129,8 @@ def test_numbers_that_contradict_the_data_are_found_without_a_seal(key: str, cop
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     change(manifest, key)
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
-    (copy / SEAL_NAME).unlink()
-    found = faults(copy)
+    (copy / CHECKSUM_NAME).unlink()
+    found = verify_store(copy)
     assert any(key in line for line in found), found
 
 
@@ -139,12 +139,12 @@ def test_several_faults_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixt
     store = tmp_path / "store"
     write_so(store, "train-00001.tokens", 3, 60_000)
     write_so(store, "test-00000.latents", (2, 0, 1), np.nan)
-    (store / SEAL_NAME).unlink()
+    (store / CHECKSUM_NAME).unlink()
     flip_bit(store / "train-00004.latents.npy")
     flip_bit(store / "test-00000.characters.npy")
     assert cli.main(["data", "verify", str(store), "--threads", "2"]) == 65
     told = capsys.readouterr()
-    assert told.out.count("\n") == 3 and "3 faults; the first: " in told.err
+    assert told.out.count("\n") == 3 and "3 problems; the first: " in told.err
     for part in (
         "train-00001.tokens.npy: sample",
         "train-00004.latents.npy: damaged",

@@ -25,7 +25,7 @@ from mmldlm.config import load_config
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
-from mmldlm.data.verify import deal, read_part, verify
+from mmldlm.data.verify import partition_items, verify, verify_part
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.telemetry import read_metrics
@@ -106,13 +106,13 @@ def test_only_full_verification_sees_what_opening_does_not(shards: Path) -> None
 def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards: Path) -> None:
     manifest = (store := Store.open(shards)).manifest
     for parts in (1, 2, 3, 50):
-        local_items = deal(store, parts)
+        local_items = partition_items(store, parts)
         names = sorted(name for part in local_items for _, _, name in part)
         assert names == sorted([*manifest.files, *(f"train-0000{i}" for i in range(6)), "validation-00000"])
         assert len(local_items) == parts
     write_so(shards, "train-00002.latents", (3, 1, 2), np.inf)
     write_so(shards, "validation-00000.tokens", 0, 999)
-    found = [read_part(Store.open(shards), part, 3, keep=5) for part in range(3)]
+    found = [verify_part(Store.open(shards), part, 3, keep=5) for part in range(3)]
     assert sum(count for count, _ in found) == 2
     assert sorted((split, row) for _, bad in found for split, row, _ in bad) == [(0, 17), (1, 0)]
 
@@ -211,7 +211,7 @@ def test_a_run_says_what_it_leaves_out(
 
 
 def test_a_fault_that_one_rank_finds_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:
-    name = next(name for split, _, name in deal(Store.open(shards), 2)[1] if split == 0)
+    name = next(name for split, _, name in partition_items(Store.open(shards), 2)[1] if split == 0)
     flip_bit(shards / f"{name}.tokens.npy")
     port = str(free_port())
     ranks = [

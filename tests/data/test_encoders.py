@@ -14,7 +14,7 @@ import pytest
 from sample_corpus import small_config, write_corpus
 
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, SentenceTransformerEncoder, load_encoder
-from mmldlm.data.inspect import faults
+from mmldlm.data.inspect import verify_store
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -32,8 +32,8 @@ def test_latent_tokens_are_latents_of_stretches_in_their_order(tmp_path: Path) -
     texts = write_corpus(tmp_path / "corpus.txt").read_text().splitlines()
     inner = LsaEncoder.fit(texts, 8)
     encoder = ChunkedEncoder(inner, 3)
-    assert encoder.stretches("a b c d e f g") == ["a b", "c d", "e f g"]
-    assert encoder.stretches("a b") == ["a", "a", "b"] and ChunkedEncoder(inner, 1).stretches("a  b") == ["a b"]
+    assert encoder.segments("a b c d e f g") == ["a b", "c d", "e f g"]
+    assert encoder.segments("a b") == ["a", "a", "b"] and ChunkedEncoder(inner, 1).segments("a  b") == ["a b"]
     found = encoder.encode(["rose tulip whale coral oven knife", "rose rose", "rose tulip ... ... oven knife"])
     assert found.shape == (3, 3, 8)
     assert np.allclose(found[0], inner.encode(["rose tulip", "whale coral", "oven knife"])[:, 0], atol=1e-6)
@@ -53,7 +53,7 @@ def test_a_store_of_several_latent_tokens(tmp_path: Path) -> None:
     split = store.split("test")
     texts = Tokenizer.load(tmp_path / "store/tokenizer").decode_batch([split.tokens(row).tolist() for row in range(9)])
     assert np.allclose(np.stack([split.latents(row) for row in range(9)]), encoder.encode(texts), atol=1e-3)
-    assert faults(tmp_path / "store") == []
+    assert verify_store(tmp_path / "store") == []
 
 
 # --- sentence-transformers ------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def with_prompts(folder: Path, default: str | None = None) -> Path:
 
 def test_minilm_gives_what_the_library_gives(folder: Path) -> None:
     model = library(folder)
-    raw = SentenceTransformerEncoder(str(folder), normalise=False).encode(TEXTS)
+    raw = SentenceTransformerEncoder(str(folder), normalize=False).encode(TEXTS)
     assert np.array_equal(raw[:, 0], model.encode(TEXTS)) and raw.shape == (3, 1, 384)
     unit = SentenceTransformerEncoder(str(folder)).encode(TEXTS)[:, 0]
     assert np.allclose(unit, model.encode(TEXTS, normalize_embeddings=True), atol=1e-6)
@@ -160,7 +160,7 @@ def test_a_store_of_minilm_in_two_stretches_with_the_models_prompt(folder: Path,
     halves = [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
     expected = library(folder, truncate_dim=32).encode(halves, prompt_name="query", normalize_embeddings=True)
     assert np.allclose(split.latents(0), expected, atol=1e-5)
-    assert faults(tmp_path / "store") == []
+    assert verify_store(tmp_path / "store") == []
     # Neither is recorded, as neither changes a latent: this is the same store.
     assert prepare(replace(config, encoder_device=None, encoder_batch_size=4), progress=False) == manifest
     with pytest.raises(DataError, match="cannot load the model"):

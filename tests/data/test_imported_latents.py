@@ -14,7 +14,7 @@ from sample_corpus import small_config, write_corpus
 from test_predecessor import pairs_of
 
 from mmldlm.data.encoders import ImportedLatents, load_encoder
-from mmldlm.data.inspect import faults
+from mmldlm.data.inspect import verify_store
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.prepare.readers.latents import LatentFile
@@ -87,7 +87,7 @@ def test_texts_get_the_latents_of_their_ids(
     for text, name in names.items():
         assert np.array_equal(found[text][0], latents[int(name.removeprefix("doc-"))])
     assert manifest.encoder["name"] == "SONAR" and str(file) in str(manifest.sources)
-    assert faults(tmp_path / "store") == []
+    assert verify_store(tmp_path / "store") == []
     if file.suffix == ".npy":
         np.save(file, np.load(file) + 1)
         with pytest.raises(DataError, match="a store with other sources"):
@@ -124,11 +124,11 @@ def test_ids_without_a_partner_are_named(corpus: tuple[Path, dict[str, str], np.
 def test_ids_that_occur_twice_are_named(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
     path, _, latents = corpus
     file, names = as_npy(tmp_path, latents, [f"doc-{max(row, 4)}" for row in range(COUNT)])
-    with pytest.raises(DataError, match="id 'doc-4' of row 1 is that of row 0 already"):
+    with pytest.raises(DataError, match="id 'doc-4' of row 1 is already used by row 0"):
         prepare(config_for(tmp_path, path, file, names), progress=False)
     file, names = as_npy(tmp_path, *shuffled(tmp_path, latents))
     path.write_text(path.read_text().replace('doc-9"', 'doc-8"'))
-    with pytest.raises(DataError, match=r"corpus.jsonl:10: id 'doc-8' is that of .*corpus.jsonl:9 already"):
+    with pytest.raises(DataError, match=r"corpus.jsonl:10: id 'doc-8' is already used by .*corpus.jsonl:9"):
         prepare(config_for(tmp_path, path, file, names), progress=False)
     path.write_text(path.read_text().replace('"name": "doc-8"', '"name": ""', 1))
     with pytest.raises(DataError, match=r"corpus.jsonl:9: field 'name' is str, expected the document's id"):

@@ -19,7 +19,7 @@ from mmldlm.data import shard as mapped
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.shard import Shard
 from mmldlm.data.store import Store
-from mmldlm.data.verify import read_part
+from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
 from mmldlm.telemetry import read_metrics
 
@@ -57,16 +57,16 @@ def test_a_store_of_many_shards_opens_and_trains(many: Path, tiny_config: Path, 
 def test_what_is_mapped_at_once_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = of_many_shards(tmp_path / "store", 60, 4)
     whole = first_steps(Store.open(path))
-    monkeypatch.setattr(mapped, "most_mapped", lambda: 50)
+    monkeypatch.setattr(mapped, "max_mapped_arrays", lambda: 50)
     store = Store.open(path)
     for batch, expected in zip(first_steps(store), whole, strict=True):
         assert torch.equal(batch.tokens, expected.tokens) and torch.equal(batch.latents, expected.latents)
         assert 4 < mapped_of(store) <= 50
-    assert read_part(store) == (0, []) and mapped_of(store) <= 50
+    assert verify_part(store) == (0, []) and mapped_of(store) <= 50
 
 
 def test_half_of_what_the_system_allows_is_left_to_others() -> None:
-    assert 100 <= mapped.most_mapped() <= 40_000
+    assert 100 <= mapped.max_mapped_arrays() <= 40_000
 
 
 def test_lengths_are_looked_up_where_they_lie(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_offsets_that_cannot_be_are_named_when_they_are_met(tmp_path: Path, work
         list(loader.steps(0, 30))
     assert "\n" not in str(error.value)
     with pytest.raises(DataError, match=r"train-00001.offsets.npy: sample 6 has"):
-        read_part(store)
+        verify_part(store)
     with pytest.raises(DataError, match=r"train-00001.offsets.npy: sample 6 has"):
         store.split("train").gather(np.array([56]))
 

@@ -16,10 +16,10 @@ import torch
 from constant_sizes import always
 from stores import change_manifest, fitting_store
 
-from mmldlm.config import load_config, require
+from mmldlm.config import load_config, require_paths
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder
 from mmldlm.data.mixture import open_data
-from mmldlm.data.sampler import MixedOrder, Part, drawn_before
+from mmldlm.data.sampler import MixedOrder, MixturePart, count_draws
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
@@ -38,7 +38,7 @@ def mixed(weights: Sequence[float], counts: Sequence[int], window: int = 64, blo
     """An order of parts of `counts` samples, of random lengths."""
     firsts = np.cumsum([0, *counts]).tolist()
     parts = [
-        Part(first, count, np.empty(0, np.int64), share, key)
+        MixturePart(first, count, np.empty(0, np.int64), share, key)
         for key, (first, count, share) in enumerate(zip(firsts, counts, shares(weights), strict=False))
     ]
     return MixedOrder(np.random.default_rng(0).integers(1, 100, firsts[-1]), 5, parts, window, block)
@@ -63,7 +63,7 @@ def test_the_order_of_one_store_is_what_it_was() -> None:
 def test_shares_hold_within_rounding_everywhere(weights: tuple[float, ...]) -> None:
     exact, few = shares(weights), len(weights) <= 3
     for start in (0, 12_345_678_901_234):
-        drawn = np.array([drawn_before(position, exact) for position in range(start, start + 1500)])
+        drawn = np.array([count_draws(position, exact) for position in range(start, start + 1500)])
         assert (drawn.sum(axis=1) == np.arange(start, start + 1500)).all()
         steps = np.diff(drawn, axis=0)
         assert steps.min() >= 0 and (steps.sum(axis=1) == 1).all(), "each position has one store"
@@ -87,7 +87,7 @@ def test_each_window_has_its_shares_and_each_epoch_of_a_store_its_samples_once(
     source = np.searchsorted(firsts, stream, side="right") - 1
     for window in range(8):
         found = np.bincount(source[64 * window : 64 * (window + 1)], minlength=len(counts))
-        edges = [drawn_before(64 * each, shares(weights)) for each in (window, window + 1)]
+        edges = [count_draws(64 * each, shares(weights)) for each in (window, window + 1)]
         assert found.tolist() == np.subtract(edges[1], edges[0]).tolist()
     in_turn = mixed(weights, counts, window=1).take(0, 64 * 8)  # not sorted
     for number, count in enumerate(counts):
@@ -97,7 +97,7 @@ def test_each_window_has_its_shares_and_each_epoch_of_a_store_its_samples_once(
         assert sorted(own) == sorted(stream[source == number])
         if count > 40 and len(epochs) > 1:
             assert not np.array_equal(epochs[0], epochs[1])
-    assert order.epochs(640)[0] == drawn_before(640, shares(weights))[0] / counts[0]
+    assert order.epochs(640)[0] == count_draws(640, shares(weights))[0] / counts[0]
 
 
 def test_any_cut_of_the_stream_agrees() -> None:
@@ -164,10 +164,10 @@ def test_rows_hold_the_samples_of_their_store(weighed: dict[str, float], three: 
         for row in (0, len(own) // 2, len(own) - 1):
             assert np.array_equal(split.tokens(first + row), own.tokens(row))
             assert np.array_equal(split.latents(first + row), own.latents(row))
-            assert split.by_source([first + row]) == {path.name: [row]}
+            assert split.group_by_source([first + row]) == {path.name: [row]}
         first += len(own)
-    assert split.by_source([0, 341, 5, 300]) == {"one": [0, 5], "three": [1], "two": [0]}
-    assert Store.open(three[0]).split("train").by_source([3, 2]) == [3, 2]
+    assert split.group_by_source([0, 341, 5, 300]) == {"one": [0, 5], "three": [1], "two": [0]}
+    assert Store.open(three[0]).split("train").group_by_source([3, 2]) == [3, 2]
     again = pickle.loads(pickle.dumps(split))
     assert len(pickle.dumps(split)) < 1500 and np.array_equal(again.tokens(345), split.tokens(345))
 
@@ -193,7 +193,7 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
                         assert torch.equal(batch.latents, torch.from_numpy(latent.standardize(raw)))
             assert [slots[place] for place in range(16 * start, 16 * stop)] == stream[16 * start : 16 * stop].tolist()
     found = Counter(np.searchsorted([300, 340], stream, side="right").tolist())
-    assert [found[number] for number in range(3)] == drawn_before(len(stream), shares((0.7, 0.2, 0.1)))
+    assert [found[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
 
 
 def test_neither_the_place_of_stores_nor_the_order_of_the_map_matters(
@@ -280,16 +280,16 @@ def test_data_mixture_is_checked_at_once(weighed: dict[str, float]) -> None:
             load_config(None, [f"data.mixture={{a: 1, b: {weight}}}"])
     with pytest.raises(ConfigError, match=r"data.mixture.b: expected number, found 'x'"):
         load_config(None, ["data.mixture={b: x}"])
-    require(load_config(None, [f"data.mixture={weighed}"]), "data.path")
+    require_paths(load_config(None, [f"data.mixture={weighed}"]), "data.path")
     with pytest.raises(ConfigError, match=r"data.path: expected a path"):
-        require(load_config(None), "data.path")
+        require_paths(load_config(None), "data.path")
 
 
 def test_validation_is_of_all_stores_by_their_shares(weighed: dict[str, float]) -> None:
     split = open_data(weighed).split("validation")
     ids = validation_ids(split, 20)
     assert len(set(ids)) == 20
-    assert {name: len(rows) for name, rows in split.by_source(ids).items()} == {"one": 14, "two": 4, "three": 2}
+    assert {name: len(rows) for name, rows in split.group_by_source(ids).items()} == {"one": 14, "two": 4, "three": 2}
     bad = [ids[0], ids[19]]
     assert not set(bad) & set(validation_ids(split.without(sorted(bad)), 20))
     with pytest.raises(DataError, match="two: all 24 samples of split validation are bad"):

@@ -19,10 +19,10 @@ from mmldlm import cli, train
 from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
-from mmldlm.data.sampler import drawn_before
+from mmldlm.data.sampler import count_draws
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
-from mmldlm.run.contents import LATENTS_NAME, latents_of
+from mmldlm.run.contents import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.tools.doctor.run import check_store
@@ -68,8 +68,8 @@ def test_a_resumed_run_gives_the_same_bits(run: Callable[..., Path], tmp_path: P
     last = [load_file(each / "checkpoints/step-00000040/model.safetensors") for each in (whole, parts)]
     assert all(torch.equal(tensor, last[1][name]) for name, tensor in last[0].items())
     epochs = [records(whole)[-1][f"data/epoch/{name}"] for name in SHARES]
-    drawn = drawn_before(
-        8 * 40, [source.share for source in open_data(load_config(whole / "config.yaml").data.place).sources]
+    drawn = count_draws(
+        8 * 40, [source.share for source in open_data(load_config(whole / "config.yaml").data.location).sources]
     )
     assert epochs == [count / size for count, size in zip(drawn, SIZES.values(), strict=True)] and epochs[2] > 5
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
 ) -> None:
     """Also where it goes on with other shares, and where it is used with one of the stores alone."""
     found = run("run")
-    pooled = open_data(load_config(found / "config.yaml").data.place).manifest
+    pooled = open_data(load_config(found / "config.yaml").data.location).manifest
     for data in (None, str(folder / "three"), str(folder / "one")):
         loaded = load_run(found, data=data)
         assert loaded.store.manifest.latent == pooled.latent != Store.open(folder / "three").manifest.latent
@@ -126,12 +126,12 @@ def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(
 
     def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
         seen.extend((batch.sample_ids, batch.latents) for batch in micro_batches)
-        assert self.parts.objective.latent.max_norm == self.store.manifest.latent.max_norm
+        assert self.components.objective.latent.max_norm == self.store.manifest.latent.max_norm
         return corrupt(self, step, micro_batches)
 
     monkeypatch.setattr(Trainer, "corrupt", recorded)
     found = run("run", "train.steps=3", shares={"one": 0.1, "two": 0.2, "three": 0.7})
-    store = open_data(load_config(found / "config.yaml").data.place)
+    store = open_data(load_config(found / "config.yaml").data.location)
     scale = load_run(found).store.manifest.latent
     assert scale != store.manifest.latent and len(seen) == 1
     for rows, latents in seen:
@@ -154,10 +154,10 @@ def test_a_scale_that_is_none_is_refused(content: str, folder: Path, tmp_path: P
     (tmp_path / LATENTS_NAME).write_text(content)
     checkpoint = Checkpoint(tmp_path, 1, {}, {LATENTS_NAME: len(content)})
     with pytest.raises(DataError, match=r"latents.json: .*; expected a scale of latents \[1, 4\]") as error:
-        latents_of(checkpoint, Store.open(folder / "one"))
+        saved_latent_stats(checkpoint, Store.open(folder / "one"))
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
     own = Store.open(folder / "one")
-    assert latents_of(Checkpoint(tmp_path, 1, {}, {}), own) == own.manifest.latent
+    assert saved_latent_stats(Checkpoint(tmp_path, 1, {}, {}), own) == own.manifest.latent
 
 
 def test_skipped_steps_name_stores_and_rows(run: Callable[..., Path]) -> None:

@@ -11,7 +11,7 @@ from constant_sizes import always
 
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import DataConfig, Loader, SampleOrder, deal, fixed_batches, permute
+from mmldlm.data.loader import DataConfig, Loader, SampleOrder, assign_slots, fixed_batches, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 
@@ -103,7 +103,7 @@ def test_every_world_size_reads_the_same_global_batches(store: Store) -> None:
 
 def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 512)
-    counts = np.stack([lengths[deal(lengths, 16, rank, 8)].sum(axis=1) for rank in range(8)])
+    counts = np.stack([lengths[assign_slots(lengths, 16, rank, 8)].sum(axis=1) for rank in range(8)])
     assert (np.ptp(counts, axis=0) <= 0.03 * counts.max(axis=0)).all()
 
 

@@ -13,7 +13,7 @@ import pytest
 from predecessor_folders import LENGTH, Samples, make_samples, write_batches, write_dat, write_pairs, write_texts
 from sample_corpus import small_config
 
-from mmldlm.data.inspect import faults
+from mmldlm.data.inspect import verify_store
 from mmldlm.data.prepare.documents import Document, Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import main, prepare
@@ -67,7 +67,7 @@ def test_every_sample_comes_in_with_its_own_latent(layout: str, samples: Samples
     assert (manifest.latent.tokens, manifest.latent.channels) == (1, 6)
     assert manifest.encoder["name"] == "included" and len(manifest.encoder["revision"]) == 64
     assert manifest.sources[0]["folder"] == str(folder)
-    assert faults(tmp_path / "store") == []
+    assert verify_store(tmp_path / "store") == []
 
 
 @pytest.mark.parametrize("layout", WRITERS)

@@ -20,7 +20,7 @@ from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.verify import read_part
+from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError, UsageError, run_command
 
 quick = pytest.mark.quick
@@ -34,7 +34,7 @@ def texts_of(store: Store, split: str) -> list[str]:
 
 @quick
 def test_every_document_is_in_one_split_with_its_own_latent(store: Store, store_path: Path) -> None:
-    read_part(store)
+    verify_part(store)
     lines = (store_path.parent / "corpus.txt").read_text().splitlines()
     encoder = load_encoder(store_path / "encoder")
     found: dict[str, list[str]] = {split: texts_of(store, split) for split in store.manifest.splits}
@@ -242,7 +242,7 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
         Store.open(tmp_path / "store")
     assert len(list(tmp_path.glob("store.*"))) == 1
     assert main(arguments) == 0
-    read_part(Store.open(tmp_path / "store"))
+    verify_part(Store.open(tmp_path / "store"))
     assert list(tmp_path.glob("store.*")) == []
 
 
@@ -250,11 +250,11 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
 def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt")
     arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300", *overwrite]
-    killed_at("prepare.StageProgress.times", arguments)
+    killed_at("pipeline.StageProgress.print_times", arguments)
     before = (tmp_path / "store/manifest.json").read_bytes()
     assert main(arguments) == 0
     assert ("already prepared" in capsys.readouterr().err) is not bool(overwrite)
-    read_part(Store.open(tmp_path / "store"))
+    verify_part(Store.open(tmp_path / "store"))
     assert (tmp_path / "store/manifest.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "store"]
 

@@ -102,7 +102,7 @@ def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
     if name == "ids":
         told = [json.loads(line) for line in (tmp_path / "one/problems.jsonl").read_text().splitlines()]
         reasons = [row["reason"] for row in told if row["kind"] == "mismatch"]
-        assert reasons == [f"id 'doc-2' is that of {tmp_path / 'input/0.jsonl'}:3 already"] * 2
+        assert reasons == [f"id 'doc-2' is already used by {tmp_path / 'input/0.jsonl'}:3"] * 2
     for processes in (2, 3):
         out = tmp_path / str(processes)
         with Preparation([*given, "--out", out], processes, tmp_path / "log") as preparation:

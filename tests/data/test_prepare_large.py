@@ -14,7 +14,7 @@ from sample_corpus import flip_bit
 from benchmarks.prepare import build, peak_until, started
 from benchmarks.synthetic_corpus import write_synthetic_corpus
 from mmldlm.data.store import Store
-from mmldlm.data.verify import read_part
+from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,9 @@ def test_a_large_corpus_within_2_gib_killed_twice(tmp_path: Path) -> None:
     store = Store.open(one)
     assert sum(len(store.split(name)) for name in store.manifest.splits) == DOCUMENTS
     assert 90 < np.mean(store.split("train").lengths) < 110
-    lots = len(store.manifest.splits["test"].shards)
+    chunks = len(store.manifest.splits["test"].shards)
     peaks = []
-    for moment in (lots // 2, lots + 1 + lots // 2):  # while reading, while encoding
+    for moment in (chunks // 2, chunks + 1 + chunks // 2):  # while reading, while encoding
         process = started(corpus, two, 2, *options)
         peaks.append(peak_until(process, lambda: pieces(two) >= moment))  # noqa: B023
         assert process.poll() is None
@@ -46,7 +46,7 @@ def test_a_large_corpus_within_2_gib_killed_twice(tmp_path: Path) -> None:
     print(f"two processes: {[each >> 20 for each in peaks]} MiB; the last {seconds:.0f} s")
     assert max(peaks) < LIMIT
     assert differing(one, two) == []
-    assert read_part(store) == (0, [])
+    assert verify_part(store) == (0, [])
     flip_bit(one / "train-00003.latents.npy")
     with pytest.raises(DataError, match=r"train-00003.latents.npy: damaged"):
-        read_part(Store.open(one))
+        verify_part(Store.open(one))

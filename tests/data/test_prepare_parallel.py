@@ -22,7 +22,7 @@ from waiting import PATIENCE_S, wait_until
 from mmldlm.data.prepare.coordinator import INTERVAL_S
 from mmldlm.data.prepare.pipeline import main
 from mmldlm.data.store import Store
-from mmldlm.data.verify import read_part
+from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ class Job:
         self.inputs = [folder / "corpus.txt", folder / "more.jsonl", *sorted(folder.glob("small-*.txt"))]
         self.reference = folder / "reference"
         assert main(self.arguments(self.reference)) == 0
-        self.lots = len(Store.open(self.reference).manifest.splits["train"].shards)
+        self.chunks = len(Store.open(self.reference).manifest.splits["train"].shards)
 
     def arguments(self, out: Path, **changes: object) -> list[str]:
         options = {
@@ -69,9 +69,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_the_reference_has_all_there_is(job: Job) -> None:
     store = Store.open(job.reference)
-    read_part(store)
+    verify_part(store)
     manifest = store.manifest
-    assert job.lots > 8 and len(manifest.splits["test"].shards) > 4
+    assert job.chunks > 8 and len(manifest.splits["test"].shards) > 4
     assert manifest.problems["unreadable"] == manifest.problems["no_latent"] == 1 and manifest.problems["empty"] == 2
     assert manifest.problems["over_length"] > 10 and manifest.max_length == 30
     told = [json.loads(line) for line in (job.reference / "problems.jsonl").read_text().splitlines()]
@@ -95,7 +95,7 @@ def test_any_number_of_processes_makes_the_same_bytes(job: Job, tmp_path: Path, 
 def killed_and_resumed(job: Job, folder: Path, seed: int, kills: int) -> None:
     """Kill all processes, or the leading one alone, once so much is done; then go on with another number of them."""
     draw, store = random.Random(seed), folder / "store"
-    moments = sorted(draw.sample(range(1, 3 * job.lots + 3), kills))
+    moments = sorted(draw.sample(range(1, 3 * job.chunks + 3), kills))
     for moment in moments:
         processes = draw.choice([1, 2, 3])
         with Preparation(job.arguments(store), processes, folder / "log") as preparation:
@@ -132,7 +132,7 @@ def left_half_done(job: Job, store: Path, log: Path, at_least: int = 5) -> None:
 
 def test_what_is_done_is_not_done_again(job: Job, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    left_half_done(job, store, tmp_path / "log", job.lots + 5)
+    left_half_done(job, store, tmp_path / "log", job.chunks + 5)
     (work,) = store.with_name("store.incomplete").glob("work-*")
     done = {path.name: path.stat().st_mtime_ns for path in work.iterdir() if not path.name.startswith(".")}
     assert "fit" in done and "read-00000" in done
@@ -211,7 +211,7 @@ def test_a_process_that_hangs_ends_the_others_in_time(job: Job, tmp_path: Path, 
         send(preparation.ranks, signal.SIGSTOP)
         (session,) = store.with_name("store.incomplete").glob("session-*")
         # As though it hung in the midst of this piece: without any, it would not be missed.
-        (session / f"encode-{job.lots - 1:05d}").touch(exist_ok=False)
+        (session / f"encode-{job.chunks - 1:05d}").touch(exist_ok=False)
         other = preparation.ranks[1 - rank]
         send([other], signal.SIGCONT)
         wait_until(lambda: other.exitcode is not None, "the end")
@@ -224,7 +224,7 @@ def test_an_error_of_one_process_is_that_of_all(job: Job, tmp_path: Path) -> Non
     arguments = job.arguments(store, on_problem="error")
     with Preparation(arguments, 2, tmp_path / "log") as preparation:
         assert preparation.wait() == [65, 65], preparation.said()
-    assert preparation.said().count("corpus.txt:11: byte 5 (0xff) is not UTF-8; mend the input") == 2
+    assert preparation.said().count("corpus.txt:11: byte 5 (0xff) is not UTF-8; fix the input") == 2
     assert "mmldlm: error: rank 0 failed: " in preparation.said()
     assert [path.name for path in tmp_path.iterdir()] == ["log"], "what cannot go on is left behind"
 

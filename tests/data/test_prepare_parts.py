@@ -1,4 +1,4 @@
-"""Parts of inputs, spools, shards that are written as they come, and samples to fit to."""
+"""Parts of inputs, cached documents, shards that are written as they come, and samples to fit to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from preparing import FORKING
 from sample_corpus import small_config, write_corpus
 
 from mmldlm.data.encoders import ImportedLatents, LsaEncoder
-from mmldlm.data.prepare.document_cache import Spool, SpoolWriter
+from mmldlm.data.prepare.document_cache import DocumentCache, DocumentCacheWriter
 from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part, read_file, read_text, text_parts
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.prepare.plan import make_plan
@@ -57,13 +57,14 @@ def test_small_inputs_are_prepared_together(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text("x\n" * 50)
     (tmp_path / "large.txt").write_text("yy\n" * 200)
     config = small_config(tmp_path / "store", *sorted(tmp_path.glob("*.txt")), part_bytes=250)
-    lots = [[(Path(part.path).stem, part.stop - part.start) for _, part in lot] for lot in make_plan(config).lots]
+    plan = make_plan(config)
+    chunks = [[(Path(part.path).stem, part.stop - part.start) for _, part in chunk] for chunk in plan.chunks]
     pairs = [[(str(number), 100), (str(number + 1), 100)] for number in range(0, 10, 2)]
-    assert lots == [*pairs, [("large", 252)], [("large", 252)], [("large", 96)]]
+    assert chunks == [*pairs, [("large", 252)], [("large", 252)], [("large", 96)]]
 
 
 @quick
-def test_spooled_documents_come_back(tmp_path: Path) -> None:
+def test_cached_documents_come_back(tmp_path: Path) -> None:
     random_numbers = np.random.default_rng(0)
     documents = [
         Document(text, "file.txt", number, key=f"id {number}", tokens=tokens, latents=latents)
@@ -77,14 +78,14 @@ def test_spooled_documents_come_back(tmp_path: Path) -> None:
             ]
         )
     ]
-    with SpoolWriter(tmp_path) as writer:
+    with DocumentCacheWriter(tmp_path) as writer:
         for document in documents:
             writer.add(document)
-    spool = Spool(tmp_path)
-    assert len(spool) == 5
+    cache = DocumentCache(tmp_path)
+    assert len(cache) == 5
     for numbers in (None, [4, 1, 2], []):
         wanted = documents if numbers is None else [documents[number] for number in numbers]
-        found = list(spool.documents(numbers))
+        found = list(cache.documents(numbers))
         assert len(found) == len(wanted)
         for one, other in zip(found, wanted, strict=True):
             assert (one.text, one.source, one.line, one.key) == (other.text, other.source, other.line, other.key)

@@ -9,10 +9,10 @@ import pytest
 from sample_corpus import write_store
 
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.manifest import MANIFEST_NAME, SEAL_NAME
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.data.store import Store, StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.verify import read_part
+from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -26,7 +26,7 @@ def copy(store_path: Path, tmp_path: Path) -> Path:
 def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
     written = write_store(tmp_path / "store")
     store = Store.open(tmp_path / "store")
-    assert read_part(store) == (0, [])
+    assert verify_part(store) == (0, [])
     assert len(store.manifest.splits["train"].shards) == 6
     for name, samples in written.items():
         split = store.split(name)
@@ -69,7 +69,7 @@ def all_files(path: Path) -> list[str]:
 
 def test_every_truncated_missing_or_changed_file_is_named(copy: Path) -> None:
     for name in all_files(copy):
-        if name in (MANIFEST_NAME, SEAL_NAME, "problems.jsonl"):
+        if name in (MANIFEST_NAME, CHECKSUM_NAME, "problems.jsonl"):
             continue
         path = copy / name
         content = path.read_bytes()
@@ -82,9 +82,9 @@ def test_every_truncated_missing_or_changed_file_is_named(copy: Path) -> None:
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         if not name.startswith("test-"):  # which training does not read
             with pytest.raises(DataError, match=name):  # by its hash, if not by an offset that cannot be
-                read_part(Store.open(copy))
+                verify_part(Store.open(copy))
         path.write_bytes(content)
-    read_part(Store.open(copy))
+    verify_part(Store.open(copy))
 
 
 def change_array(path: Path, **changes: object) -> None:

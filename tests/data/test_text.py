@@ -15,7 +15,13 @@ from sample_corpus import write_corpus
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.prepare.dedup import exact_groups, near_duplicate_groups
 from mmldlm.data.prepare.documents import Document, Problem, find_files, read_file
-from mmldlm.data.prepare.readers.python_docs import NEAR_COPY, is_prose, sentences, without_near_copies, words_of
+from mmldlm.data.prepare.readers.python_docs import (
+    NEAR_COPY_OVERLAP,
+    is_prose,
+    sentences,
+    split_words,
+    without_near_copies,
+)
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 
@@ -298,7 +304,7 @@ def test_no_sentence_stays_that_is_a_near_copy_of_another() -> None:
     kept = [document.text for document in without_near_copies(Document(text, "test", 1) for text in texts)]
     assert 60 < len(kept) < len(texts) - 60
     expected: list[list[str]] = []
-    for mine in map(words_of, texts):
-        if all(2 * shared_words(mine, other) < NEAR_COPY * (len(mine) + len(other)) for other in expected):
+    for mine in map(split_words, texts):
+        if all(2 * shared_words(mine, other) < NEAR_COPY_OVERLAP * (len(mine) + len(other)) for other in expected):
             expected.append(mine)
-    assert [words_of(text) for text in kept] == expected
+    assert [split_words(text) for text in kept] == expected

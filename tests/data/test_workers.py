@@ -24,7 +24,7 @@ from waiting import PATIENCE_S
 from mmldlm.batch import Batch
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Split, Store
-from mmldlm.data.workers import leave_it_to_the_parent
+from mmldlm.data.workers import ignore_signals_in_worker
 from mmldlm.errors import DataError
 
 quick = pytest.mark.quick
@@ -88,7 +88,7 @@ def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
         time.sleep(0.3)
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid or 0, signal.SIGSTOP)
-    one_line(steps, r"^step \d+: the data loader workers gave nothing for 0.5 s \(data.worker_timeout_s\); .* try ")
+    one_line(steps, r"^step \d+: the data loader workers returned nothing for 0.5 s \(data.worker_timeout_s\); .* try ")
 
 
 @quick
@@ -165,7 +165,7 @@ def test_a_worker_says_nothing_of_a_parent_that_went_away(capfd: pytest.CaptureF
 
 
 def _left_alone() -> None:
-    leave_it_to_the_parent(0)
+    ignore_signals_in_worker(0)
     address = resource_sharer.DupFd(1)._id[0]
     for _ in range(3):
         with socket.socket(socket.AF_UNIX) as parent:  # which goes without a word

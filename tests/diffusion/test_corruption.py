@@ -28,7 +28,7 @@ def test_share_of_masked_tokens_is_one_minus_alpha(t: float) -> None:
     times = torch.tensor([t, 0.3])  # the second sample must not matter to the first
     sample = torch.tensor([0, 1]).repeat_interleave(count)
     tokens = torch.randint(0, WORDS, (2 * count,), generator=generator)
-    noised = text.corrupt(tokens, text.masked(torch.rand(2 * count, generator=generator), times, sample))
+    noised = text.corrupt(tokens, text.token_mask(torch.rand(2 * count, generator=generator), times, sample))
     assert torch.equal(noised[noised != MASK], tokens[noised != MASK])
     for part, share in zip(noised.split(count), times.tolist(), strict=True):
         assert abs(float((part == MASK).double().mean()) - share) <= share_bound(share, count)
@@ -58,12 +58,12 @@ def test_ancestral_steps_keep_the_masked_share(start: float, remask: float) -> N
     layout = PackedLayout((count,), 1)
     truth = torch.randint(0, WORDS, (count,), generator=generator)
     sample = layout.sample_of_token
-    noised = text.corrupt(truth, text.masked(torch.rand(count, generator=generator), torch.tensor([start]), sample))
+    noised = text.corrupt(truth, text.token_mask(torch.rand(count, generator=generator), torch.tensor([start]), sample))
     confidence = torch.zeros(count)
     again = 0
     for t, s in pairwise(torch.linspace(start, 0, 9).tolist()):
         before = noised
-        chosen = text.choose(before, t, s, layout, "ancestral", remask, generator)
+        chosen = text.select_tokens(before, t, s, layout, "ancestral", remask, generator)
         noised = text.reverse_step(before, truth, confidence, chosen, s, layout, "ancestral")
         assert abs(float((noised == MASK).double().mean()) - s) <= share_bound(s, count) + 1e-9
         again += int(((before != MASK) & (noised == MASK)).sum())
@@ -87,7 +87,7 @@ def test_confidence_writes_the_surest_tokens_and_keeps_the_schedule_in_each_samp
     confidence = torch.rand(18, generator=generator)
     noised = torch.full((18,), MASK)
     for t, s in pairwise(torch.linspace(1, 0, 6).tolist()):
-        chosen = text.choose(noised, t, s, layout, "confidence", 0.0, generator)
+        chosen = text.select_tokens(noised, t, s, layout, "confidence", 0.0, generator)
         noised = text.reverse_step(noised, truth, confidence, chosen, s, layout, "confidence")
         parts = zip(noised.split(layout.lengths), confidence.split(layout.lengths), layout.lengths, strict=True)
         for part, sure, length in parts:

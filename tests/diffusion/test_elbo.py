@@ -82,7 +82,9 @@ def test_exact_masks_have_their_counts_and_every_place_alike() -> None:
     lengths = torch.tensor([4, 10, 6, 3, 5])
     sample = torch.arange(5).repeat_interleave(lengths)
     draw = torch.Generator().manual_seed(0)
-    masked = torch.stack([text.masked(torch.rand(len(sample), generator=draw), times, sample) for _ in range(steps)])
+    masked = torch.stack(
+        [text.token_mask(torch.rand(len(sample), generator=draw), times, sample) for _ in range(steps)]
+    )
     counts = torch.zeros(steps, 5, dtype=torch.int64).index_add(1, sample, masked.long())
     assert (counts == torch.tensor([1, 3, 3, 3, 0])).all()
     frequency = masked.double().mean(0)[sample == 1]  # deviation sqrt(0.3 x 0.7 / 400) = 0.023

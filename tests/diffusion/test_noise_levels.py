@@ -10,7 +10,7 @@ import torch
 from toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs
 
 from mmldlm.diffusion.noise import MODES, Noise, draw_noise, mode_weights
-from mmldlm.diffusion.objective import Objective, level_names
+from mmldlm.diffusion.objective import Objective, noise_bin_names
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 
 pytestmark = pytest.mark.quick
@@ -64,10 +64,10 @@ def test_levels_are_means_over_their_samples_alone(model: MMDiT, text: str) -> N
             level = min(int(float(drawn.t_latent[index]) * levels), levels - 1)
             found[1, MODES.index(mode), level] += float(latent_losses[index]), 1
     for place, name in enumerate(("text", "latent")):
-        for number, level_name in enumerate(level_names(levels)):
+        for number, level_name in enumerate(noise_bin_names(levels)):
             value, count = found[place, :, number].sum(0)
             assert count > 0 and shown[f"loss/{name}_noise_{level_name}"] == pytest.approx(value / count, rel=1e-4)
-    curves = total.by_level(sums, noised.counts)
+    curves = total.by_noise_bin(sums, noised.counts)
     assert set(curves) == {"text_l2t", "text_joint", "latent_t2l", "latent_joint"}
     for name, curve in curves.items():
         modality, mode = name.split("_")
@@ -96,12 +96,12 @@ def test_the_number_of_levels_changes_no_bit_of_loss_and_gradient(model: MMDiT) 
 
 def test_finer_levels_are_shown_as_the_coarse_ones(model: MMDiT) -> None:
     coarse = of_levels(5)
-    fine = coarse.plain(6)
+    fine = coarse.for_validation(6)
     summaries = []
     for total, finer in ((coarse, 1), (fine, 6)):
         noised = total.corrupt(PAIRS, noise())
         _, sums = total(model, noised, noised.counts.tolist())
         summaries.append(total.summary(sums, noised.counts, finer))
     assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
-    assert all(len(curve) == 30 for curve in fine.by_level(sums, noised.counts).values())
-    assert level_names(5) == ["0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1"]
+    assert all(len(curve) == 30 for curve in fine.by_noise_bin(sums, noised.counts).values())
+    assert noise_bin_names(5) == ["0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1"]

@@ -1,4 +1,4 @@
-"""A part of a text is written anew, given the rest: `generate(kept=...)`."""
+"""A part of a text is written anew, given the rest: `generate(template=...)`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def written(model: object, config: SamplingConfig, kept: torch.Tensor | None = K
         generator,
         PAIRS.latents,
         PAIRS.lengths,
-        kept=kept,
+        template=kept,
         **more,  # type: ignore[arg-type]
     )
 
@@ -111,7 +111,7 @@ def test_the_surest_are_written_at_the_pace_of_the_span() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_text_of_masks_alone_is_any_text(config: SamplingConfig) -> None:
-    """The same model calls and random numbers as without `kept`."""
+    """The same model calls and random numbers as without `template`."""
     assert torch.equal(
         written(Guesser(), config, torch.full_like(KEPT, MASK)).tokens, written(Guesser(), config, None).tokens
     )
@@ -127,6 +127,6 @@ def test_what_was_kept_decides_what_is_written() -> None:
 
     kept = torch.arange(10, 22).index_fill(0, torch.tensor([4]), MASK)
     made = generate(
-        echo, TEXT, LATENT, "l2t", SamplingConfig(steps=3), torch.Generator(), PAIRS.latents[:1], (12,), kept=kept
+        echo, TEXT, LATENT, "l2t", SamplingConfig(steps=3), torch.Generator(), PAIRS.latents[:1], (12,), template=kept
     )
     assert made.tokens.tolist() == [10, 11, 12, 13, 13, *range(15, 22)]

@@ -116,10 +116,10 @@ def test_guidance_on_latents_has_its_scale_whatever_lengths_the_cosine_loss_leav
 
 def test_each_mode_has_its_decoding() -> None:
     auto = SamplingConfig()
-    assert [auto.decoding_of(mode) for mode in ("l2t", "joint")] == ["confidence", "ancestral"]
-    assert SamplingConfig(remask=0.5).decoding_of("l2t") == "ancestral"
+    assert [auto.resolve_decoding(mode) for mode in ("l2t", "joint")] == ["confidence", "ancestral"]
+    assert SamplingConfig(remask=0.5).resolve_decoding("l2t") == "ancestral"
     for decoding in ("ancestral", "confidence"):
-        assert {SamplingConfig(decoding=decoding).decoding_of(mode) for mode in ("l2t", "joint")} == {decoding}
+        assert {SamplingConfig(decoding=decoding).resolve_decoding(mode) for mode in ("l2t", "joint")} == {decoding}
 
 
 def test_generation_is_a_function_of_the_seed() -> None:

@@ -12,7 +12,7 @@ from toy_pairs import MASK, objective, random_pairs
 from mmldlm.config import load_config
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
-from mmldlm.diffusion.schedule import MOST_MODE_SCALE, TimeSampler
+from mmldlm.diffusion.schedule import MAX_MODE_SCALE, TimeSampler
 from mmldlm.errors import ConfigError
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ PAIRS = random_pairs((4,) * 100 + (9,) * 100)
 SIZE = len(PAIRS.lengths)
 
 
-@pytest.mark.parametrize("scale", [-0.9, 0.0, 0.81, 1.29, MOST_MODE_SCALE])
+@pytest.mark.parametrize("scale", [-0.9, 0.0, 0.81, 1.29, MAX_MODE_SCALE])
 def test_mode_scale_is_that_of_sd3(scale: float) -> None:
     """Times rise from 0 to 1; they are f of eq. 20 of 1 - u; the weight is their derivative, and bounded."""
     sampler = TimeSampler("mode", mode_scale=scale)

@@ -33,8 +33,8 @@ def model_of(config: LossConfig) -> MMDiT:
     model = MMDiT(
         ModelConfig(depth=2, width=32, num_heads=2, conditioning_width=16),
         DataShape(VOCAB, MASK, PAD, 9, 2, 6),
-        text_terms=config.shapes_text,
-        first_weights=(1.0, config.latent_weight) if learned else None,
+        text_terms=config.needs_text_terms,
+        initial_loss_weights=(1.0, config.latent_weight) if learned else None,
     )
     torch.manual_seed(1)
     with torch.no_grad():
@@ -196,14 +196,14 @@ def test_loss_latent_weighting_is_kendalls_sum() -> None:
     assert model.loss_weights is not None
     with torch.no_grad():
         model.loss_weights.value.copy_(torch.tensor([0.2, -0.1]))
-    s = [0.2 * LossWeights.pace, -0.1 * LossWeights.pace]
+    s = [0.2 * LossWeights.lr_multiplier, -0.1 * LossWeights.lr_multiplier]
     loss, sums = total(model, noised, noised.counts.tolist())
     values = total.summary(sums, noised.counts)
     expected = math.exp(-s[0]) * values["loss/text"] + math.exp(-s[1]) * values["loss/latent"] + (s[0] + s[1]) / 2
     assert float(loss) == pytest.approx(expected + 0.01 * values["loss/length"], rel=1e-5)
     assert values["loss/latent_weight"] == pytest.approx(math.exp(-s[1]), rel=1e-5)
     gradient = gradients(model, loss)["loss_weights.value"]
-    scale = LossWeights.pace * LossWeights.gradient_share
+    scale = LossWeights.lr_multiplier * LossWeights.grad_scale
     wanted = [scale * (0.5 - math.exp(-s[i]) * values[f"loss/{name}"]) for i, name in enumerate(("text", "latent"))]
     assert gradient.tolist() == pytest.approx(wanted, rel=1e-4)
 
@@ -247,7 +247,7 @@ def test_learned_weights_find_one_over_twice_the_loss() -> None:
 
 def test_validation_and_sampling_do_not_see_what_only_training_adds() -> None:
     total = learned(label_smoothing=0.1, z_loss=1e-3, latent_time_weighting="min_snr", text_weight_limit=3.0)
-    model, plain = model_of(total.config).eval(), total.plain()
+    model, plain = model_of(total.config).eval(), total.for_validation()
     assert plain.config == LossConfig(latent="mse", latent_weight=0.5)
     noised = noised_by(plain)
     prediction = model(*noised.inputs)
@@ -266,7 +266,10 @@ def test_validation_and_sampling_do_not_see_what_only_training_adds() -> None:
         (["loss.z_loss=-1"], "loss.z_loss: must be at least 0"),
         (["loss.text_weight_limit=0"], "loss.text_weight_limit: must be above 0"),
         (["loss.latent_weighting=uncertainty", "mode=l2t"], "loss.latent_weighting: uncertainty weighs text against"),
-        (["loss.latent_weighting=uncertainty", "loss.latent_weight=0"], "loss.latent_weight: expected a first one"),
+        (
+            ["loss.latent_weighting=uncertainty", "loss.latent_weight=0"],
+            "loss.latent_weight: expected an initial weight",
+        ),
         (["loss.latent_weighting=gradnorm"], r"loss.latent_weighting: expected fixed \| uncertainty"),
     ],
 )

@@ -22,9 +22,9 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.run.factory import build_model
-from mmldlm.tools.doctor.findings import exit_code, fail, ok, report, warn
+from mmldlm.tools.doctor.findings import exit_code, fail, format_report, ok, warn
 from mmldlm.tools.doctor.machine import check_cores, check_open_files, check_shared_memory
-from mmldlm.tools.doctor.place import Place
+from mmldlm.tools.doctor.place import NodeEnv
 from mmldlm.tools.doctor.run import check_disk, check_folder, parameter_count
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -185,15 +185,15 @@ def test_a_name_that_is_not_resolved() -> None:
 )
 def test_a_place_that_makes_no_sense(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
-        Place.from_environment(environment, None, 1)
+        NodeEnv.from_environment(environment, None, 1)
 
 
 @pytest.mark.quick
 def test_the_place_is_read_from_the_environment() -> None:
     environment = {"NNODES": "4", "NODE_RANK": "3", "NPROC_PER_NODE": "8", "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}
-    assert Place.from_environment(environment, None, 2) == Place(3, 4, 8, "n0", 1234)
-    assert Place.from_environment(environment, 5, 2).processes == 5
-    assert Place.from_environment({}, None, 2) == Place(0, 1, 2, "127.0.0.1", 29500)
+    assert NodeEnv.from_environment(environment, None, 2) == NodeEnv(3, 4, 8, "n0", 1234)
+    assert NodeEnv.from_environment(environment, 5, 2).processes == 5
+    assert NodeEnv.from_environment({}, None, 2) == NodeEnv(0, 1, 2, "127.0.0.1", 29500)
 
 
 @pytest.mark.quick
@@ -214,8 +214,8 @@ def test_a_command_line_that_makes_no_sense(
 @pytest.mark.quick
 def test_the_report_and_its_verdict() -> None:
     good, doubtful, bad = ok("a", "1"), warn("long name", "2", "do this"), fail("c", "3", "do that", 65)
-    assert report([good]).splitlines() == ["  ok    a  1", "ready"]
-    assert report([good, doubtful, bad]).splitlines() == [
+    assert format_report([good]).splitlines() == ["  ok    a  1", "ready"]
+    assert format_report([good, doubtful, bad]).splitlines() == [
         "  ok    a          1",
         "  warn  long name  2",
         "                   -> do this",

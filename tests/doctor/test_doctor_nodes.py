@@ -11,8 +11,8 @@ import torch
 from doctors import Node, finish, start, together
 from ports import free_port
 
-from mmldlm.tools.doctor.nodes import Facts, check_clocks, check_machines, failures_elsewhere
-from mmldlm.tools.doctor.place import Place
+from mmldlm.tools.doctor.nodes import NodeFacts, check_clocks, check_machines, failures_on_other_nodes
+from mmldlm.tools.doctor.place import NodeEnv
 
 
 def test_two_good_nodes_are_ready_and_leave_nothing_behind(tiny_config: Path, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_two_good_nodes_are_ready_and_leave_nothing_behind(tiny_config: Path, tm
     assert sorted(tmp_path.rglob("*")) == before
     for report in reports:
         found = {name: finding["found"] for name, finding in report.findings.items()}
-        assert found["nodes"] == "2 met, all on one machine"
+        assert found["nodes"] == "2 connected, all on one machine"
         assert found["interface"] == "lo leads to 127.0.0.1"
         equal = {name for name, value in found.items() if value == "on all nodes"}
         assert equal == {f"{what} equal" for what in ("launch", "versions", "config", "data")}
@@ -116,8 +116,8 @@ def test_a_clock_that_is_ahead_is_a_warning(tiny_config: Path) -> None:
 def test_a_node_that_does_not_come() -> None:
     place = {"NNODES": 3, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     report = finish(start(Node(["--timeout", 1]), place))
-    assert report.code == 64 and report.failed == {"nodes": "no word from nodes 1, 2 within 1 s"}
-    assert "by 127.0.0.1 no other machine finds this one" in report.findings["nodes"]["remedy"]
+    assert report.code == 64 and report.failed == {"nodes": "no response from nodes 1, 2 within 1 s"}
+    assert "other machines cannot reach this one at 127.0.0.1" in report.findings["nodes"]["remedy"]
 
 
 @pytest.mark.quick
@@ -128,17 +128,17 @@ def test_clocks_within_two_seconds_are_good() -> None:
 
 @pytest.mark.quick
 def test_a_loopback_address_fails_only_where_the_nodes_are_different_machines() -> None:
-    facts = [Facts(machine, True, node == 0, 0.0, None, {}) for node, machine in enumerate("ab")]
-    found = check_machines(Place(nodes=2, host="node0"), facts)
+    facts = [NodeFacts(machine, True, node == 0, 0.0, None, {}) for node, machine in enumerate("ab")]
+    found = check_machines(NodeEnv(nodes=2, host="node0"), facts)
     assert found.status == "fail" and found.found == "node0 is a loopback address on node 0"
-    assert check_machines(Place(nodes=2), [facts[0], facts[0]]).status == "warn"
-    assert check_machines(Place(nodes=2), [Facts("c", True, False, 0.0, None, {}), facts[1]]).status == "ok"
+    assert check_machines(NodeEnv(nodes=2), [facts[0], facts[0]]).status == "warn"
+    assert check_machines(NodeEnv(nodes=2), [NodeFacts("c", True, False, 0.0, None, {}), facts[1]]).status == "ok"
 
 
 @pytest.mark.quick
 def test_what_all_nodes_failed_at_is_said_once() -> None:
     shared = {"name": "config equal", "found": "x", "remedy": "r", "exit_code": 64}
     own = {"name": "disk", "found": "full", "remedy": "r", "exit_code": 64}
-    assert failures_elsewhere(1, [[shared], [shared, own]]) == []
-    (found,) = failures_elsewhere(0, [[shared], [shared, own]])
+    assert failures_on_other_nodes(1, [[shared], [shared, own]]) == []
+    (found,) = failures_on_other_nodes(0, [[shared], [shared, own]])
     assert (found.name, found.found, found.exit_code) == ("node 1", "disk: full", 64)

@@ -7,14 +7,14 @@ import socket
 import psutil
 import pytest
 
-from mmldlm.distributed.network import bind_problem, interface_towards, is_loopback, obstacle, use_interface_towards
+from mmldlm.distributed.network import bind_problem, connect_problem, interface_for, is_loopback, use_interface_for
 
 pytestmark = pytest.mark.quick
 
 
 def test_loopback_leads_through_lo() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("localhost") == "lo"
+    assert interface_for("127.0.0.1") == "lo"
+    assert interface_for("localhost") == "lo"
     assert is_loopback("127.0.1.1") and is_loopback("::1") and not is_loopback("10.0.0.1")
 
 
@@ -27,26 +27,26 @@ def test_an_address_of_this_machine_leads_through_the_interface_that_carries_it(
     ]
     if not own:
         pytest.skip("this machine has no network beside lo")
-    assert [(interface_towards(address), address) for _, address in own] == own
+    assert [(interface_for(address), address) for _, address in own] == own
 
 
 def test_no_interface_towards_a_name_that_is_not_resolved() -> None:
     environment: dict[str, str] = {}
-    assert use_interface_towards("node0.invalid", environment) is None and environment == {}
+    assert use_interface_for("node0.invalid", environment) is None and environment == {}
 
 
 def test_the_interface_is_named_to_gloo_and_nccl_unless_the_user_did() -> None:
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
-    assert use_interface_towards("127.0.0.1", environment) == "lo"
+    assert use_interface_for("127.0.0.1", environment) == "lo"
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_what_keeps_a_connection_from_opening() -> None:
-    assert obstacle("node0.invalid", 29500, 0.3) == "name not resolved"
+    assert connect_problem("node0.invalid", 29500, 0.3) == "name not resolved"
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert obstacle("127.0.0.1", listener.getsockname()[1], 0.3) is None
+        assert connect_problem("127.0.0.1", listener.getsockname()[1], 0.3) is None
         port = listener.getsockname()[1]
-    assert obstacle("127.0.0.1", port, 0.3) == "refused"
+    assert connect_problem("127.0.0.1", port, 0.3) == "refused"
 
 
 def test_nothing_comes_back_is_a_timeout() -> None:
@@ -58,7 +58,7 @@ def test_nothing_comes_back_is_a_timeout() -> None:
             client.setblocking(False)
             client.connect_ex(address)
         try:
-            assert obstacle(*address, 0.5) == "timed out"
+            assert connect_problem(*address, 0.5) == "timed out"
         finally:
             for client in waiting:
                 client.close()

@@ -25,12 +25,12 @@ from mmldlm.trainer.trainer import Trainer
 
 SKIPPED = json.loads(os.environ["SKIPPED"])
 reference: list[torch.Tensor] = []
-_open, _backward, _finish_step, _averaged = Trainer._open, Trainer.backward, Trainer.finish_step, Engine.averaged
+_open, _backward, _finish_step, _averaged = Trainer._open, Trainer.backward, Trainer.finish_step, Engine.ema_scope
 
 
 def masters(runtime: Engine) -> list[torch.Tensor]:
     """This rank's part of the weights, in float64."""
-    return [master.detach().double() for master in runtime._masters()]
+    return [master.detach().double() for master in runtime._master_params()]
 
 
 def computed_with(runtime: Engine) -> list[torch.Tensor]:
@@ -42,9 +42,9 @@ def computed_with(runtime: Engine) -> list[torch.Tensor]:
 
 def whole_reference(runtime: Engine) -> dict[str, torch.Tensor]:
     """Collective: the reference by name, by way of the weights, which are lost."""
-    for master, mean in zip(runtime._masters(), reference, strict=True):
+    for master, mean in zip(runtime._master_params(), reference, strict=True):
         master.detach().copy_(mean)
-    return {name: runtime._master(parameter).detach().clone() for name, parameter in runtime._trained()}
+    return {name: runtime._get_master(parameter).detach().clone() for name, parameter in runtime._trainable_params()}
 
 
 def opened(self: Trainer) -> None:
@@ -83,7 +83,7 @@ def averaged(self: Engine) -> Iterator[None]:
 
 
 Trainer._open, Trainer.backward, Trainer.finish_step = opened, backward, finish_step  # type: ignore[method-assign]
-Engine.averaged = averaged  # type: ignore[method-assign]
+Engine.ema_scope = averaged  # type: ignore[method-assign]
 status = train.main()
 sys.stdout.flush()
 sys.stderr.flush()

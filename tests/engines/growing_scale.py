@@ -14,7 +14,7 @@ from mmldlm.distributed import grad_scaler as loss_scale
 from mmldlm.distributed.grad_scaler import LossScale
 
 STEP = int(os.environ["GROWS_FROM"])
-_follow = LossScale.follow
+_follow = LossScale.update
 seen = 0
 
 
@@ -22,12 +22,12 @@ def follow(self: LossScale, norm: Tensor) -> None:
     global seen
     seen += 1
     if seen > STEP:
-        loss_scale.GROWS_AFTER = 1
+        loss_scale.GROWTH_INTERVAL = 1
     _follow(self, norm)
 
 
-loss_scale.FIRST = 2.0**20
-LossScale.follow = follow  # type: ignore[method-assign]
+loss_scale.INITIAL_SCALE = 2.0**20
+LossScale.update = follow  # type: ignore[method-assign]
 status = train.main()
 sys.stdout.flush()
 sys.stderr.flush()

@@ -29,7 +29,7 @@ assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
 SLACK = 12
 rehearsed: list[int] = []
 limit: int | None = None
-_rehearse = AutoMicroBatch._rehearse
+_try_in_memory = AutoMicroBatch._try_in_memory
 
 
 def memory(kind: str) -> int:
@@ -54,18 +54,18 @@ def rehearse(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
     global limit
     if LIMITED and limit is None:
         threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
-        needed = most_pages(lambda: _rehearse(self, batch, accumulating))
+        needed = most_pages(lambda: _try_in_memory(self, batch, accumulating))
         # What the engine takes beside is addresses without pages here.
-        limit = memory("VmSize") + self.runtime.exchange_bytes + int(float(os.environ["SHARE"]) * needed)
+        limit = memory("VmSize") + self.runtime.comm_buffer_bytes + int(float(os.environ["SHARE"]) * needed)
     rehearsed.append(len(batch.lengths))
     allow(0)
     try:
-        return _rehearse(self, batch, accumulating)
+        return _try_in_memory(self, batch, accumulating)
     finally:
         allow(SLACK)
 
 
-AutoMicroBatch._rehearse = rehearse  # type: ignore[method-assign]
+AutoMicroBatch._try_in_memory = rehearse  # type: ignore[method-assign]
 status = train.main()
 if "FACTS" in os.environ:
     (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(rehearsed))

@@ -64,12 +64,12 @@ def watched(name: str) -> Callable[..., Any]:
 
 
 def begin(self: Trainer, *arguments: Any) -> None:
-    _begin(self, *arguments)
+    _start(self, *arguments)
     self.defer_fetch = True
 
 
-_begin = Trainer._begin
-Trainer._begin = begin  # type: ignore[method-assign]
+_start = Trainer._start
+Trainer._start = begin  # type: ignore[method-assign]
 for name in ("forward", "backward", "update", "finish_step"):
     setattr(Trainer, name, watched(name))
 status = train.main()

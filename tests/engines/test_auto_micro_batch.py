@@ -18,7 +18,7 @@ from mmldlm.data.batch_schedule import BatchSize, TrainConfig
 from mmldlm.distributed.launcher import ENGINES, SINGLE
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
-from mmldlm.trainer.auto_batch_size import capped, check_auto_micro_batch, halved
+from mmldlm.trainer.auto_batch_size import cap_micro_batch, check_auto_micro_batch, halve_micro_batch
 
 quick = pytest.mark.quick
 SCRIPT, AUTO = "limited_run.py", "train.auto_micro_batch=true"
@@ -101,7 +101,7 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(
     pids = forked.start("ddp", [*arguments, f"run.dir={run}"], 2, log, SCRIPT, **limits)
     assert list(forked.wait(pids).values()) == [64, 64], log.read_text()[-3000:]
     cause = str(exit_record(run)["cause"])
-    assert cause.startswith("train.micro_batch_size: 1 is the least") and "memory of rank 1" in cause
+    assert cause.startswith("train.micro_batch_size: 1 is the minimum") and "memory of rank 1" in cause
     assert [event["micro_batch_size"] for event in map(json.loads, micro_batch_lines(run))] == [2, 1]
 
 
@@ -152,12 +152,12 @@ def test_where_all_fits_rehearsals_are_few_and_leave_no_trace(
 @quick
 def test_sizes_that_samples_can_be_shared_into() -> None:
     for whole, micro, world, smaller in ((64, 8, 2, 4), (12, 6, 1, 3), (12, 3, 1, 1), (10, 5, 1, 2), (15, 5, 1, 1)):
-        assert halved(BatchSize(whole, micro), world) == smaller
+        assert halve_micro_batch(BatchSize(whole, micro), world) == smaller
         assert whole % (smaller * world) == 0
-    assert halved(BatchSize(8, 1), 2) == 0
+    assert halve_micro_batch(BatchSize(8, 1), 2) == 0
     for limit, expected in ((1, 1), (3, 3), (4, 4), (5, 4), (6, 6), (7, 6), (99, 6)):
-        assert capped(BatchSize(24, 6), limit, 2).micro_batch_size == expected
-        assert capped(BatchSize(24, 6), limit, 2).global_batch_size == 24
+        assert cap_micro_batch(BatchSize(24, 6), limit, 2).micro_batch_size == expected
+        assert cap_micro_batch(BatchSize(24, 6), limit, 2).global_batch_size == 24
 
 
 @quick

@@ -62,7 +62,7 @@ def test_without_a_compiler_the_reason_is_told(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     done = command("mmldlm.train", tiny_config, "compile.scope=regional", "train.steps=2")
     assert done.returncode == 0, done.stderr
-    assert "compile      none, though regional was asked for: torch.compile does not run here" in done.stdout
+    assert "compile      none, though regional was requested: torch.compile does not run here" in done.stdout
     assert len(losses(tmp_path / "run")) == 2
 
 
@@ -80,7 +80,7 @@ def test_the_curve_is_the_same_and_nothing_is_compiled_again(
     torch._dynamo.reset()
     graphs = []
     with Trainer(load_config(tiny_config, [*given, "compile.scope=regional"])) as run:
-        assert run.parts.compiled == "regional, mode default"
+        assert run.components.compiled == "regional, mode default"
         shapes = set()
         for step, batches in run.steps():
             shapes.add(batches[0].layout.num_tokens)

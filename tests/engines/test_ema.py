@@ -14,13 +14,13 @@ from test_parity import state
 
 from mmldlm import cli, train
 from mmldlm.config import load_config
-from mmldlm.distributed.init import start
+from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.optim import weight_average as average
 from mmldlm.optim.ema import EmaConfig, check_ema, decay_at
-from mmldlm.optim.weight_average import WeightAverage
+from mmldlm.optim.weight_average import EmaWeights
 from mmldlm.run.load import load_run
 from mmldlm.trainer.setup import step_plan
 
@@ -93,15 +93,15 @@ def test_ema_warmup_is_a_bound_that_rises_to_the_decay() -> None:
 
 @pytest.mark.quick
 def test_an_average_follows_the_steps_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(average, "PART", 5)
+    monkeypatch.setattr(average, "SWAP_CHUNK_SIZE", 5)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((3, 4), (7,), (), (0, 2))]
-    expected, followed = [weight.double() for weight in weights], WeightAverage(weights)
+    expected, followed = [weight.double() for weight in weights], EmaWeights(weights)
 
     def averages() -> list[torch.Tensor]:
-        followed.exchange()
+        followed.swap()
         found = [weight.clone() for weight in weights]
-        followed.exchange()
+        followed.swap()
         return found
 
     for step in range(60):
@@ -109,7 +109,7 @@ def test_an_average_follows_the_steps_that_are_taken(monkeypatch: pytest.MonkeyP
         for weight in weights:
             weight.add_(torch.randn(weight.shape, generator=generator))
         before, kept = averages(), [weight.clone() for weight in weights]
-        followed.follow(torch.tensor(taken), decay)
+        followed.update(torch.tensor(taken), decay)
         assert all(map(torch.equal, kept, weights)), "it is the average that moves"
         if not taken:
             assert all(map(torch.equal, before, averages()))
@@ -141,8 +141,8 @@ def averaged(tmp_path_factory: pytest.TempPathFactory, parity_config: Path) -> P
 def measured(folder: Path, weights: str) -> float:
     """The validation loss of the run's last checkpoint, from its files."""
     run = load_run(folder, weights=weights)  # type: ignore[arg-type]
-    assert run.weights == weights and run.has_average
-    runtime = start(run.config.distributed, read_launcher_env({}), step_plan(run.config, 1))
+    assert run.weights == weights and run.has_ema
+    runtime = start_engine(run.config.distributed, read_launcher_env({}), step_plan(run.config, 1))
     runtime.model = run.model
     ids = validation_ids(run.store.split("validation"), run.config.validation.samples)
     with torch.no_grad():
@@ -169,8 +169,8 @@ def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_
     assert measured(averaged, "ema") == pytest.approx(totals["averaged"], rel=1e-6)
     assert measured(averaged, "trained") == pytest.approx(totals["none"], rel=1e-6)
     assert load_run(averaged).weights == "ema" and load_run(runs["not"]).weights == "trained"
-    assert load_run(runs["none"]).weights == "trained" and not load_run(runs["none"]).has_average
-    with pytest.raises(DataError, match=r"no average of the weights .* expected --weights trained"):
+    assert load_run(runs["none"]).weights == "trained" and not load_run(runs["none"]).has_ema
+    with pytest.raises(DataError, match=r"no EMA of the weights .* expected --weights trained"):
         load_run(runs["none"], weights="ema")
 
 
@@ -182,9 +182,9 @@ def test_commands_say_which_weights_they_took(averaged: Path, capsys: pytest.Cap
         shown[weights] = capsys.readouterr().out.splitlines()
         evaluations[weights] = json.loads((averaged / "evaluation.json").read_text())
         assert evaluations[weights]["weights"] == weights
-    assert shown["ema"][0] == "step 20, average of the weights (ema): 8 documents of split test"
+    assert shown["ema"][0] == "step 20, EMA weights: 8 documents of split test"
     assert shown["trained"][0] == "step 20, trained weights: 8 documents of split test"
-    assert shown["ema"][-2] == "step 20, average of the weights (ema):"
+    assert shown["ema"][-2] == "step 20, EMA weights:"
     assert shown["trained"][-2] == "step 20, trained weights:"
     assert evaluations["ema"]["bits_per_token"] != evaluations["trained"]["bits_per_token"]
 
@@ -203,20 +203,20 @@ def test_an_average_may_begin_and_end_between_starts(
 
     assert "ema" not in go(2)
     shown = go(3, "ema={decay: 0.75, warmup: false}")
-    assert "the checkpoint has no average of the weights; it begins here, as the weights are now" in shown
-    assert "ema          decay 0.75; validations measure the average" in shown
+    assert "the checkpoint has no EMA of the weights; it starts here from the present weights" in shown
+    assert "ema          decay 0.75; validations use the EMA" in shown
     weights, next_ones, begun = at(2), at(3), at(3, "ema")
     for name, found in begun.items():
         assert torch.allclose(found, 0.75 * weights[name] + 0.25 * next_ones[name], rtol=1e-5, atol=1e-7), name
 
     # Those that are frozen have none; it begins anew for those that thaw.
     frozen = go(4, "ema={decay: 0.75, warmup: false}", "freeze=[latent_stream]")
-    assert "begins as they are now" not in frozen and not any(".latent." in name for name in at(4, "ema"))
-    assert "the average of parameters that train from here on begins" in go(5, "ema={decay: 0.75, warmup: false}")
+    assert "starts from their present values" not in frozen and not any(".latent." in name for name in at(4, "ema"))
+    assert "the EMA of parameters that train from here on starts" in go(5, "ema={decay: 0.75, warmup: false}")
     for name, found in at(5, "ema").items():
         first = at(4)[name] if ".latent." in name else at(4, "ema")[name]
         assert torch.allclose(found, 0.75 * first + 0.25 * at(5)[name], rtol=1e-5, atol=1e-7), name
-    assert "average of the weights ends here (ema.decay: 0)" in go(6)
+    assert "EMA of the weights ends here (ema.decay: 0)" in go(6)
     assert not (tmp_path / "checkpoints/step-00000006/ema.safetensors").exists()
 
 

@@ -18,7 +18,7 @@ from test_settling import facts
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed import grad_scaler as loss_scale
-from mmldlm.distributed.grad_scaler import FIRST, HIGHEST, LOWEST, LossScale, check_fp16
+from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale, check_fp16
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
@@ -46,7 +46,8 @@ def test_gradients_are_those_of_a_multiple_of_the_loss(tiny_config: Path) -> Non
             run.runtime.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
             norms[precision] = float(run.runtime.update(0.0, 0.0))
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
-    for (exact, scaled), factor in zip(zip(found["fp32"], found["fp16"], strict=True), (FIRST, 1.0), strict=True):
+    pairs = zip(found["fp32"], found["fp16"], strict=True)
+    for (exact, scaled), factor in zip(pairs, (INITIAL_SCALE, 1.0), strict=True):
         for ours, theirs in zip(scaled, exact, strict=True):
             assert (ours / factor - theirs).norm() <= 0.02 * theirs.norm()
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=5e-3)
@@ -61,7 +62,8 @@ def test_precision_fp16_follows_fp32(
     assert_same_run(folder, reference, FP16)
     ours, theirs = records(folder), records(reference)
     assert ours[1]["loss/total"] != theirs[1]["loss/total"]
-    assert {record["optim/loss_scale"] for record in ours.values()} == {FIRST} and "optim/loss_scale" not in theirs[1]
+    assert {record["optim/loss_scale"] for record in ours.values()} == {INITIAL_SCALE}
+    assert "optim/loss_scale" not in theirs[1]
     saved = state(folder)
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert any((tensor != tensor.half().float()).float().mean() > 0.5 for tensor in saved.values())
@@ -87,17 +89,18 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(
         4: "overflow",
         5: "loss",
     }
-    assert [skips[step]["optim/loss_scale"] for step in (2, 3, 4)] == [FIRST, FIRST / 2, FIRST / 4]
-    assert [line.get("loss_scale") for line in skipped_steps(folder).values()] == [FIRST, FIRST / 2, FIRST / 4, None]
+    halved = [INITIAL_SCALE, INITIAL_SCALE / 2, INITIAL_SCALE / 4]
+    assert [skips[step]["optim/loss_scale"] for step in (2, 3, 4)] == halved
+    assert [line.get("loss_scale") for line in skipped_steps(folder).values()] == [*halved, None]
     curve = records(folder)
-    scales = {1: FIRST, **dict.fromkeys((6, 7, 8, 9), FIRST / 16)}
+    scales = {1: INITIAL_SCALE, **dict.fromkeys((6, 7, 8, 9), INITIAL_SCALE / 16)}
     assert {step: record["optim/loss_scale"] for step, record in curve.items()} == scales
     assert curve[9]["health/skipped_steps"] == 4
 
 
 def test_a_resumed_run_has_the_same_scale(parity_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "FIRST", 2.0**24)  # which overflows
-    monkeypatch.setattr(loss_scale, "GROWS_AFTER", 3)
+    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**24)  # which overflows
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
     settings = ["precision=fp16", "checkpoint.every_steps=8", "validation.every=0", "guard.max_consecutive=1"]
     for name in ("whole", "again"):
         if name == "again":
@@ -120,7 +123,7 @@ def test_a_resumed_run_has_the_same_scale(parity_config: Path, tmp_path: Path, m
 
 @pytest.mark.quick
 def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "GROWS_AFTER", 4)
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 4)
     ours, theirs = LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu", growth_interval=4)
     seen = set()
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -128,9 +131,9 @@ def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) 
     generator = torch.Generator().manual_seed(3)
     for step in range(200):
         if step == 100:  # through a checkpoint
-            scale, good = ours.read()
+            scale, good = ours.get_state()
             ours = LossScale(torch.device("cpu"))
-            ours.go_on(scale, good)
+            ours.load_state(scale, good)
         theirs.scale(parameter.sum()).backward()
         assert parameter.grad is not None
         if torch.rand((), generator=generator) < 0.15:
@@ -140,26 +143,26 @@ def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) 
         unscaled, parameter.grad = parameter.grad, kept
         ours.unscale([parameter, torch.nn.Parameter(torch.ones(1))], 3)
         assert torch.equal(parameter.grad.nan_to_num(7), (3 * unscaled).nan_to_num(7))
-        before = ours.now
-        ours.follow(parameter.grad.norm())
+        before = ours.scale
+        ours.update(parameter.grad.norm())
         theirs.step(optimizer)
         theirs.update()
         optimizer.zero_grad()
-        assert float(ours.now) == theirs.get_scale() and ours.last is before
-        seen.add(float(ours.now))
-    assert len(seen) > 5 and min(seen) > LOWEST and max(seen) < HIGHEST
+        assert float(ours.scale) == theirs.get_scale() and ours.last_scale is before
+        seen.add(float(ours.scale))
+    assert len(seen) > 5 and min(seen) > MIN_SCALE and max(seen) < MAX_SCALE
     for _ in range(40):
-        ours.follow(torch.tensor(math.nan))
-    assert ours.read() == (LOWEST, 0)
+        ours.update(torch.tensor(math.nan))
+    assert ours.get_state() == (MIN_SCALE, 0)
 
 
 @pytest.mark.quick
 def test_what_the_smallest_scale_does_not_mend_is_a_fault() -> None:
-    account = [[{"samples": [1], "loss": 2.0}]]
-    assert Skip.because(1, math.inf, account, 2.0).reason == "overflow"
-    assert Skip.because(1, math.inf, account, LOWEST).reason == "norm"
-    assert Skip.because(1, 9.0, account, 2.0).reason == "spike"
-    assert Skip.because(1, math.nan, [[{"samples": [1], "loss": math.nan}]], 2.0).reason == "loss"
+    records = [[{"samples": [1], "loss": 2.0}]]
+    assert Skip.classify(1, math.inf, records, 2.0).reason == "overflow"
+    assert Skip.classify(1, math.inf, records, MIN_SCALE).reason == "norm"
+    assert Skip.classify(1, 9.0, records, 2.0).reason == "spike"
+    assert Skip.classify(1, math.nan, [[{"samples": [1], "loss": math.nan}]], 2.0).reason == "loss"
 
 
 @pytest.mark.quick

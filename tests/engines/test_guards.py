@@ -19,7 +19,7 @@ from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.config import GuardConfig
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import DataError, NumericalError
-from mmldlm.trainer.step_guard import FILE_NAME, WARM_UP, Guard, Skip
+from mmldlm.trainer.step_guard import MIN_ACCEPTED_NORMS, SKIPS_FILE, Skip, StepGuard
 
 # Two micro-batches of one sample on each of two ranks. The first step of all is among those that go wrong in the
 # second micro-batch, when the engine holds gradients of the first.
@@ -51,7 +51,7 @@ def skipped_steps(folder: Path) -> dict[int, dict[str, Any]]:
     def refuse(constant: str) -> None:
         raise AssertionError(f"not JSON: {constant}")
 
-    lines = (folder / FILE_NAME).read_text().splitlines()
+    lines = (folder / SKIPS_FILE).read_text().splitlines()
     return {line["step"]: line for line in (json.loads(text, parse_constant=refuse) for text in lines)}
 
 
@@ -115,7 +115,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(
     for record in (exit_record(folder), *others):
         cause = str(record["cause"])
         assert "step 5" in cause and "loss is not finite" in cause and "row: 3" in cause
-        assert str(folder / FILE_NAME) in cause
+        assert str(folder / SKIPS_FILE) in cause
     assert list(skipped_steps(folder)) == [3, 4, 5]
 
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_knows_the_same_spikes(
     assert list(again) == list(whole)
     assert all(again[step][key] == whole[step][key] for step in whole for key in CURVE)
     assert skipped_steps(folder) == {34: {**spikes[34], "time": skipped_steps(folder)[34]["time"]}}
-    assert len((folder / FILE_NAME).read_text().splitlines()) == 1
+    assert len((folder / SKIPS_FILE).read_text().splitlines()) == 1
     assert (last / "state.json").read_text() == end
 
 
@@ -158,29 +158,30 @@ def test_stop_ends_the_run_at_the_first_number_that_is_not_finite(
 
 @pytest.mark.quick
 def test_the_limit_follows_the_median_of_the_last_accepted_norms() -> None:
-    guard = Guard(GuardConfig(grad_norm_spike=3.0), TrainState())
-    for norm in range(1, WARM_UP):
+    guard = StepGuard(GuardConfig(grad_norm_spike=3.0), TrainState())
+    for norm in range(1, MIN_ACCEPTED_NORMS):
         guard.record_accepted(float(norm))
         assert guard.norm_limit == math.inf
-    guard.record_accepted(float(WARM_UP))
-    assert guard.norm_limit == 3 * (WARM_UP + 1) / 2
+    guard.record_accepted(float(MIN_ACCEPTED_NORMS))
+    assert guard.norm_limit == 3 * (MIN_ACCEPTED_NORMS + 1) / 2
     guard.skip(Skip(21, 1e9, "spike"), [])
-    assert guard.norm_limit == 3 * (WARM_UP + 1) / 2
+    assert guard.norm_limit == 3 * (MIN_ACCEPTED_NORMS + 1) / 2
     for _ in range(NORM_WINDOW // 2 + 1):
         guard.record_accepted(100.0)
     assert guard.norm_limit == 300
     for _ in range(NORM_WINDOW):
         guard.record_accepted(0.5)
     assert guard.norm_limit == 1.5 and len(guard.state.accepted_norms) == NORM_WINDOW
-    assert Guard(GuardConfig(), guard.state).norm_limit == math.inf
-    assert Guard(GuardConfig(grad_norm_spike=3.0), TrainState(accepted_norms=[0.0] * WARM_UP)).norm_limit == math.inf
+    assert StepGuard(GuardConfig(), guard.state).norm_limit == math.inf
+    zeros = TrainState(accepted_norms=[0.0] * MIN_ACCEPTED_NORMS)
+    assert StepGuard(GuardConfig(grad_norm_spike=3.0), zeros).norm_limit == math.inf
 
 
 @pytest.mark.quick
 def test_when_a_run_must_not_go_on(tmp_path: Path) -> None:
-    guard = Guard(GuardConfig(max_consecutive=3), TrainState())
+    guard = StepGuard(GuardConfig(max_consecutive=3), TrainState())
 
-    def skip(guard: Guard, norm: float, reason: Literal["loss", "norm", "spike"]) -> None:
+    def skip(guard: StepGuard, norm: float, reason: Literal["loss", "norm", "spike"]) -> None:
         found = Skip(7, norm, reason)
         guard.skip(found, [])
         guard.check(found, tmp_path)
@@ -190,10 +191,10 @@ def test_when_a_run_must_not_go_on(tmp_path: Path) -> None:
     guard.record_accepted(1.0)
     skip(guard, math.nan, "loss")
     skip(guard, math.inf, "norm")
-    with pytest.raises(NumericalError, match=r"step 7: the gradient norm 8 is above .* row: 3 .*" + FILE_NAME):
+    with pytest.raises(NumericalError, match=r"step 7: the gradient norm 8 is above .* row: 3 .*" + SKIPS_FILE):
         skip(guard, 8.0, "spike")
     assert guard.state.skipped_steps == 5
-    strict = Guard(GuardConfig(nonfinite="stop"), TrainState())
+    strict = StepGuard(GuardConfig(nonfinite="stop"), TrainState())
     skip(strict, 8.0, "spike")
     with pytest.raises(NumericalError, match="row: 2"):
         skip(strict, math.nan, "norm")

@@ -51,10 +51,10 @@ def test_nodes_follow_from_the_local_world_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"MASTER_ADDR": "a"}, "every process would train a copy of its own"),
+        ({"MASTER_ADDR": "a"}, "every process would train its own copy"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK and LOCAL_RANK are not set"),
         ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE: expected a whole number, found 'two'"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2 is asked for, but no process group"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2 is requested, but no process group"),
         ({**LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version: expected 2, found 1"),
         (
             {
@@ -124,7 +124,7 @@ def test_auto_is_filled_from_the_run_config(engine: str) -> None:
         ({"fp16": {"enabled": True}}, "fp16.enabled is true, but false"),
         ({"optimizer": {"type": "Adam"}}, "optimizer: expected nothing"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler: expected nothing"),
-        ({"prescale_gradients": "auto"}, 'prescale_gradients: "auto" is not known here'),
+        ({"prescale_gradients": "auto"}, 'prescale_gradients: "auto" is not supported here'),
     ],
 )
 def test_a_deepspeed_file_that_says_otherwise_is_refused(section: dict[str, object], complaint: str) -> None:
@@ -145,7 +145,7 @@ def test_a_deepspeed_file_with_another_accumulation(parity_config: Path, tmp_pat
 def test_a_cpu_config_that_would_train_separate_copies(parity_config: Path, tmp_path: Path) -> None:
     done = run(accelerate("cpu", 2, parity_config, f"run.dir={tmp_path / 'run'}"))
     assert done.returncode != 0 and not (tmp_path / "run").exists()
-    assert "every process would train a copy of its own" in done.stdout
+    assert "every process would train its own copy" in done.stdout
 
 
 def test_processes_that_were_asked_for_and_did_not_come(parity_config: Path, tmp_path: Path) -> None:
@@ -153,9 +153,9 @@ def test_processes_that_were_asked_for_and_did_not_come(parity_config: Path, tmp
     alone = environment(**{**LAUNCHED, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29653"})
     settings = [f"run.dir={tmp_path / 'run'}", "distributed.timeout_s=2"]
     imports = "import sys; from mmldlm import train; from mmldlm.distributed import process_group"
-    program = f"{imports}; process_group.RENDEZVOUS_S = 1.0, 300.0"
+    program = f"{imports}; process_group.RENDEZVOUS_TIMEOUT_S = 1.0, 300.0"
     done = run([sys.executable, "-c", f"{program}; sys.exit(train.main())", str(parity_config), *settings], env=alone)
-    assert done.returncode == 76 and "the 2 processes did not meet at 127.0.0.1:29653" in done.stdout
+    assert done.returncode == 76 and "rendezvous of 2 processes at 127.0.0.1:29653 failed" in done.stdout
 
 
 def test_two_sources_of_the_precision(parity_config: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ BUSY_MACHINE = {"speed_spread": 10.0, "speed_drop": 0.01, "silent_steps": 100.0}
 
 
 def steps(run: Path) -> list[int]:
-    return sorted({record["step"] for record in History.read(run).of("train")})
+    return sorted({record["step"] for record in History.read(run).by_kind("train")})
 
 
 def advice(found: list[Alert], name: str) -> str:
@@ -42,7 +42,7 @@ def test_a_healthy_run_has_no_alert_at_any_time(forked: ForkedRuns, tiny_config:
     forked.succeed("single", run, 1, tiny_config, *HEALTHY, OFTEN)
     assert {step: found for step in steps(run) if (found := alerts_at(run, step, **BUSY_MACHINE))} == {}
     look = seen_at(run, 90)
-    assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait is not None
+    assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait_share is not None
     finished = Snapshot(History.read(run), 10.0)
     assert finished.state.name == "finished" and finished.state.code == 0 and alerts(finished) == []
 
@@ -90,7 +90,7 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     arguments = [tiny_config, *BARE, "train.steps=40", "log.every=2", f"run.dir={run}"]
     pids = forked.start("single", arguments, 1, tmp_path / "log", "guarded_run.py", **variables)
     assert forked.wait(pids) == {pids[0]: 70}
-    assert "optim/grad_norm" in History.read(run).of("train")[2]["nonfinite"], "of the step that was left out"
+    assert "optim/grad_norm" in History.read(run).by_kind("train")[2]["nonfinite"], "of the step that was left out"
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"skipped steps"}
     assert alerts_at(run, 8, **BUSY_MACHINE, skip_steps=2) == set(), "it is long ago"
     ended = Snapshot(History.read(run), 10.0)
@@ -118,7 +118,7 @@ def test_an_fp16_run_that_overflows_again_and_again(forked: ForkedRuns, tiny_con
     run, small = tmp_path / "run", ("model.depth=1", "train={steps: 240, global_batch_size: 2}", "log.every=5")
     settings = (*BARE, *small, "precision=fp16")
     forked.succeed("single", run, 1, tiny_config, *settings, script="growing_scale.py", GROWS_FROM="205")
-    skips = History.read(run).of("skip")
+    skips = History.read(run).by_kind("skip")
     assert {record["reason"] for record in skips} == {"overflow"} and skips[0]["step"] == 1
     assert "overflow" not in alerts_at(run, 205) and "overflow" in alerts_at(run, 240)
     assert "of the last 200 steps; use precision=bf16" in advice(alerts(seen_at(run, 240)), "overflow")

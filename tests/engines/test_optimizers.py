@@ -102,7 +102,7 @@ def test_another_kind_of_optimizer_does_not_go_on(
         saved = single(*before) / "checkpoints" / "step-00000010"
         settings = [str(parity_config), f"run.dir={tmp_path / now}", f"resume={saved}", f"optim.name={now}"]
         assert train.main(settings) == 64
-        assert f"from which {now} cannot go on" in capsys.readouterr().err
+        assert f"from which {now} cannot resume" in capsys.readouterr().err
         assert not (tmp_path / now / "metrics.jsonl").exists()
 
 

@@ -108,9 +108,9 @@ def test_the_host_reads_nothing_between_two_records(
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of this process settle as on a GPU."""
-    begin = Trainer._begin
+    begin = Trainer._start
     monkeypatch.setattr(
-        Trainer, "_begin", lambda self, *given: (begin(self, *given), setattr(self, "defer_fetch", True))
+        Trainer, "_start", lambda self, *given: (begin(self, *given), setattr(self, "defer_fetch", True))
     )
 
 

@@ -39,7 +39,7 @@ def fresh_run(store: Path, *settings: str) -> LoadedRun:
         device=torch.device("cpu"),
         step=0,
         weights="trained",
-        has_average=False,
+        has_ema=False,
     )
 
 

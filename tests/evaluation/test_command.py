@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (["--sts", "/nowhere.tsv"], 65, "--sts /nowhere.tsv: cannot be read"),
         (["--perplexity-model", "/nowhere"], 65, "/nowhere: expected the folder of a causal language model"),
         (["--checkpoint", "/nowhere"], 65, "/nowhere"),
-        (["--weights", "ema"], 65, "has no average of the weights"),
+        (["--weights", "ema"], 65, "has no EMA of the weights"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(
@@ -83,10 +83,10 @@ def test_a_log_tells_phases_and_micro_batches(run_dir: Path) -> None:
         ("bound, latent own", 6),
         ("texts from latents, latent shuffled", 2),
         ("latents from texts", 3),
-        ("latents from texts, by noise level", 6),
+        ("latents from texts, by noise bin", 6),
         ("texts and latents from noise", 2),
     ):
         assert f"\n{phase} ...\n" in told
         for done in range(1, batches + 1):
             assert f"\n{phase}: {done} of {batches} micro-batches, " in told
-    assert "\nwhether texts and latents belong together: 1 of 1 batches of the encoder, " in told
+    assert "\nre-encoding of the generated texts: 1 of 1 batches of the encoder, " in told

@@ -13,14 +13,14 @@ import pytest
 import torch
 from known_runs import fresh_run, perfect_run
 
-from mmldlm.data.nearest import directions
-from mmldlm.evaluate import finite
+from mmldlm.data.nearest import unit_vectors
+from mmldlm.evaluate import replace_nonfinite
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text, text_bound
-from mmldlm.evaluation.statistics import cosine, ranks_of_own
+from mmldlm.evaluation.statistics import cosine, retrieval_ranks
 from mmldlm.evaluation.suite import Extras, evaluate
-from mmldlm.evaluation.t2l import closeness, denoised, latent_metrics
+from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import LoadedRun
 
@@ -71,7 +71,7 @@ def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
 def test_latents_of_a_perfect_run(perfect: dict[str, Any], tiny_store: Path) -> None:
     t2l, truth = perfect["t2l"], Evaluation(perfect_run(tiny_store), EvaluationConfig()).raw_latents
     assert t2l["cosine"] == pytest.approx(1, abs=1e-4)
-    own = ranks_of_own(directions(truth) @ directions(truth).T)
+    own = retrieval_ranks(unit_vectors(truth) @ unit_vectors(truth).T)
     assert t2l["recall_at_1"] == (own <= 1).mean() > 0.8  # equal documents are told apart by nobody
     assert t2l["recall_at_10"] == 1 and t2l["median_rank"] == 1
     assert t2l["cosine_shuffled"] < t2l["cosine_mean_latent"] < 0.9
@@ -166,12 +166,12 @@ def test_one_pass_of_a_perfect_network_gives_the_latent(prediction: str, tiny_st
         perfect_run(tiny_store, "test", f"latent.prediction={prediction}"), EvaluationConfig(times=3)
     )
     count = len(evaluation.ids)
-    t, found = denoised(evaluation, "own")
+    t, found = denoise_latents(evaluation, "own")
     for latents in found:
         assert latents == pytest.approx(evaluation.raw_latents, abs=1e-3)
     # Each draw has one time in each n-th part of [0, 1], and all conditions have the same.
     assert np.sort(np.floor(t * count)).tolist() == [list(range(count))] * 3
-    assert np.array_equal(t, denoised(evaluation, "shuffled")[0])
+    assert np.array_equal(t, denoise_latents(evaluation, "shuffled")[0])
 
 
 def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) -> None:
@@ -180,13 +180,13 @@ def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) ->
     rows = found["by_t_latent"]
     assert [(row["t_from"], row["t_to"]) for row in rows] == [(n / 10, (n + 1) / 10) for n in range(10)]
     assert sum(row["draws"] for row in rows) == 4 * 30 and min(row["draws"] for row in rows) >= 4 * 2
-    t, made = denoised(evaluation, "own")
+    t, made = denoise_latents(evaluation, "own")
     all_draws = np.stack([cosine(latents, evaluation.raw_latents) for latents in made])
     for row in rows:
         inside = (row["t_from"] <= t) & (t < row["t_to"])
         assert row["draws"] == inside.sum() and row["cosine"] == pytest.approx(all_draws[inside].mean())
     shown = table(evaluate(fresh, EvaluationConfig(samples=30), modes=["t2l"]))
-    assert "latents from texts by noise level, in one pass" in shown and f"{rows[-1]['cosine']:.3f}" in shown
+    assert "latents from texts by noise bin, in one pass" in shown and f"{rows[-1]['cosine']:.3f}" in shown
     few = latent_metrics(Evaluation(fresh, EvaluationConfig(samples=2, times=1)))["by_t_latent"]
     empty = [row for row in few if not row["draws"]]
     assert len(empty) >= 8 and all(row["cosine"] is None and row["recall_at_1"] is None for row in empty)
@@ -223,9 +223,9 @@ def test_shuffled_latents_are_never_ones_own(fresh: LoadedRun) -> None:
 
 def test_latents_that_are_not_numbers_find_nothing(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
-    assert closeness(evaluation, np.full((20, 1, 8), np.nan, np.float32))["recall_at_10"] == 0
+    assert latent_similarity_metrics(evaluation, np.full((20, 1, 8), np.nan, np.float32))["recall_at_10"] == 0
     assert frechet_metrics(evaluation, np.full((20, 1, 8), np.nan))["frechet_distance"] is None
-    json.dumps(finite({"a": [float("inf"), {"b": float("nan")}]}), allow_nan=False)
+    json.dumps(replace_nonfinite({"a": [float("inf"), {"b": float("nan")}]}), allow_nan=False)
 
 
 def test_frechet_distance_is_refused_of_too_few_samples(fresh: LoadedRun) -> None:
@@ -253,10 +253,10 @@ def test_the_split_into_batches_changes_the_last_digits_only(fresh: LoadedRun) -
     """What is drawn for a document does not depend on those beside it."""
     small, large = (Evaluation(fresh, EvaluationConfig(batch=batch)) for batch in (3, 64))
     for mode in ("l2t", "t2l", "joint"):
-        one, two = (each.write(mode, "own", 20, fresh.config.sampling) for each in (small, large))
+        one, two = (each.generate(mode, "own", 20, fresh.config.sampling) for each in (small, large))
         assert one.tokens == two.tokens
         assert one.latents == pytest.approx(two.latents, abs=1e-4)
     assert text_bound(small, "own").nats == pytest.approx(text_bound(large, "own").nats, rel=1e-5)
     other = Evaluation(fresh, EvaluationConfig(seed=1))
     other.ids, other.lengths = large.ids, large.lengths
-    assert other.write("joint", "none", 20, fresh.config.sampling).tokens != two.tokens
+    assert other.generate("joint", "none", 20, fresh.config.sampling).tokens != two.tokens

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
-from mmldlm.evaluation.perplexity import CausalModel, nats_of, perplexity
+from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
 from mmldlm.evaluation.suite import Extras, evaluate
 
 OF_ITS_OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
@@ -56,8 +56,8 @@ def test_nats_are_those_of_transformers(folder: Path) -> None:
                 loss = float(theirs(ids, labels=ids).loss)
             assert nats / count == pytest.approx(loss, rel=1e-5)
             total, tokens = total + count * loss, tokens + count
-    shares = sum(nats_of(ours, TEXTS, range(rank, len(TEXTS), 3)) for rank in range(3))
-    assert np.array_equal(shares, nats_of(ours, TEXTS, range(len(TEXTS))))
+    shares = sum(score_texts(ours, TEXTS, range(rank, len(TEXTS), 3)) for rank in range(3))
+    assert np.array_equal(shares, score_texts(ours, TEXTS, range(len(TEXTS))))
     assert perplexity(shares) == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_perplexity_stands_beside_that_of_held_out_texts(folder: Path, tiny_stor
     evaluation = Evaluation(perfect_run(tiny_store), config)
     model = CausalModel(folder, CPU)
     for suffix, tokens in (("_true", evaluation.tokens[:12]), ("_unigram", evaluation.unigram_tokens(12))):
-        expected = perplexity(nats_of(model, evaluation.decode(tokens), range(12)))
+        expected = perplexity(score_texts(model, evaluation.decode(tokens), range(12)))
         assert joint[f"generative_perplexity{suffix}"] == expected
     assert joint["generative_perplexity"] > 1
 

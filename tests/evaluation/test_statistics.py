@@ -11,17 +11,17 @@ import scipy.linalg
 import scipy.spatial.distance
 import scipy.stats
 
-from mmldlm.data.nearest import directions
-from mmldlm.evaluation.l2t import likeness, reencoded
+from mmldlm.data.nearest import unit_vectors
+from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
 from mmldlm.evaluation.perplexity import perplexity
 from mmldlm.evaluation.statistics import (
     cosine,
     distinct,
     frechet_distance,
     length_buckets,
-    ranks_of_own,
     ratio,
     repetition,
+    retrieval_ranks,
     spearman,
     token_entropy,
 )
@@ -106,15 +106,15 @@ def test_cosine_is_that_of_scipy() -> None:
     assert cosine(a, b) == pytest.approx(np.mean(expected, axis=1))
     a[2, 0, 0] = np.nan
     assert np.isnan(cosine(a, b)).tolist() == [False, False, True, False, False, False]
-    found = reencoded(a, b)
+    found = reencoding_metrics(a, b)
     assert found["unencodable"] == 1 and found["reencoded_cosine"] == pytest.approx(
         np.delete(np.mean(expected, 1), 2).mean()
     )
-    assert reencoded(np.full((2, 1, 4), np.nan), np.ones((2, 1, 4)))["reencoded_cosine"] is None
+    assert reencoding_metrics(np.full((2, 1, 4), np.nan), np.ones((2, 1, 4)))["reencoded_cosine"] is None
 
 
 def ranks(made: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    return ranks_of_own(directions(made) @ directions(truth).T)
+    return retrieval_ranks(unit_vectors(made) @ unit_vectors(truth).T)
 
 
 def test_ranks_are_those_of_a_sorted_list_and_ties_are_no_success() -> None:
@@ -134,14 +134,14 @@ def test_texts_are_scored_as_sacrebleu_does() -> None:
     texts = ["the cat sat on a mat .", "a second sentence, with birds", "Übung macht keinen Meister"]
     spelled = [[ord(letter) for letter in text.ljust(40)] for text in references]
     written = [[ord(letter) for letter in text.ljust(40)] for text in texts]
-    found = likeness(written, texts, spelled, references)
+    found = reference_metrics(written, texts, spelled, references)
     assert found["bleu"] == sacrebleu.metrics.BLEU().corpus_score(texts, [references]).score
     assert found["chrf"] == sacrebleu.metrics.CHRF().corpus_score(texts, [references]).score
     assert 20 < found["bleu"] < 90 and 50 < found["chrf"] < 95
     pairs = [a == b for x, y in zip(written, spelled, strict=True) for a, b in zip(x, y, strict=True)]
     assert found["token_accuracy"] == np.mean(pairs)
     assert found["exact_match"] == 0
-    found = likeness(spelled, [*references[:2], texts[2]], spelled, references)
+    found = reference_metrics(spelled, [*references[:2], texts[2]], spelled, references)
     assert found["exact_match"] == 2 / 3 and found["token_accuracy"] == 1
 
 

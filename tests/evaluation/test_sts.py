@@ -12,7 +12,7 @@ from known_runs import fresh_run
 
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
-from mmldlm.evaluation.sts import Pair, encode_sentences, read_pairs, sts_metrics
+from mmldlm.evaluation.sts import Pair, read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
@@ -42,7 +42,7 @@ def test_both_formats_say_the_same(tmp_path: Path) -> None:
     [
         ("a.csv", "", "expected a .tsv or .jsonl file"),
         ("none.tsv", None, "cannot be read"),
-        ("a.tsv", "a\tb\t1\na\tb\n", "line 2: expected two sentences and a number with tabs between"),
+        ("a.tsv", "a\tb\t1\na\tb\n", "line 2: expected two sentences and a number separated by tabs"),
         ("a.tsv", "a\tb\tgood\n", "line 1"),
         ("a.tsv", "a\t \t1\n", "line 1"),
         ("a.tsv", "a\tb\tnan\n", "line 1"),
@@ -64,7 +64,7 @@ def test_what_is_no_pair_is_refused(tmp_path: Path, name: str, text: str | None,
 def test_a_sentence_beyond_the_model_is_refused(run: LoadedRun) -> None:
     evaluation = Evaluation(run, EvaluationConfig(samples=4))
     with pytest.raises(DataError, match="sentences of 1 to 32 tokens, found"):
-        encode_sentences(evaluation, [*PAIRS, Pair("The " * 40, "a", 1.0)])
+        tokenize_sentences(evaluation, [*PAIRS, Pair("The " * 40, "a", 1.0)])
 
 
 def test_the_correlations_are_those_of_scipy(run: LoadedRun) -> None:
@@ -75,8 +75,8 @@ def test_the_correlations_are_those_of_scipy(run: LoadedRun) -> None:
     a, b = (evaluation.encoder.encode([pair[side] for pair in PAIRS]) for side in (0, 1))
     scores = [pair.score for pair in pairs]
     assert found["sts_spearman_encoder"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores[:4]).statistic)
-    sentences, tokens = encode_sentences(evaluation, pairs)
-    made = run.store.restore(evaluation.latents_of(tokens, run.config.sampling))
+    sentences, tokens = tokenize_sentences(evaluation, pairs)
+    made = run.store.restore(evaluation.generate_latents(tokens, run.config.sampling))
     a, b = (np.stack([made[sentences.index(pair[side])] for pair in pairs]) for side in (0, 1))
     assert found["sts_spearman"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores).statistic)
     other = scipy.stats.spearmanr(cosine(a, np.roll(b, -1, axis=0)), scores).statistic

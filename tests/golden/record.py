@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -24,7 +25,10 @@ from typing import Any
 
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 900
-WORDS = [
+WORDS = (
+    "rose tulip soil water seed wave tide salt reef whale "
+    "flour oven knife butter simmer chord tempo violin drum"
+).split()
     "rose",
     "tulip",
     "soil",
@@ -67,18 +71,18 @@ CURVES = {
     "joint": ["mode={joint: 1}"],
     "mixed": [],
     "mode_schedule": ["mode_schedule={10: {l2t: 0.7, joint: 0.3}}"],
-    "accumulation": ["train.global_batch_size=12", "train.batch_schedule={10: 24}"],
+    "accumulation": ["train.global_batch_size=12", "train.batch_schedule={10: {global_batch_size: 24}}"],
     "ema": ["ema.decay=0.9"],
     "dropout": ["model.dropout=0.1"],
     "muon": ["optim.name=muon", "optim.lr=1e-2"],
     "v_huber": ["latent.prediction=v", "loss.latent=huber"],
     "epsilon_mse": ["latent.prediction=epsilon", "loss.latent=mse", "latent.process=rectified_flow"],
-    "exact_masks": ["text.masks=exact", "text.time_sampling=logit_normal"],
+    "exact_masks": ["text.masks=exact", "text.time_sampling=mode"],
     "bf16": ["precision=bf16"],
     "checkpointing": ["memory.activation_checkpointing=full"],
     "selective": ["memory.activation_checkpointing=selective"],
     "guard": ["guard.grad_norm_spike=1.5", "optim.clip_norm=0.1"],
-    "frozen": ["freeze=[text_embedding]"],
+    "frozen": ["freeze=[latent_stream]"],
     "plateau": ["schedule.lr=plateau", "schedule.patience=2", "optim.warmup_steps=3"],
     "tensorboard": ["log.tensorboard=true", "log.figures_every=10", "validation.quality_every=10", "ema.decay=0.5"],
 }
@@ -109,7 +113,7 @@ BAD = [
     ["train", "CONFIG", "extends=nothing.yaml"],
     ["train", "CONFIG", "--deepspeed_config", "/nowhere.json"],
     ["train", "DUPLICATE"],
-    ["train", "MISSPELLED"],
+    ["train", "MISSPELT"],
     ["train", "NOTYAML"],
     ["config", "/nowhere.yaml"],
     ["data", "info", "/nowhere"],
@@ -294,7 +298,7 @@ class Recorder:
         self.curve("errors", ["train.steps=2", "validation.every=0"])
         files = {
             "DUPLICATE": "run: {dir: x}\nrun: {dir: y}\n",
-            "MISSPELLED": "optimm: {lr: 1}\n",
+            "MISSPELT": "optimm: {lr: 1}\n",
             "NOTYAML": "a: [1\nb: }",
             "EMPTY": "",
             "JSONL": '{"text": "one"}\n',

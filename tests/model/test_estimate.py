@@ -25,8 +25,8 @@ from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.trainer.dry_run import Estimate, _largest_step, estimate, print_estimate, state_mib
-from mmldlm.trainer.memory_tracker import StepCosts, micro_batch_cost
-from mmldlm.trainer.onednn import KERNEL_MIB, multiplies_bf16
+from mmldlm.trainer.memory_tracker import StepCostTracker, micro_batch_cost
+from mmldlm.trainer.onednn import KERNEL_MIB, has_bf16_instructions
 
 KINDS = [MemoryConfig(kind) for kind in ("none", "every_k", "selective", "full")]  # type: ignore[arg-type]
 kinds = pytest.mark.parametrize("memory", KINDS, ids=lambda memory: memory.activation_checkpointing)
@@ -120,7 +120,7 @@ def test_a_steps_memory_is_told_by_what_it_is_for(stay: bool) -> None:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     still = weights + sum(buffer.nbytes for buffer in model.buffers())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    steps, peaks = StepCosts(model, objective, gradients_stay=stay), []
+    steps, peaks = StepCostTracker(model, objective, keep_gradients=stay), []
     for _ in range(2):
         steps.micro_batches([noised])
         steps.update(optimizer, clip_norm=1.0)
@@ -157,7 +157,7 @@ def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path
     found = _largest_step(loader, (0, 40), 0)
     assert tokens[found] == max(tokens) > tokens[0]
     first = dry_run(tiny_store, *settings, "mode=l2t", "train.steps=1")
-    assert estimate(config, store, 1, looked_at=1).activations_mib > first.activations_mib
+    assert estimate(config, store, 1, steps_per_stage=1).activations_mib > first.activations_mib
 
 
 def test_the_dry_run_has_moments_from_the_second_step_on(tiny_store: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_dry_run_has_moments_from_the_second_step_on(tiny_store: Path) -> No
     store = Store.open(tiny_store)  # a step takes all its samples, so that the first is as large as any
     whole = f"train={{steps: 9, global_batch_size: {len(store.split('train'))}}}"
     config = load_config(None, [f"data.path={tiny_store}", whole, "model={width: 16, depth: 1, num_heads: 2}"])
-    looked_at_once = estimate(config, store, 1, looked_at=1)
+    looked_at_once = estimate(config, store, 1, steps_per_stage=1)
     assert looked_at_once.peak_mib["moments"] == pytest.approx(8 * looked_at_once.trainable / 2**20, rel=0.01)
     assert many.checkpoint_mib * 2**20 == 12 * many.trainable
 
@@ -304,7 +304,7 @@ train(load_config(None, sys.argv[1:]))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.skipif(not multiplies_bf16(), reason="a CPU with instructions for bf16")
+@pytest.mark.skipif(not has_bf16_instructions(), reason="a CPU with instructions for bf16")
 def test_kernels_for_half_precision_are_those_that_a_run_makes(
     tiny_store: Path, tmp_path: Path, optimizer: str
 ) -> None:
@@ -329,7 +329,7 @@ def test_kernels_for_half_precision_are_those_that_a_run_makes(
 def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_kept(
     tiny_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmldlm.trainer.dry_run.multiplies_bf16", lambda: True)
+    monkeypatch.setattr("mmldlm.trainer.dry_run.has_bf16_instructions", lambda: True)
     few, many, others = (
         dry_run(tiny_store, f"train={{steps: {steps}, global_batch_size: 16, micro_batch_size: 8}}", *settings)
         for steps, settings in ((1, ["precision=bf16"]), (3, ["precision=bf16"]), (3, []))
@@ -338,5 +338,5 @@ def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_k
     assert few.total_mib < many.total_mib <= many.total_mib + many.kernels_mib
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20")
     assert dry_run(tiny_store, "precision=bf16").kernels_mib == 20 * KERNEL_MIB
-    monkeypatch.setattr("mmldlm.trainer.dry_run.multiplies_bf16", lambda: False)
+    monkeypatch.setattr("mmldlm.trainer.dry_run.has_bf16_instructions", lambda: False)
     assert dry_run(tiny_store, "precision=bf16").kernels_mib == 0

@@ -8,7 +8,7 @@ from small_model import VOCAB, random_inputs, small_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmldlm.model.flops import UsefulFlops, peak_flops
+from mmldlm.model.flops import ModelFlops, peak_flops
 
 pytestmark = pytest.mark.quick
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.quick
 )
 def test_a_forward_pass_has_the_flops_that_the_closed_form_gives(latent_tokens: int, config: dict[str, object]) -> None:
     model = small_model(latent_tokens, **config).eval()
-    inputs, of = random_inputs((3, 7, 7, 16), latent_tokens), UsefulFlops.of(model)
+    inputs, of = random_inputs((3, 7, 7, 16), latent_tokens), ModelFlops.from_model(model)
     layout, counted = inputs.layout, []
     for masked in (torch.tensor([0, 2, 5, 20]), torch.arange(layout.num_tokens), torch.arange(0)):
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # whose products are counted one by one
             model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, layout, masked)
-        found = of.of_step(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
+        found = of.step_flops(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
         assert found == 3 * counter.get_total_flops()
         counted.append(counter.get_total_flops())
     last_block = sum(

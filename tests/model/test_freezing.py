@@ -20,7 +20,16 @@ from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, total_counts
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.model.parts import FEEDS, Freezable, Loss, Part, check_trainable, freeze_parts, frozen_parts, part_of
+from mmldlm.model.parts import (
+    PARTS_TRAINED_BY,
+    Freezable,
+    Loss,
+    Part,
+    check_trainable,
+    freeze_parts,
+    frozen_parts,
+    part_of,
+)
 from mmldlm.run.factory import build_model, build_objective
 
 pytestmark = pytest.mark.quick
@@ -53,7 +62,9 @@ def parts_with_gradient(model: MMDiT, loss: Loss, mode: Mode, latent_tokens: int
 def test_each_loss_reaches_the_parts_that_the_map_says(
     loss: Loss, mode: Mode, latent_tokens: int, config: dict[str, Any]
 ) -> None:
-    assert parts_with_gradient(small_model(latent_tokens, **config), loss, mode, latent_tokens) == set(FEEDS[loss])
+    assert parts_with_gradient(small_model(latent_tokens, **config), loss, mode, latent_tokens) == set(
+        PARTS_TRAINED_BY[loss]
+    )
 
 
 def test_a_choice_is_refused_exactly_where_a_loss_would_have_no_gradient() -> None:

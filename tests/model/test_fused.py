@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.model.layers import rotary_angles
-from mmldlm.model.ops import _pieces, add_gated, in_pieces, modulated_linear, normalize_heads, swiglu, swiglu_linear
+from mmldlm.model.ops import (
+    _row_chunks,
+    add_gated,
+    limit_row_chunks,
+    modulated_linear,
+    normalize_heads,
+    swiglu,
+    swiglu_linear,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -109,12 +117,12 @@ def test_rows_in_pieces_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch
     fused, _, inputs = CASES[case]
     whole = values_and_gradients(fused, inputs)
     two_rows = 2 * inputs[0][0].numel() // torch.get_num_threads()
-    monkeypatch.setattr("mmldlm.model.ops.PIECE", two_rows)
-    assert len(list(_pieces(inputs[0]))) == (len(inputs[0]) + 1) // 2
+    monkeypatch.setattr("mmldlm.model.ops.CHUNK_NUMEL", two_rows)
+    assert len(list(_row_chunks(inputs[0]))) == (len(inputs[0]) + 1) // 2
     for one, other in zip(values_and_gradients(fused, inputs), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    with in_pieces(1):
-        assert list(_pieces(inputs[0])) == [(inputs[0],)]
+    with limit_row_chunks(1):
+        assert list(_row_chunks(inputs[0])) == [(inputs[0],)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmldlm.batch
-from mmldlm.batch import ROWS, PackedLayout, pad_rows
-from mmldlm.model.attention import Backend, _by_groups, joint_attention
+from mmldlm.batch import ROW_MULTIPLE, PackedLayout, pad_rows
+from mmldlm.model.attention import Backend, _grouped_sdpa, joint_attention
 from mmldlm.model.mmdit import MMDiT, Precision
 
 pytestmark = pytest.mark.quick
@@ -59,8 +59,8 @@ def test_many_numbers_of_rows_make_few_shapes(precision: Precision) -> None:
             step(model, random_inputs((length, 16, 9)), length)
     assert all_rows.found == first.found
     with Rows() as more:
-        step(model, random_inputs((16,) * 8), 2 * ROWS - 1)
-    assert more.found - first.found == {2 * ROWS}
+        step(model, random_inputs((16,) * 8), 2 * ROW_MULTIPLE - 1)
+    assert more.found - first.found == {2 * ROW_MULTIPLE}
 
 
 @HALF
@@ -70,7 +70,7 @@ def test_products_of_few_rows_stay_in_float32(precision: Precision) -> None:
     with Rows() as rows:
         step(model, random_inputs((7,) * samples, latent_tokens), 9)
     assert {samples, samples * latent_tokens} <= rows.found
-    assert ROWS in rows.in_half and not {samples, samples * latent_tokens} & rows.in_half
+    assert ROW_MULTIPLE in rows.in_half and not {samples, samples * latent_tokens} & rows.in_half
     with Rows() as rows:
         step(model, random_inputs((1,) * 30, latent_tokens), 9)
     assert 30 * latent_tokens in rows.in_half, "more rows than it pays for"
@@ -79,18 +79,18 @@ def test_products_of_few_rows_stay_in_float32(precision: Precision) -> None:
 def test_in_full_precision_rows_stay_as_they_are() -> None:
     with Rows() as rows:
         step(small_model(), random_inputs((7, 12, 12)), 5)
-    assert {31, 5} <= rows.found and ROWS not in rows.found
+    assert {31, 5} <= rows.found and ROW_MULTIPLE not in rows.found
 
 
 @HALF
-@pytest.mark.parametrize("predicted", [0, 1, 31, ROWS])
+@pytest.mark.parametrize("predicted", [0, 1, 31, ROW_MULTIPLE])
 def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But the order of sums: the same without them, and what float32 gives."""
     lengths, latent_tokens = (16, 16, 16, 7, 12, 12), 2
     inputs = random_inputs(lengths, latent_tokens)
     model = small_model(latent_tokens, precision=precision)
     found = step(model, inputs, predicted)
-    monkeypatch.setattr(mmldlm.batch, "ROWS", 1)
+    monkeypatch.setattr(mmldlm.batch, "ROW_MULTIPLE", 1)
     without = step(model, inputs, predicted)
     exact = step(small_model(latent_tokens), inputs, predicted)
     for one, other, truth in zip(found, without, exact, strict=True):
@@ -100,13 +100,13 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
 
 
 def test_what_rows_are_filled_up_with() -> None:
-    assert pad_rows(torch.ones(3)).tolist() == [1.0] * 3 + [0.0] * (ROWS - 3)
-    assert len(pad_rows(torch.ones(0))) == 0 and len(pad_rows(torch.ones(ROWS))) == ROWS
+    assert pad_rows(torch.ones(3)).tolist() == [1.0] * 3 + [0.0] * (ROW_MULTIPLE - 3)
+    assert len(pad_rows(torch.ones(0))) == 0 and len(pad_rows(torch.ones(ROW_MULTIPLE))) == ROW_MULTIPLE
     layout = PackedLayout((3, 2), 1).padded
-    assert layout.num_padding_rows == ROWS - 5 and layout.num_tokens == 5
-    assert layout.sample_of_token.tolist() == [0, 0, 0] + [1] * (ROWS - 3)
-    assert layout.position.tolist() == [0, 1, 2, 0, 1] + [0] * (ROWS - 5)
-    assert layout.to("meta").num_padding_rows == ROWS - 5
+    assert layout.num_padding_rows == ROW_MULTIPLE - 5 and layout.num_tokens == 5
+    assert layout.sample_of_token.tolist() == [0, 0, 0] + [1] * (ROW_MULTIPLE - 3)
+    assert layout.position.tolist() == [0, 1, 2, 0, 1] + [0] * (ROW_MULTIPLE - 5)
+    assert layout.to("meta").num_padding_rows == ROW_MULTIPLE - 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -118,7 +118,7 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
     def draw(rows: int, *of_row: int) -> Tensor:
         return torch.randn(rows, *of_row, *heads, generator=generator).to(dtype)
 
-    latents, texts = draw(len(lengths) * latent_tokens, 3), draw(ROWS * (-(-sum(lengths) // ROWS)), 3)
+    latents, texts = draw(len(lengths) * latent_tokens, 3), draw(ROW_MULTIPLE * (-(-sum(lengths) // ROW_MULTIPLE)), 3)
     grads = [draw(len(latents)), draw(len(texts))]
     tokens = layout.num_tokens
 
@@ -129,8 +129,8 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
 
     ours, our_grads = run(lambda *given: joint_attention(*given, "sdpa"), layout, len(texts), dtype)
     plain = PackedLayout(lengths, latent_tokens)
-    theirs, their_grads = run(_by_groups, plain, tokens, dtype)
-    _, exact = run(_by_groups, plain, tokens, torch.float32)
+    theirs, their_grads = run(_grouped_sdpa, plain, tokens, dtype)
+    _, exact = run(_grouped_sdpa, plain, tokens, torch.float32)
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1][:tokens], theirs[1])
     assert not ours[1][tokens:].any() and not our_grads[1][tokens:].any()
 
@@ -144,4 +144,6 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
 @pytest.mark.parametrize("backend", ["math", "varlen"])
 def test_other_backends_get_no_rows_of_none(backend: Backend) -> None:
     with pytest.raises(AssertionError):
-        joint_attention(torch.ones(1, 3, 2, CHANNELS), torch.ones(ROWS, 3, 2, 6), PackedLayout((5,), 1).padded, backend)
+        joint_attention(
+            torch.ones(1, 3, 2, CHANNELS), torch.ones(ROW_MULTIPLE, 3, 2, 6), PackedLayout((5,), 1).padded, backend
+        )

@@ -14,14 +14,14 @@ from mmldlm.distributed.launcher import ENGINES
 from mmldlm.distributed.optimizers import (
     build_optimizer,
     check_optimizer,
-    check_same_state,
-    engines_of,
-    implementation,
+    check_state_compatible,
+    describe_optimizer,
     resolve_fused,
+    supported_engines,
 )
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import MuonConfig, OptimConfig, OptimizerName
-from mmldlm.optim.lr_schedule import Course, ScheduleConfig, lr_at, resolved_warmup
+from mmldlm.optim.lr_schedule import ScheduleConfig, ScheduleName, lr_at, resolved_warmup
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 
 pytestmark = pytest.mark.quick
@@ -32,7 +32,7 @@ PEAK = 3e-3
 @pytest.mark.parametrize("warmup", [0, 10, 0.1, 0.25])
 @pytest.mark.parametrize("course", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
-def test_learning_rate_has_its_closed_form(warmup: float, course: Course, floor: float) -> None:
+def test_learning_rate_has_its_closed_form(warmup: float, course: ScheduleName, floor: float) -> None:
     total = 100
     schedule = ScheduleConfig(course) if course == "constant" else ScheduleConfig(course, floor)
     optim = OptimConfig(lr=PEAK, warmup_steps=warmup)
@@ -140,7 +140,7 @@ def test_muon_is_pytorchs_muon_on_the_matrices_and_adamw_on_the_rest(settings: d
     optimizer = build_optimizer(model, config, "cpu")
     matrices, muon = muon_matrices(reference), config.muon
     options = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
-    others = parameter_groups(reference, config.weight_decay, without=matrices)
+    others = parameter_groups(reference, config.weight_decay, exclude=matrices)
     apart = [
         torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw", **options),
         torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=config.fused == "auto"),
@@ -193,9 +193,10 @@ def test_an_optimizer_says_what_it_is() -> None:
     adamw = build_optimizer(model, OptimConfig(fused=False), "cpu")
     fused = build_optimizer(model, OptimConfig(), "cpu")
     assert (
-        implementation(muon) == f"torch.Muon for 24 matrices of {count:,} parameters, torch.AdamW, fused for the rest"
+        describe_optimizer(muon)
+        == f"torch.Muon for 24 matrices of {count:,} parameters, torch.AdamW, fused for the rest"
     )
-    assert (implementation(adamw), implementation(fused)) == ("torch.AdamW", "torch.AdamW, fused")
+    assert (describe_optimizer(adamw), describe_optimizer(fused)) == ("torch.AdamW", "torch.AdamW, fused")
     # Whether a step can be left out by a flag on the device, as PyTorch marks it.
     assert [getattr(o, "_step_supports_amp_scaling", False) for o in (muon, adamw, fused)] == [False, False, True]
 
@@ -208,7 +209,7 @@ def test_what_cannot_run_is_refused(name: OptimizerName, engine: str, device: st
     runs = {"adamw": True, "muon": not zero, "deepspeed_adam": offloaded or (zero and device == "cuda")}[name]
     if runs:
         check_optimizer(OptimConfig(name=name), engine, offloaded, device)
-        assert engine in engines_of(name)
+        assert engine in supported_engines(name)
         return
     with pytest.raises(ConfigError, match=rf"^optim\.name: {name} .*{engine}.*expected adamw") as refusal:
         check_optimizer(OptimConfig(name=name), engine, offloaded, device)
@@ -233,7 +234,7 @@ def test_state_of_another_kind_is_refused() -> None:
     for saved in kinds:
         for asked in kinds:
             if "muon" in (saved, asked) and saved != asked:
-                with pytest.raises(ConfigError, match=f"the state of {saved}, from which {asked} cannot go on"):
-                    check_same_state(saved, asked)
+                with pytest.raises(ConfigError, match=f"the state of {saved}, from which {asked} cannot resume"):
+                    check_state_compatible(saved, asked)
             else:
-                check_same_state(saved, asked)
+                check_state_compatible(saved, asked)

@@ -103,6 +103,6 @@ def test_the_doctor_finds_a_cut_cable_before_any_step(nodes: TwoNodes, tiny_conf
     started = nodes.launch("ddp", tiny_config, f"run.dir={tmp_path / 'run'}", DOCTOR="--timeout 2")
     assert [process.wait(PATIENCE_S) for process in started] == [64, 64], nodes.log()
     logs = [(tmp_path / "logs" / f"node{node}.log").read_text() for node in range(2)]
-    assert "no word from node 1 within 2 s" in logs[0]
+    assert "no response from node 1 within 2 s" in logs[0]
     assert "10.77.0.1:29500 no route" in logs[1] and "interface" in logs[1]
     assert not (tmp_path / "run").exists()

@@ -39,9 +39,9 @@ def test_records_by_kind_and_series(tmp_path: Path) -> None:
     assert steps == [10, 20, 30] and values[::2] == [3.0, 1.0] and math.isnan(values[1]) and times == sorted(times)
     assert history.series("validation/total").values == [4.0] * 3 and history.series("nothing").steps == []
     assert history.tags() == ["loss/total", "speed/step_s", "validation/total"]
-    assert [record["step"] for record in history.of("heartbeat", "skip")] == [10, 20, 30, 30]
+    assert [record["step"] for record in history.by_kind("heartbeat", "skip")] == [10, 20, 30, 30]
     assert history.series("optim/grad_norm", "skip").values == [], "null without `nonfinite` is no value"
-    assert (history.total_steps, history.step, history.step_s, history.steps_between) == (30, 30, 0.5, 10)
+    assert (history.total_steps, history.step, history.step_s, history.steps_per_record) == (30, 30, 0.5, 10)
 
 
 def test_only_what_was_added_is_read_and_a_torn_line_waits(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_running_stopped_and_killed_processes_are_told_apart(tmp_path: Path) -> 
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         history = History.read(run)
         assert history.state().name == "running" and [p.pid for p in history.processes] == [process.pid]
-        assert history.state(patience_s=0.0).name == "silent"
+        assert history.state(stall_timeout_s=0.0).name == "silent"
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: history.processes[0].state() == "stopped", "SIGSTOP")
     finally:
@@ -128,4 +128,4 @@ def test_the_exit_record_decides(tmp_path: Path, code: int, name: str) -> None:
     record = {"code": code, "rank": 1, "step": 4, "cause": "so it went", "time": 1.0}
     (tmp_path / "exit.json").write_text(json.dumps(record))
     state = History.read(tmp_path).state()
-    assert (state.name, state.code, state.cause, state.is_open) == (name, code, "so it went", False)
+    assert (state.name, state.code, state.cause, state.is_active) == (name, code, "so it went", False)

@@ -20,7 +20,7 @@ from mmldlm.checkpoint import RunLock
 from mmldlm.telemetry import MetricsFile
 from mmldlm.tools.history import History
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.tools.monitor.terminal import BARS, PLAIN_BARS, View, sparkline
+from mmldlm.tools.monitor.terminal import BARS, PLAIN_BARS, TerminalView, sparkline
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -124,7 +124,7 @@ def test_on_a_terminal_it_draws_over_itself_and_leaves_quietly(going_on: Path) -
 
 def test_a_view_fits_its_terminal(going_on: Path) -> None:
     look = Snapshot(History.read(going_on), 10.0)
-    lines = View(look, [], width=60, unicode=False).lines()
+    lines = TerminalView(look, [], width=60, unicode=False).lines()
     assert max(map(len, lines)) <= 60 and all(line.isascii() for line in lines)
     row = next(line for line in lines if line.startswith("  loss"))
     assert row.split()[:2] == ["loss", "3.0000"] and row.split()[2][0] == PLAIN_BARS[-1]

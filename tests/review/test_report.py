@@ -25,8 +25,8 @@ from mmldlm import cli, train
 from mmldlm.telemetry import MetricsFile
 from mmldlm.tools.history import Series
 from mmldlm.tools.report import figures
-from mmldlm.tools.report.comparison import grouped
-from mmldlm.tools.report.run_summary import Run
+from mmldlm.tools.report.comparison import group_runs
+from mmldlm.tools.report.run_summary import RunSummary
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -258,8 +258,8 @@ def test_events_are_marked_and_told(tmp_path: Path) -> None:
     assert figure is not None
     for word in ("checkpoint", "resumed", "micro-batch halved", "skipped step", "stopped", "failed or killed"):
         assert f">{word}</text>" in figure[1], word
-    alone = Run(run)
-    (axis,) = figures.figure(grouped([alone], alone), [figures.Panel("loss", "loss/total")]).axes
+    alone = RunSummary(run)
+    (axis,) = figures.build_figure(group_runs([alone], alone), [figures.Panel("loss", "loss/total")]).axes
     marks = {line.get_marker(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
     where = {"|": (10, 4.0), "x": (12, 3.8), "s": (20, 3.0), "^": (20, 3.0), "v": (21, 2.9), "X": (30, 2.0)}
     assert {mark: (x, pytest.approx(y)) for mark, (x, y) in marks.items() if mark} == {
@@ -269,7 +269,7 @@ def test_events_are_marked_and_told(tmp_path: Path) -> None:
 
 def test_a_long_curve_keeps_its_means_and_extremes() -> None:
     values = [float(value) for value in np.random.default_rng(0).normal(size=10_000)]
-    steps, middle, low, high = figures.binned(Series(list(range(1, 10_001)), values, values), 200)
+    steps, middle, low, high = figures.bin_series(Series(list(range(1, 10_001)), values, values), 200)
     assert len(steps) == 200 and steps[0] == 25.5 and middle[0] == pytest.approx(np.mean(values[:50]))
     assert (low.min(), high.max()) == (min(values), max(values)) and (low <= middle).all() and (middle <= high).all()
 

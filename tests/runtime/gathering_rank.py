@@ -13,7 +13,7 @@ import torch
 from mmldlm.distributed import collectives as processes
 from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan
-from mmldlm.distributed.init import start
+from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import read_launcher_env
 
 VALUES = [None, "x" * 5000, {"a": [1, 2.5, True, None], "é": "\ud800\n"}, float("inf"), 2**70, []]
@@ -29,7 +29,7 @@ class Canary:
 
 def main() -> None:
     plan = StepPlan(micro_batch_size=1, accumulation=1, global_batch_size=2, clip_norm=0.0, precision="fp32")
-    runtime = start(DistributedConfig(timeout_s=60), read_launcher_env(os.environ), plan)
+    runtime = start_engine(DistributedConfig(timeout_s=60), read_launcher_env(os.environ), plan)
     for value in VALUES:
         mine = value if runtime.rank else "y"
         assert runtime.gather(mine) == ["y", value], value

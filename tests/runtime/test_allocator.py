@@ -38,11 +38,11 @@ def faults():
 
 if sys.argv[1] == "train":
     from mmldlm.config import load_config
-    from mmldlm.trainer.trainer import Training
+    from mmldlm.trainer.trainer import Trainer
 
     for setting in ("false", "true"):  # in this order: what is kept is kept from then on
         place = f"run.dir={sys.argv[3]}/{setting}"
-        with Training(load_config(sys.argv[2], [place, f"memory.keep_freed={setting}"])):
+        with Trainer(load_config(sys.argv[2], [place, f"memory.keep_freed={setting}"])):
             print("\\n" + setting, faults())
 else:
     print(done, faults())

@@ -18,7 +18,7 @@ import pytest
 from waiting import PATIENCE_S
 
 from mmldlm.distributed import exit_files as last_words
-from mmldlm.distributed.exit_files import Process, clear_exit_files, dump_stacks, kill_processes, write_exit
+from mmldlm.distributed.exit_files import ProcessInfo, clear_exit_files, dump_stacks, kill_processes, write_exit
 
 pytestmark = pytest.mark.quick
 
@@ -109,13 +109,13 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_only_the_process_that_is_meant_is_put_down(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_words, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(last_words, "KILL_TIMEOUT_S", 0.2)
     start_time = last_words._stat(sleeper.pid)[1]
     assert (
         abs(start_time / os.sysconf("SC_CLK_TCK") - (psutil.Process(sleeper.pid).create_time() - psutil.boot_time()))
         < 1
     )
-    it = replace(Process.own(), pid=sleeper.pid, start_time=start_time)
+    it = replace(ProcessInfo.current(), pid=sleeper.pid, start_time=start_time)
     assert it.state() == "running"
     for other in (replace(it, start_time=start_time - 1), replace(it, machine="another")):
         assert other.state() in ("gone", "")

@@ -7,8 +7,15 @@ from dataclasses import asdict
 
 import pytest
 
-from mmldlm.distributed.exit_files import Process
-from mmldlm.distributed.hang_diagnosis import Failure, Heartbeat, PendingCollective, Seen, diagnose, is_conclusive
+from mmldlm.distributed.exit_files import ProcessInfo
+from mmldlm.distributed.hang_diagnosis import (
+    Failure,
+    Heartbeat,
+    PeerHeartbeat,
+    PendingCollective,
+    diagnose,
+    is_conclusive,
+)
 
 pytestmark = pytest.mark.quick
 SUM, BARRIER = "all-reduce", "barrier"
@@ -17,15 +24,15 @@ WAIT = PendingCollective(0, 7, SUM, "", 5.0, is_long=True)
 
 def seen(
     rank: int, phase: str = SUM, step: int = 7, silent_s: float = 0.2, for_s: float = 5.0, done: bool = False
-) -> Seen:
-    beat = Heartbeat(rank, Process("far", "another machine", 100 + rank, 1), 10, step, phase, for_s, done)
-    return Seen(beat, 50.0, 50.0 + silent_s)
+) -> PeerHeartbeat:
+    beat = Heartbeat(rank, ProcessInfo("far", "another machine", 100 + rank, 1), 10, step, phase, for_s, done)
+    return PeerHeartbeat(beat, 50.0, 50.0 + silent_s)
 
 
 def verdict(
-    *peers: Seen, wait: PendingCollective = WAIT, world_size: int | None = None, store_unreachable: str = ""
+    *peers: PeerHeartbeat, wait: PendingCollective = WAIT, world_size: int | None = None, store_unreachable: str = ""
 ) -> Failure:
-    by_rank = {peer.beat.rank: peer for peer in peers}
+    by_rank = {peer.heartbeat.rank: peer for peer in peers}
     return diagnose(wait, world_size or len(peers) + 1, by_rank, window=1.5, store_unreachable=store_unreachable)
 
 
@@ -33,27 +40,27 @@ def test_the_silent_come_before_the_stuck() -> None:
     found = verdict(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
     assert found.rank == 2 and [process.pid for process in found.silent] == [102, 103]
     assert found.cause == (
-        "rank 2 (host far, pid 102) is not answering (no heartbeat for at least 4.0 s), last seen at step 7, "
-        "in all-reduce, and ranks 3 likewise; rank 0 waited 5.0 s in all-reduce at step 7"
+        "rank 2 (host far, pid 102) is not responding (no heartbeat for at least 4.0 s), last seen at step 7, "
+        "in all-reduce (also ranks 3); rank 0 waited 5.0 s in all-reduce at step 7"
     )
 
 
 def test_who_left_the_collectives_longest_ago_is_stuck() -> None:
     found = verdict(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
     assert found.rank == 3 and found.silent == ()
-    assert "rank 3 (host far, pid 103) is stuck outside of any collective since 9.0 s (step 7)" in found.cause
+    assert "rank 3 (host far, pid 103) has been stuck outside of any collective for 9.0 s (step 7)" in found.cause
 
 
 @pytest.mark.parametrize(
     ("peers", "rank", "text"),
     [
-        ([seen(1), seen(2, step=6)], 2, "rank 2 (host far, pid 102) is at step 6, in all-reduce since 5.0 s"),
-        ([seen(1), seen(2, BARRIER)], 2, "is at step 7, in barrier since 5.0 s"),
+        ([seen(1), seen(2, step=6)], 2, "rank 2 (host far, pid 102) has been at step 6, in all-reduce for 5.0 s"),
+        ([seen(1), seen(2, BARRIER)], 2, "has been at step 7, in barrier for 5.0 s"),
         ([seen(1), seen(2, "", done=True, silent_s=9)], 2, "rank 2 (host far, pid 102) has finished after step 7"),
-        ([seen(1), seen(2)], None, "the ranks' collectives differ: all 3 ranks answer"),
+        ([seen(1), seen(2)], None, "the ranks called different collectives: all 3 ranks respond"),
     ],
 )
-def test_ranks_that_answer_but_do_something_else(peers: list[Seen], rank: int | None, text: str) -> None:
+def test_ranks_that_answer_but_do_something_else(peers: list[PeerHeartbeat], rank: int | None, text: str) -> None:
     found = verdict(*peers)
     assert found.rank == rank and text in found.cause
 
@@ -64,13 +71,13 @@ def test_a_broken_connection_does_not_accuse_who_is_at_work() -> None:
 
 
 def test_a_rank_that_never_came() -> None:
-    assert "rank 2 never came, nor ranks [3]" in verdict(seen(1), world_size=4).cause
+    assert "rank 2 never connected, nor did ranks [3]" in verdict(seen(1), world_size=4).cause
 
 
 def test_a_store_that_is_out_of_reach_proves_nothing_about_the_ranks() -> None:
     found = verdict(seen(1, ""), store_unreachable="the store at a:1")
     assert found.rank is None and found.cause.startswith(
-        "the store at a:1 does not answer; rank 0 or the launcher keeps it"
+        "the store at a:1 does not respond; rank 0 or the launcher hosts it"
     )
 
 
@@ -87,5 +94,5 @@ def test_reading_goes_on_until_there_is_a_fault_or_all_moved() -> None:
 def test_what_is_published_is_what_is_read() -> None:
     failure = verdict(seen(1, silent_s=4.0))
     assert Failure.parse(json.dumps(asdict(failure)).encode()) == failure
-    beat = seen(1).beat
+    beat = seen(1).heartbeat
     assert Heartbeat.parse(json.dumps(asdict(beat)).encode()) == beat

@@ -14,9 +14,9 @@ from watched_run import LaunchedRun, WatchedRun
 
 LONG_S = 2 * PATIENCE_S  # a timeout that these runs need not wait for
 
-STOPPED = r"is not answering \(its process is stopped\), last seen at step [1-9]\d*, (in all-reduce|outside).*"
-SILENT = r"is not answering \(no heartbeat for at least \d+\.\d s\), last seen at step \d+, .*"
-DIED = r"died without a word, last seen at step \d+, .*"
+STOPPED = r"is not responding \(its process is stopped\), last seen at step [1-9]\d*, (in all-reduce|outside).*"
+SILENT = r"is not responding \(no heartbeat for at least \d+\.\d s\), last seen at step \d+, .*"
+DIED = r"exited without reporting an error, last seen at step \d+, .*"
 WAITED = (
     r"; rank (\d) waited (\d+\.\d) s in all-reduce of the loss counts "
     r"\(gloo:all_reduce number \d+, sizes \[\[7\]\]\) at step (\d+)"
@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path) -
 def test_an_endless_loop_outside_of_collectives_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, 2, "spin", 1) as run:
         assert run.codes() == [76, 76]
-        check_lost(run, 1, r"is stuck outside of any collective since \d+\.\d s \(step 7\)", [0])
+        check_lost(run, 1, r"has been stuck outside of any collective for \d+\.\d s \(step 7\)", [0])
         assert run.record("exit.rank1.json")["code"] == 76
         assert re.search(r'watched_rank.py", line \d+ in spin\n', run.stacks(1))
 
@@ -125,15 +125,15 @@ def test_a_store_that_is_out_of_reach_ends_the_run(forked: ForkedRuns, tmp_path:
         run.harm(0, signal.SIGSTOP)
         assert run.code(1) == 76
         cause = run.record()["cause"]
-        host = rf"rank 0 \(host \S+, pid {run.pids[0]}\), last seen at step \d+, .*, or the launcher keeps it"
-        assert re.fullmatch(rf"the store at 127.0.0.1:\d+ does not answer; {host}{WAITED}", cause), cause
+        host = rf"rank 0 \(host \S+, pid {run.pids[0]}\), last seen at step \d+, .*, or the launcher hosts it"
+        assert re.fullmatch(rf"the store at 127.0.0.1:\d+ does not respond; {host}{WAITED}", cause), cause
 
 
 def test_a_lost_store_ends_ranks_that_wait_for_nobody(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, 2, "work-alone") as run:
         run.harm(0, signal.SIGSTOP)
         assert run.codes() == [-signal.SIGKILL, 76]
-        assert re.fullmatch(rf"rank 0 .*{STOPPED}; found by rank 1 at step 7", run.record()["cause"])
+        assert re.fullmatch(rf"rank 0 .*{STOPPED}; detected by rank 1 at step 7", run.record()["cause"])
         assert "in work_alone" in run.stacks(1)
 
 

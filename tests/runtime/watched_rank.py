@@ -27,7 +27,7 @@ import torch.distributed as dist
 from mmldlm.distributed import exit_files as last_words
 from mmldlm.distributed.exit_files import write_exit
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import DataError, outcome, run_command
+from mmldlm.errors import DataError, exit_code_and_cause, run_command
 
 FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 AT_FAULT = int(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -98,7 +98,7 @@ def sum_of_ones(watchdog: Watchdog) -> None:
 
 def loop(watchdog: Watchdog, rank: int) -> None:
     for step in itertools.count():
-        watchdog.at(step)
+        watchdog.set_step(step)
         if step == 7:
             pid = FOLDER / f"pid.rank{rank}"
             pid.write_text(str(os.getpid()))
@@ -113,9 +113,9 @@ def loop(watchdog: Watchdog, rank: int) -> None:
 
 def tell_when_heard(watchdog: Watchdog, rank: int) -> None:
     counts: set[int] = set()  # of heartbeats with a step; before the second the first was written
-    while len(counts) < 2 or (rank and not (0 in watchdog._peers and watchdog._peers[0].beat.step)):
-        if watchdog._beat.step:
-            counts.add(watchdog._beat.count)
+    while len(counts) < 2 or (rank and not (0 in watchdog._peers and watchdog._peers[0].heartbeat.step)):
+        if watchdog._heartbeat.step:
+            counts.add(watchdog._heartbeat.count)
         time.sleep(0.01)
     (FOLDER / f"heard.rank{rank}").touch()
 
@@ -132,7 +132,7 @@ def main() -> None:
         last_words.machine_id = lambda namespace: f"{namespace} of machine {rank}"
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
     watchdog.start()
-    watchdog.watch(FOLDER)
+    watchdog.set_folder(FOLDER)
     threading.Thread(target=tell_when_heard, args=(watchdog, rank), daemon=True).start()
     error: BaseException | None = None
     try:
@@ -143,7 +143,7 @@ def main() -> None:
         error = found
         raise
     finally:
-        code, cause = outcome(error)
+        code, cause = exit_code_and_cause(error)
         if code:
             watchdog.fail(code, cause)
         write_exit(FOLDER, rank, watchdog.step, code, cause)

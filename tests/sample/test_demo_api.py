@@ -17,7 +17,7 @@ import pytest
 from waiting import PATIENCE_S
 
 from mmldlm.inference import encode_texts, sample
-from mmldlm.inference.conditions import encoder_of
+from mmldlm.inference.conditions import load_run_encoder
 from mmldlm.run.load import LoadedRun
 from mmldlm.tools.demo.server import MOST_BYTES, DemoServer
 
@@ -65,7 +65,7 @@ def test_texts_are_those_of_the_command(server: DemoServer, short_run: LoadedRun
     _, texts = sample(short_run, "l2t", config, 3, latents, None, count=2, length=7)
     assert status == 200 and [each["text"] for each in found["texts"]] == texts
     assert [each["tokens"] for each in found["texts"]] == [7, 7]
-    for each, own in zip(found["texts"], encoder_of(short_run).encode(texts), strict=True):
+    for each, own in zip(found["texts"], load_run_encoder(short_run).encode(texts), strict=True):
         similar = float(own[0] @ latents[0, 0])  # both of unit length
         assert each["cosine"] is None if np.isnan(similar) else each["cosine"] == pytest.approx(similar, abs=1e-5)
 
@@ -135,7 +135,7 @@ def test_the_model_is_asked_by_one_at_a_time(server: DemoServer, short_run: Load
         ("write", {"text": 5}, "text: expected a sentence"),
         ("write", {"text": "a" * 10_001}, "text: expected at most 10000 characters"),
         ("write", {"text": "\ud800"}, "half a character"),
-        ("write", {"text": "zzz qqq"}, "no latent for 'zzz qqq': expected words that its corpus knows"),
+        ("write", {"text": "zzz qqq"}, "no latent for 'zzz qqq': expected words of its corpus"),
         ("write", {"text": TEXT, "count": 0}, "count: must be at least 1"),
         ("write", {"text": TEXT, "count": 17}, "count: must be at most 16"),
         ("write", {"text": TEXT, "count": 1.5}, "count: expected whole number"),

@@ -13,7 +13,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference import encode_texts
-from mmldlm.inference.edit import Marked, blanked, edit
+from mmldlm.inference.edit import SpanEdit, edit, mask_span
 from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
@@ -41,9 +41,9 @@ MARKED = "The rose of [soil and] water."
 def test_one_span_in_brackets(marked: str, text: str | None, span: str | None) -> None:
     if text is None:
         with pytest.raises(UsageError, match=r"--edit: expected one \[span\] to rewrite, found .*\\\["):
-            Marked.read(marked)
+            SpanEdit.parse(marked)
     else:
-        found = Marked.read(marked)
+        found = SpanEdit.parse(marked)
         assert (found.text, found.text[found.start : found.stop]) == (text, span)
 
 
@@ -56,14 +56,14 @@ def test_the_span_is_whole_tokens_of_the_text(short_run: LoadedRun) -> None:
     """Byte-level BPE writes a space with the word behind it; the kept text is spelled as it was."""
     tokenizer = short_run.tokenizer
     ids = tokenizer.encode_batch(["The rose of soil and water."])[0]
-    row = blanked(short_run, Marked.read(MARKED), None)
+    row = mask_span(short_run, SpanEdit.parse(MARKED), None)
     assert len(row) == len(ids)
     assert [new for new, old in zip(row, ids, strict=True) if new != old] == [tokenizer.mask_id] * row.count(
         tokenizer.mask_id
     )
     assert shown(tokenizer, row).replace("[MASK]", "") == "The rose of water."
     for length in (1, 5):
-        row = blanked(short_run, Marked.read(MARKED), length)
+        row = mask_span(short_run, SpanEdit.parse(MARKED), length)
         assert shown(tokenizer, row) == f"The rose of{'[MASK]' * length} water."
 
 
@@ -79,14 +79,14 @@ def test_the_span_is_whole_tokens_of_the_text(short_run: LoadedRun) -> None:
 )
 def test_nothing_is_lost_where_the_span_is_empty(short_run: LoadedRun, marked: str, expected: str) -> None:
     run = short_run if "rose" in marked else replace(short_run, tokenizer=Tokenizer.characters())
-    assert shown(run.tokenizer, blanked(run, Marked.read(marked), 2)) == expected
+    assert shown(run.tokenizer, mask_span(run, SpanEdit.parse(marked), 2)) == expected
     with pytest.raises(UsageError, match="--span-length"):
-        blanked(run, Marked.read(marked), None)
+        mask_span(run, SpanEdit.parse(marked), None)
 
 
 def test_characters_of_several_tokens_go_as_a_whole(short_run: LoadedRun) -> None:
     tokenizer = short_run.tokenizer
-    row = blanked(short_run, Marked.read("The é[ö]ü rose"), None)
+    row = mask_span(short_run, SpanEdit.parse("The é[ö]ü rose"), None)
     assert row.count(tokenizer.mask_id) == 2  # bytes
     assert shown(tokenizer, row) == "The é[MASK][MASK]ü rose"
 
@@ -94,13 +94,13 @@ def test_characters_of_several_tokens_go_as_a_whole(short_run: LoadedRun) -> Non
 def test_versions_differ_in_the_span_alone(short_run: LoadedRun) -> None:
     latents = encode_texts(short_run, ["The rose of soil and water.", "The wave."])
     config = SamplingConfig(steps=4, remask=1.0)
-    row = blanked(short_run, Marked.read(MARKED), 6)
+    row = mask_span(short_run, SpanEdit.parse(MARKED), 6)
     made, texts = edit(short_run, config, 0, row, latents, count=3)
     assert len(texts) == 6 and len(set(texts)) > 1
     assert all(text.startswith("The rose of") and text.endswith(" water.") for text in texts)
     assert np.allclose(made.latents.numpy(), latents.repeat(3, axis=0), atol=1e-6)
     with pytest.raises(DataError, match=r"--edit: expected at most \d+ tokens with the span, found"):
-        blanked(short_run, Marked.read(MARKED), 500)
+        mask_span(short_run, SpanEdit.parse(MARKED), 500)
 
 
 def test_the_latent_is_the_texts_own_or_anothers(
@@ -126,21 +126,27 @@ def test_the_latent_is_the_texts_own_or_anothers(
         (["--edit", "no span"], "--edit: expected one [span] to rewrite, found no brackets"),
         (["--edit", "an [] empty one"], "--edit: the [span] is empty, expected --span-length"),
         (["--edit", "[a]", "--span-length", "0"], "--span-length: expected at least 1, found 0"),
-        (["--edit", "[a]", "--length", "5"], "--length: does not go with --edit, which takes --span-length"),
-        (["--edit", "[a]", "--text", "b"], "--text: does not go with --edit"),
-        (["--edit", "[a]", "--mode", "t2l"], "--edit: writes from latents, expected --mode l2t, found t2l"),
-        (["--edit", "[a]", "--like", "b", "--latents", "c.npy"], "--like and --latents: expected one latent"),
+        (["--edit", "[a]", "--length", "5"], "--length: cannot be combined with --edit, which uses --span-length"),
+        (["--edit", "[a]", "--text", "b"], "--text: cannot be combined with --edit"),
+        (["--edit", "[a]", "--mode", "t2l"], "--edit: generates from latents, expected --mode l2t, found t2l"),
+        (["--edit", "[a]", "--like", "b", "--latents", "c.npy"], "--like and --latents: expected only one"),
         (["--edit", "[a]", "--interpolate", "a", "b"], "--interpolate and --edit: expected one of them"),
-        (["--text", "a", "--like", "b"], "--like: belongs to --edit, which was not given"),
-        (["--text", "a", "--span-length", "2"], "--span-length: belongs to --edit"),
-        (["--interpolate", "a", "b", "--like", "c"], "--like: belongs to --edit"),
-        (["--text", "a", "--points", "3"], "--points: belongs to --interpolate, which was not given"),
+        (["--text", "a", "--like", "b"], "--like: needs --edit, which was not given"),
+        (["--text", "a", "--span-length", "2"], "--span-length: needs --edit"),
+        (["--interpolate", "a", "b", "--like", "c"], "--like: needs --edit"),
+        (["--text", "a", "--points", "3"], "--points: needs --interpolate, which was not given"),
         (["--interpolate", "a", "b", "--points", "1"], "--points: expected 2 to 1000, found 1"),
-        (["--interpolate", "a", "b", "-n", "2"], "--count: does not go with --interpolate, which writes one text"),
-        (["--interpolate", "a", "b", "--text", "c"], "--text: does not go with --interpolate"),
-        (["--interpolate", "a", "b", "--latents", "c.npy"], "--latents: does not go with --interpolate"),
-        (["--interpolate", "a", "b", "--mode", "joint"], "--interpolate: writes from latents, expected --mode l2t"),
-        (["--text", "a", "--mode", "t2l", "--watch"], "--watch: shows texts appear, expected --mode l2t or joint"),
+        (
+            ["--interpolate", "a", "b", "-n", "2"],
+            "--count: cannot be combined with --interpolate, which generates one text",
+        ),
+        (["--interpolate", "a", "b", "--text", "c"], "--text: cannot be combined with --interpolate"),
+        (["--interpolate", "a", "b", "--latents", "c.npy"], "--latents: cannot be combined with --interpolate"),
+        (["--interpolate", "a", "b", "--mode", "joint"], "--interpolate: generates from latents, expected --mode l2t"),
+        (
+            ["--text", "a", "--mode", "t2l", "--watch"],
+            "--watch: shows texts as they are generated, expected --mode l2t or joint",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(

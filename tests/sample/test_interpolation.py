@@ -13,8 +13,8 @@ import torch
 from mmldlm import cli
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
-from mmldlm.inference.generate import lengths_for
-from mmldlm.inference.interpolate import between, interpolate
+from mmldlm.inference.generate import draw_text_lengths
+from mmldlm.inference.interpolate import interpolate, slerp
 from mmldlm.model.layers import Modulation
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.load import LoadedRun
@@ -32,7 +32,7 @@ def random_latents(norms: tuple[float, float], tokens: int = 3, channels: int = 
 
 def test_steps_are_equal_angles_on_the_great_circle() -> None:
     a, b = random_latents((4.0, 4.0))
-    points = between(a, b, 9)
+    points = slerp(a, b, 9)
     assert np.allclose(points[0], a, atol=1e-5) and np.allclose(points[-1], b, atol=1e-5)
     assert np.allclose(np.linalg.norm(points, axis=-1), 4, atol=1e-5)  # a chord would pass within 3 of the mean
     cosines = (points[1:] * points[:-1]).sum(-1) / 16
@@ -44,7 +44,7 @@ def test_steps_are_equal_angles_on_the_great_circle() -> None:
 
 
 def test_norms_go_from_the_one_to_the_other() -> None:
-    points = between(*random_latents((2.0, 6.0)), 5)
+    points = slerp(*random_latents((2.0, 6.0)), 5)
     assert np.allclose(np.linalg.norm(points, axis=-1), np.linspace(2, 6, 5)[:, None], atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_norms_go_from_the_one_to_the_other() -> None:
 def test_where_there_is_no_great_circle_the_line_is_straight(factor: float) -> None:
     a, _ = random_latents((4.0, 4.0))
     b = np.float32(factor) * a
-    points = between(a, b, 4)
+    points = slerp(a, b, 4)
     assert np.isfinite(points).all()
     assert np.allclose(points, np.linspace(a, b, 4), atol=1e-5)
 
@@ -98,8 +98,8 @@ def test_both_ends_are_what_their_latents_give(short_run: LoadedRun) -> None:
 
 def test_all_points_have_the_median_length_of_the_middle(short_run: LoadedRun) -> None:
     ends, config = encode_texts(short_run, [A, B]), replace(short_run.config.sampling, steps=1)
-    middle = torch.from_numpy(between(*short_run.store.standardize(ends), 3)[1:2])
-    (median,) = lengths_for(short_run, middle, torch.Generator())
+    middle = torch.from_numpy(slerp(*short_run.store.standardize(ends), 3)[1:2])
+    (median,) = draw_text_lengths(short_run, middle, torch.Generator())
     assert {interpolate(short_run, config, seed, ends, 3)[0].lengths for seed in range(3)} == {(median,) * 3}
 
 

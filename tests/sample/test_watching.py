@@ -15,7 +15,7 @@ import pytest
 from mmldlm import cli
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
-from mmldlm.inference.live_view import Watcher
+from mmldlm.inference.live_view import LiveView
 from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
@@ -26,9 +26,9 @@ _END = "\x1e"  # behind all that was written; no watcher writes it
 
 def test_lines_tell_every_step(short_run: LoadedRun) -> None:
     told = io.StringIO()
-    watcher = Watcher(short_run.tokenizer, told)
+    watcher = LiveView(short_run.tokenizer, told)
     latents, config = encode_texts(short_run, [TEXT]), SamplingConfig(steps=4)
-    made, texts = sample(short_run, "l2t", config, 0, latents, length=9, count=2, watch=watcher)
+    made, texts = sample(short_run, "l2t", config, 0, latents, length=9, count=2, callback=watcher)
     watcher.close()
     lines = told.getvalue().splitlines()
     assert [line[:8] for line in lines] == [f"t {t:.3f} " for t in (1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0)]
@@ -83,7 +83,7 @@ class Terminal:
 
 def test_a_terminal_shows_one_state_at_a_time(short_run: LoadedRun) -> None:
     terminal, tokenizer = Terminal(20, 12), short_run.tokenizer
-    watcher = Watcher(tokenizer, terminal.stream, pause_s=0)
+    watcher = LiveView(tokenizer, terminal.stream, pause_s=0)
     (ids,) = tokenizer.encode_batch(["The rose of soil and water and salt."])
     masked = [tokenizer.mask_id] * len(ids)
     watcher(1.0, [masked])
@@ -103,7 +103,7 @@ def test_a_terminal_shows_one_state_at_a_time(short_run: LoadedRun) -> None:
 
 
 def test_characters_that_a_terminal_would_obey_are_told(short_run: LoadedRun) -> None:
-    watcher = Watcher(short_run.tokenizer, io.StringIO())
+    watcher = LiveView(short_run.tokenizer, io.StringIO())
     (ids,) = short_run.tokenizer.encode_batch(["a\x1b[31m\nb\t[MASK]"])
     assert watcher.text(ids) == "a\\x1b[31m\\nb\\t[MASK]"
     assert watcher.text([*ids[:1], short_run.tokenizer.mask_id]) == "a_"
@@ -111,7 +111,7 @@ def test_characters_that_a_terminal_would_obey_are_told(short_run: LoadedRun) ->
 
 def test_wide_letters_take_two_columns(short_run: LoadedRun) -> None:
     terminal = Terminal(13, 24)
-    watcher = Watcher(short_run.tokenizer, terminal.stream, pause_s=0)
+    watcher = LiveView(short_run.tokenizer, terminal.stream, pause_s=0)
     (ids,) = short_run.tokenizer.encode_batch(["水" * 12])
     watcher(0.0, [ids])
     assert [len(line) for line in terminal.look()[1:]] == [7, 7, 4]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmldlm.config import load_config
-from mmldlm.distributed.optimizers import implementation
+from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.errors import MmldlmError
 from mmldlm.inference import sample
 from mmldlm.run.load import load_run
@@ -54,8 +54,8 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[Si
         with Trainer(config) as run:
             run.tracker.samples = lambda step, rows, _: texts.append((step, rows))  # type: ignore[method-assign]
             model = run.runtime.unwrapped_model
-            recomputed = [block.recompute for block in model.blocks]  # type: ignore[union-attr]
-            seen["parts"] = model.backend, recomputed, implementation(run.runtime.unwrapped_optimizer)
+            recomputed = [block.checkpointing for block in model.blocks]  # type: ignore[union-attr]
+            seen["parts"] = model.backend, recomputed, describe_optimizer(run.runtime.unwrapped_optimizer)
             for step, micro_batches in run.steps():
                 batches.append([batch.sample_ids.tolist() for batch in micro_batches])
                 seen["workers"] = len(multiprocessing.active_children())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import Notices, Progress, host_memory
+from mmldlm.telemetry import Notices, ProgressLine, host_memory
 from mmldlm.telemetry.notices import to_stderr
 
 pytestmark = pytest.mark.quick
@@ -33,7 +33,7 @@ def warn_in_each_step(steps: int) -> None:
 
 def test_each_once_in_one_line() -> None:
     before = warnings.showwarning
-    with Notices(speaks=True) as notices:
+    with Notices(log_library_warnings=True) as notices:
         lines = heard(notices)
         warn_in_each_step(4)
     assert lines == [
@@ -46,7 +46,7 @@ def test_each_once_in_one_line() -> None:
 
 
 def test_the_others_of_a_node_say_only_what_is_their_own() -> None:
-    with Notices(speaks=False) as notices:
+    with Notices(log_library_warnings=False) as notices:
         lines = heard(notices)
         warn_in_each_step(2)
     assert lines == ["warning: shard 0 is slow", "warning: shard 1 is slow"]
@@ -56,7 +56,7 @@ def test_a_log_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatc
     reader, writer = os.pipe()
     os.close(reader)  # as when `tee` was killed
     for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), os.fdopen(writer, "w")):
-        progress = Progress(10, 0, stream)
+        progress = ProgressLine(10, 0, stream)
         progress.update(1, {"loss/total": 1.0})
         progress.message("validation")
         progress.close()
@@ -74,7 +74,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
-    Progress(10, 0, stream).update(1, {})
+    ProgressLine(10, 0, stream).update(1, {})
     assert stream.getvalue().endswith("\n") and "\r" not in stream.getvalue()
 
 
@@ -85,6 +85,6 @@ def test_memory_of_the_host_and_of_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {20 * 2**20}\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(host_memory._group(tmp_path, *names)) == []
+    assert list(host_memory._cgroup_memory(tmp_path, *names)) == []
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
-    assert list(host_memory._group(tmp_path, *names)) == [(100.0, 60.0)], "caches of files can be had back"
+    assert list(host_memory._cgroup_memory(tmp_path, *names)) == [(100.0, 60.0)], "caches of files can be had back"

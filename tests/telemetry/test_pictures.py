@@ -19,7 +19,7 @@ from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
-from mmldlm.evaluation.visualize import _nearest, collect_figure_data, figures_due, quality_of, text_samples
+from mmldlm.evaluation.visualize import _nearest, collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import Tracker, figures, read_metrics
 from mmldlm.telemetry.figure_data import FigureData
@@ -33,13 +33,13 @@ def pictures(**changes: Any) -> FigureData:
     truth = DRAWN.standard_normal((N, D)).astype(np.float32)
     whole = FigureData(
         tokens=[np.arange(1 + number) for number in range(N)],
-        truth=truth,
-        found=truth.copy(),
-        made=DRAWN.standard_normal((5, D)).astype(np.float32),
-        written=[[0]] * 5,
+        true_latents=truth,
+        t2l_latents=truth.copy(),
+        joint_latents=DRAWN.standard_normal((5, D)).astype(np.float32),
+        joint_tokens=[[0]] * 5,
         similarity=np.eye(N),
-        likely_lengths=np.arange(N) + 1,
-        hits=np.stack([np.arange(N), np.full(N, N)]),
+        likeliest_lengths=np.arange(N) + 1,
+        token_hits=np.stack([np.arange(N), np.full(N, N)]),
     )
     return replace(whole, **changes)
 
@@ -49,15 +49,15 @@ LEVELS = {"text_l2t": [1.0, 2.0, 3.0], "latent_joint": [0.5, float("nan"), float
 
 @pytest.mark.quick
 def test_quality_of_perfect_and_of_worthless_latents() -> None:
-    perfect = quality_of(pictures())
+    perfect = figure_metrics(pictures())
     assert perfect["quality/figures_t2l_cosine"] == perfect["quality/figures_t2l_recall_at_1"] == 1
     assert perfect["quality/figures_l2t_first_guess_accuracy"] == pytest.approx(sum(range(N)) / N**2)
     for worthless in (np.ones((N, N)), np.full((N, N), np.nan)):  # all alike, and none at all
-        assert quality_of(pictures(similarity=worthless))["quality/figures_t2l_recall_at_1"] == 0
+        assert figure_metrics(pictures(similarity=worthless))["quality/figures_t2l_recall_at_1"] == 0
     one_wrong = np.eye(N)
     one_wrong[3, 4] = 2.0
-    assert quality_of(pictures(similarity=one_wrong))["quality/figures_t2l_recall_at_1"] == pytest.approx(1 - 1 / N)
-    assert quality_of(pictures(hits=None, similarity=None, found=None)) == {}
+    assert figure_metrics(pictures(similarity=one_wrong))["quality/figures_t2l_recall_at_1"] == pytest.approx(1 - 1 / N)
+    assert figure_metrics(pictures(token_hits=None, similarity=None, t2l_latents=None)) == {}
 
 
 @pytest.mark.quick
@@ -101,19 +101,30 @@ def test_every_figure_is_drawn_and_shows_its_data() -> None:
     assert set(drawn) == {f"figures/{name}" for name in names}
     for pixels in drawn.values():
         assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.std() > 10
-    changed = replace(base, found=-base.truth, similarity=-np.eye(N), hits=np.stack([np.ones(N), np.full(N, N)]))
+    changed = replace(
+        base, t2l_latents=-base.true_latents, similarity=-np.eye(N), token_hits=np.stack([np.ones(N), np.full(N, N)])
+    )
     others = figures.draw(changed, {**LEVELS, "text_l2t": [3.0, 2.0, 1.0]})
     assert all(not np.array_equal(drawn[name], others[name]) for name in drawn)
 
 
 def test_a_diverged_run_and_one_of_a_single_mode_can_be_drawn() -> None:
     lost = np.full((N, D), np.nan, np.float32)
-    figures.draw(pictures(found=lost, made=lost, similarity=np.full((N, N), np.nan)), {"text_l2t": [float("nan")] * 3})
-    alone = pictures(found=None, made=None, similarity=None)
+    figures.draw(
+        pictures(t2l_latents=lost, joint_latents=lost, similarity=np.full((N, N), np.nan)),
+        {"text_l2t": [float("nan")] * 3},
+    )
+    alone = pictures(t2l_latents=None, joint_latents=None, similarity=None)
     assert set(figures.draw(alone, {"text_l2t": [1.0]})) == {
         "figures/loss_over_noise_time", "figures/latents", "figures/token_accuracy"
     }  # fmt: skip
-    one = pictures(tokens=[np.arange(3)], truth=np.ones((1, D), np.float32), found=None, made=None, similarity=None)
+    one = pictures(
+        tokens=[np.arange(3)],
+        true_latents=np.ones((1, D), np.float32),
+        t2l_latents=None,
+        joint_latents=None,
+        similarity=None,
+    )
     assert "figures/latents" not in figures.draw(one, LEVELS)
 
 
@@ -128,7 +139,7 @@ def test_without_matplotlib_one_line_says_so(
         try:
             with Tracker(tmp_path, 10, 0, False, enabled=True) as tracker:
                 for step in (1, 2):
-                    tracker.pictures(step, pictures(), LEVELS, None)
+                    tracker.log_figures(step, pictures(), LEVELS, None)
         finally:
             patch.undo()
             importlib.reload(figures)
@@ -262,10 +273,10 @@ def test_what_is_looked_at_takes_few_passes(steps: int, run: Path) -> None:
 
     taken = collect_figure_data(watched, Collectives())
     assert len(passes) == 1 + min(steps, 8) + writing(8)
-    assert [len(text) for text in taken.written] == lengths[:8].tolist()
+    assert [len(text) for text in taken.joint_tokens] == lengths[:8].tolist()
     passes.clear()
     tables = text_samples(watched, Collectives(), taken)
     assert len(passes) == writing(2)
     shown = [row["generation"] for row in tables["samples/joint"]]
-    assert shown == loaded.tokenizer.decode_batch(taken.written[:2])
+    assert shown == loaded.tokenizer.decode_batch(taken.joint_tokens[:2])
     assert tables["samples/l2t"] == text_samples(loaded, Collectives(), None)["samples/l2t"]

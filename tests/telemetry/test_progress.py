@@ -3,8 +3,8 @@ import mmap
 
 import pytest
 
-from mmldlm.telemetry import Progress, memory_values, resident_mib
-from mmldlm.telemetry.progress import SILENCE_S
+from mmldlm.telemetry import ProgressLine, memory_metrics, resident_mib
+from mmldlm.telemetry.progress import STATUS_INTERVAL_S
 from mmldlm.utils.format import human_count, human_duration
 
 pytestmark = pytest.mark.quick
@@ -35,7 +35,7 @@ VALUES = {
 
 def test_plain_lines_in_a_file():
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(1000, 0, stream, clock)
+    progress = ProgressLine(1000, 0, stream, clock)
     for step in (10, 20):
         clock.now += 5
         progress.update(step, VALUES)
@@ -50,7 +50,7 @@ def test_plain_lines_in_a_file():
 
 def test_one_line_in_place_on_a_terminal():
     stream = Terminal()
-    progress = Progress(10, 0, stream, Clock())
+    progress = ProgressLine(10, 0, stream, Clock())
     progress.update(1, VALUES)
     progress.update(2, {})
     progress.message("checkpoint")
@@ -63,25 +63,25 @@ def test_one_line_in_place_on_a_terminal():
 
 def test_a_file_is_told_what_takes_long():
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(1000, 0, stream, clock)
+    progress = ProgressLine(1000, 0, stream, clock)
     progress.update(10, {})
-    progress.at(13)
-    progress.break_silence()
-    clock.now += SILENCE_S
-    progress.break_silence()
-    progress.break_silence()
-    progress.at(13, "validation")
-    clock.now += 2 * SILENCE_S
-    progress.break_silence()
+    progress.set_status(13)
+    progress.print_status_if_due()
+    clock.now += STATUS_INTERVAL_S
+    progress.print_status_if_due()
+    progress.print_status_if_due()
+    progress.set_status(13, "validation")
+    clock.now += 2 * STATUS_INTERVAL_S
+    progress.print_status_if_due()
     assert stream.getvalue().splitlines()[1:] == [
-        f"step 13/1,000  training ... {SILENCE_S:.0f}s",
-        f"step 13/1,000  validation ... {2 * SILENCE_S:.0f}s",
+        f"step 13/1,000  training ... {STATUS_INTERVAL_S:.0f}s",
+        f"step 13/1,000  validation ... {2 * STATUS_INTERVAL_S:.0f}s",
     ]
 
 
 def test_eta_follows_recent_steps_and_counts_from_the_resumed_one():
     clock = Clock()
-    progress = Progress(1000, 500, io.StringIO(), clock)
+    progress = ProgressLine(1000, 500, io.StringIO(), clock)
     assert progress.eta_s() is None
     clock.now += 300  # a slow first step: compilation
     progress.update(501, {})
@@ -104,5 +104,5 @@ def test_resident_memory_grows_with_what_is_held():
     before = resident_mib()
     block = mmap.mmap(-1, 64 * 2**20)  # past the C library, which may have some left of what others freed
     block[:: mmap.PAGESIZE] = bytes(len(range(0, len(block), mmap.PAGESIZE)))  # each page is written to
-    assert 50 < memory_values()["memory/resident_mib"] - before < 120
+    assert 50 < memory_metrics()["memory/resident_mib"] - before < 120
     block.close()

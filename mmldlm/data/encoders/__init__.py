@@ -1,7 +1,7 @@
-"""Latent encoders: text to the latents that are diffused.
+"""Latent encoders: map text to the latents that are diffused.
 
-`LsaEncoder` needs nothing but the corpus; `SentenceTransformerEncoder` is the extra `encoders`; `ImportedLatents`
-stands for latents that were brought along; `ChunkedEncoder` makes M latent tokens of any encoder that gives one.
+`LsaEncoder` is fitted on the corpus; `SentenceTransformerEncoder` needs the extra `encoders`; `ImportedLatents`
+represents latents that were computed elsewhere; `ChunkedEncoder` turns an encoder of one latent into one of M.
 Shape letters: n texts, M latent tokens of a sample, C latent channels.
 """
 
@@ -31,9 +31,9 @@ __all__ = [
 
 
 class ChunkedEncoder:
-    """M latents of a text: those that another encoder gives of M stretches of equally many words, in their order.
+    """Encodes a text into M latents by another encoder, one for each of M segments of equally many words, in order.
 
-    Words are what white space separates. Of a text of fewer than M words, some are in several stretches.
+    Words are separated by white space. If a text has fewer than M words, some are part of several segments.
     """
 
     kind = "stretches"
@@ -47,14 +47,15 @@ class ChunkedEncoder:
         return self.inner.identity | {"stretches": self.latent_tokens}
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, M, C]; NaN where the encoder has none for one of the stretches."""
-        stretches = [stretch for text in texts for stretch in self.stretches(text)]
-        return self.inner.encode(stretches).reshape(len(texts), self.latent_tokens, self.channels)
+        """Return latents float32 [n, M, C]; NaN for segments that the inner encoder cannot encode."""
+        segments = [segment for text in texts for segment in self.segments(text)]
+        return self.inner.encode(segments).reshape(len(texts), self.latent_tokens, self.channels)
 
-    def stretches(self, text: str) -> list[str]:
+    def segments(self, text: str) -> list[str]:
+        """Split a text into M segments."""
         words = text.split()
-        ends = [place * len(words) // self.latent_tokens for place in range(self.latent_tokens + 1)]
-        return [" ".join(words[begin : max(end, begin + 1)]) for begin, end in pairwise(ends)]
+        edges = [i * len(words) // self.latent_tokens for i in range(self.latent_tokens + 1)]
+        return [" ".join(words[begin : max(end, begin + 1)]) for begin, end in pairwise(edges)]
 
     def save(self, folder: Path | str) -> None:
         self.inner.save(Path(folder) / "inner")
@@ -62,18 +63,23 @@ class ChunkedEncoder:
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> ChunkedEncoder:
-        return cls(load_encoder(folder / "inner", **description["working"]), description["latent_tokens"])
+        return cls(load_encoder(folder / "inner", **description["model_options"]), description["latent_tokens"])
 
 
-_KINDS: dict[str, Any] = {
-    kind.kind: kind for kind in (LsaEncoder, SentenceTransformerEncoder, ImportedLatents, ChunkedEncoder)
+_ENCODERS: dict[str, Any] = {
+    encoder.kind: encoder for encoder in (LsaEncoder, SentenceTransformerEncoder, ImportedLatents, ChunkedEncoder)
 }
 
 
-def load_encoder(folder: Path | str, **working: Any) -> LatentEncoder:
-    """The encoder that `save` wrote to `folder`; DataError where it is missing, damaged or not the same model.
+def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
+    """Load the encoder that `save` wrote to `folder`.
 
-    `working` are the batch size and the device of a `SentenceTransformerEncoder`, which changes no latent.
+    Args:
+        folder: the `encoder` folder of a store.
+        **model_options: batch size and device of a `SentenceTransformerEncoder`, which do not change its latents.
+
+    Raises:
+        DataError: the encoder is missing or damaged, or its model has changed.
     """
     folder = Path(folder)
     path = folder / "encoder.json"
@@ -81,8 +87,8 @@ def load_encoder(folder: Path | str, **working: Any) -> LatentEncoder:
         raise DataError(f"{path}: no such file; expected the encoder folder of a data store")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        kind = _KINDS[description["kind"]]
-        return kind.load(folder, description | {"working": working})
+        encoder = _ENCODERS[description["kind"]]
+        return encoder.load(folder, description | {"model_options": model_options})
     except (DataError, UsageError):
         raise
     except Exception as error:  # JSON, a missing key, safetensors' own error type

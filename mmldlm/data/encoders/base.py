@@ -1,4 +1,7 @@
-"""What all latent encoders share: their protocol, their files, and the encoder of latents computed elsewhere."""
+"""`LatentEncoder`: the interface of all encoders; and `ImportedLatents`, for latents that were computed elsewhere.
+
+Shape letters: n texts, M latent tokens of a sample, C latent channels.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,29 @@ from mmldlm.errors import UsageError
 
 
 class LatentEncoder(Protocol):
-    """Text to latents. A text that cannot be encoded yields a row of NaN, never zeros."""
+    """Maps texts to latents. A text that cannot be encoded yields NaN, never zeros."""
 
     latent_tokens: int  # M
     channels: int  # C
 
     @property
     def identity(self) -> dict[str, Any]:
-        """At least name, revision, prompt, normalisation and dim, all JSON values."""
+        """JSON values that differ between encoders with different latents.
+
+        The keys include name, revision, prompt, normalisation and dim.
+        """
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, M, C]; each row depends on its own text only."""
+        """Return latents float32 [n, M, C]; the latents of a text do not depend on other texts."""
 
     def save(self, folder: Path | str) -> None:
-        """Write what `load_encoder` needs."""
+        """Write the files that `load_encoder` reads."""
 
 
 class ImportedLatents:
-    """The encoder of a store whose latents were brought along. It has none for any other text.
+    """Encoder of a store whose latents were computed elsewhere; it cannot encode new text.
 
-    Latents stay as they are, unless `channels` truncates them: then each vector is normalised again, if `normalise`.
+    Latents are not changed unless `channels` truncates them; each vector is then normalized again if `normalize`.
     """
 
     kind = "imported"
@@ -43,21 +49,34 @@ class ImportedLatents:
         revision: str,
         shape: tuple[int, int],
         channels: int | None = None,
-        normalise: bool = True,
+        normalize: bool = True,
     ):
-        """`name` is what made them and `revision` tells their sources apart; `shape` is that of the sources, [M, C]."""
+        """Create an encoder.
+
+        Args:
+            name: of the model that computed the latents.
+            revision: distinguishes sources of latents.
+            shape: [M, C] of the source latents.
+            channels: C to truncate to; by default all.
+            normalize: scale truncated vectors to unit norm.
+
+        Raises:
+            UsageError: the latents have fewer than `channels`.
+        """
         self.name, self.revision = name, revision
         self.latent_tokens, self.source_channels = shape
         self.channels = channels or self.source_channels
         if not 1 <= self.channels <= self.source_channels:
-            most = self.source_channels
-            raise UsageError(f"--channels {channels}: the latents have {most}, expected 1 to {most}")
-        self.normalise = normalise and self.channels < self.source_channels
+            maximum = self.source_channels
+            raise UsageError(f"--channels {channels}: the latents have {maximum}, expected 1 to {maximum}")
+        self.normalize = normalize and self.channels < self.source_channels
 
-    def take(self, latents: Sequence[np.ndarray]) -> np.ndarray:
-        """float32 [n, M, C] of the sources' [M, C]; NaN where one is not finite, or cannot be normalised."""
-        found = np.stack(latents)[..., : self.channels].astype(np.float32)
-        return unit_rows(found.reshape(-1, self.channels)).reshape(found.shape) if self.normalise else found
+    def convert(self, latents: Sequence[np.ndarray]) -> np.ndarray:
+        """Return source latents as float32 [n, M, C]; NaN for a vector that is not finite or cannot be normalized."""
+        converted = np.stack(latents)[..., : self.channels].astype(np.float32)
+        if not self.normalize:
+            return converted
+        return normalize_rows(converted.reshape(-1, self.channels)).reshape(converted.shape)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -65,17 +84,17 @@ class ImportedLatents:
             "name": self.name,
             "revision": self.revision,
             "prompt": None,
-            "normalisation": "l2" if self.normalise else None,
+            "normalisation": "l2" if self.normalize else None,
             "dim": self.channels,
         }
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """NaN [n, M, C]: there is no encoder for new text."""
+        """Return NaN [n, M, C], as there is no encoder for new text."""
         return np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)
 
     def save(self, folder: Path | str) -> None:
         shape = {"latent_tokens": self.latent_tokens, "source_channels": self.source_channels}
-        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalise, **shape, **self.identity})
+        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **shape, **self.identity})
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> ImportedLatents:
@@ -84,13 +103,14 @@ class ImportedLatents:
         return cls(description["name"], description["revision"], shape, description["dim"], description["normalise"])
 
 
-def unit_rows(vectors: np.ndarray) -> np.ndarray:
-    """Rows over their norms; NaN where that is zero or not finite."""
+def normalize_rows(vectors: np.ndarray) -> np.ndarray:
+    """Divide each row by its norm; NaN if the norm is zero or not finite."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     norms[~((norms > 1e-9) & np.isfinite(norms))] = np.nan
     return (vectors / norms).astype(np.float32)
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
+    """Write `encoder.json`; its key `kind` selects the class that loads it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "encoder.json").write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,7 @@
-"""`LsaEncoder`: latent semantic analysis, which needs nothing but the corpus."""
+"""`LsaEncoder`: latent semantic analysis, which needs no pretrained model.
+
+Shape letters: n texts, V words, C latent channels.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from mmldlm.data.encoders.base import unit_rows, write_description
+from mmldlm.data.encoders.base import normalize_rows, write_description
 from mmldlm.errors import DataError
 
 _WORD = re.compile(r"\w+")
-_AT_ONCE = 4096  # texts
+_BLOCK_TEXTS = 4096
 
 
 class LsaEncoder:
     """Latent semantic analysis: sublinear TF-IDF of lower-cased words, projected by a truncated SVD.
 
-    A topic vector of the corpus that it was fitted on; rows have unit norm. A text without any known
-    word yields NaN.
+    A latent is a topic vector of unit norm, relative to the corpus on which the encoder was fitted. A text without any
+    known word yields NaN.
     """
 
     kind = "lsa"
     latent_tokens = 1
 
     def __init__(self, terms: list[str], idf: np.ndarray, projection: np.ndarray, seed: int):
-        """`terms` of V words, `idf` float32 [V], `projection` float32 [V, C]; `seed` is recorded only."""
+        """Create from `terms` (V words), `idf` float32 [V] and `projection` float32 [V, C]; `seed` is only recorded."""
         self.terms, self.seed = terms, seed
         self.channels = projection.shape[1]
         self._ids = {term: i for i, term in enumerate(terms)}
@@ -39,19 +42,26 @@ class LsaEncoder:
 
     @classmethod
     def fit(cls, texts: Iterable[str], channels: int = 64, seed: int = 0, max_terms: int = 20_000) -> LsaEncoder:
-        """Fit to `texts` with the `max_terms` words that most of them use; the same for the same texts and seed.
+        """Fit an encoder to `texts`; deterministic for equal texts and seed.
 
-        DataError where the corpus has fewer texts or words than `channels`.
+        Args:
+            texts: the corpus.
+            channels: C, the rank of the SVD.
+            seed: of the randomized SVD.
+            max_terms: size of the vocabulary; the words that occur in most texts are kept.
+
+        Raises:
+            DataError: the corpus has fewer texts or words than `channels`.
         """
         texts = list(texts)
         frequency: Counter[str] = Counter()
         for text in texts:
             frequency.update(_words(text).keys())
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:max_terms]
-        if (most := min(len(terms), len(texts))) < channels:
+        if (max_channels := min(len(terms), len(texts))) < channels:
             raise DataError(
                 f"--channels {channels}: the training split has {len(texts)} texts and {len(terms)} words, "
-                f"expected at most {most} channels"
+                f"expected at most {max_channels} channels"
             )
         document_frequency = np.array([frequency[term] for term in terms])
         idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
@@ -59,32 +69,36 @@ class LsaEncoder:
         matrix = encoder._matrix(texts)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            right = torch.svd_lowrank(matrix, q=min(channels + 16, most), niter=4)[2][:, :channels]
+            right = torch.svd_lowrank(matrix, q=min(channels + 16, max_channels), niter=4)[2][:, :channels]
         # The sign of a singular vector is arbitrary: make the largest entry positive.
         largest = right.gather(0, right.abs().argmax(0, keepdim=True))
         encoder._projection = (right * largest.sign()).float().contiguous()
         return encoder
 
     def _matrix(self, texts: Sequence[str]) -> torch.Tensor:
-        """Sparse float64 [n, V]; made of some texts at a time, whose words take far more room than their weights."""
+        """Return the TF-IDF matrix, sparse float64 [n, V].
+
+        Texts are processed in blocks, as their words need far more memory than their weights.
+        """
         ids, weights, counts = [], [], []
-        for start in range(0, len(texts), _AT_ONCE):
-            some = self._tfidf([_words(text) for text in texts[start : start + _AT_ONCE]])
-            ids.append(some[0])
-            weights.append(some[1].double())
-            counts.append(some[2].diff())
+        for start in range(0, len(texts), _BLOCK_TEXTS):
+            block = [_words(text) for text in texts[start : start + _BLOCK_TEXTS]]
+            block_ids, block_weights, starts = self._tfidf(block)
+            ids.append(block_ids)
+            weights.append(block_weights.double())
+            counts.append(starts.diff())
         rows = torch.repeat_interleave(torch.arange(len(texts)), torch.cat(counts))
         indices, shape = torch.stack([rows, torch.cat(ids)]), (len(texts), len(self.terms))
         return torch.sparse_coo_tensor(indices, torch.cat(weights), shape, is_coalesced=True, check_invariants=True)
 
     def _tfidf(self, documents: Sequence[Counter[str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Term ids and weights [entries] of all documents, and where each document begins [n + 1]."""
+        """Return term ids and weights [entries] of all documents, and the offset of each document [n + 1]."""
         ids, counts, offsets = [], [], [0]
         known = self._ids
         for document in documents:
-            found = sorted((known[term], count) for term, count in document.items() if term in known)
-            ids += [term for term, _ in found]
-            counts += [count for _, count in found]
+            entries = sorted((known[term], count) for term, count in document.items() if term in known)
+            ids += [term for term, _ in entries]
+            counts += [count for _, count in entries]
             offsets.append(len(ids))
         term_ids = torch.tensor(ids, dtype=torch.int64)
         starts = torch.tensor(offsets)
@@ -108,12 +122,12 @@ class LsaEncoder:
         }
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, 1, C] of unit norm; NaN where a text has no known word."""
+        """Return latents float32 [n, 1, C] of unit norm; NaN for texts without a known word."""
         ids, weights, offsets = self._tfidf([_words(text) for text in texts])
         projected = torch.nn.functional.embedding_bag(
             ids, self._projection, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )
-        return unit_rows(projected.numpy())[:, None, :]
+        return normalize_rows(projected.numpy())[:, None, :]
 
     def save(self, folder: Path | str) -> None:
         folder = Path(folder)

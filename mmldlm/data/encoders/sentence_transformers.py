@@ -1,4 +1,4 @@
-"""`SentenceTransformerEncoder`: any model of the sentence-transformers library. The extra `encoders`.
+"""`SentenceTransformerEncoder`: any model of the sentence-transformers library (extra `encoders`).
 
 Shape letters: n texts, C latent channels.
 """
@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.base import unit_rows, write_description
+from mmldlm.data.encoders.base import normalize_rows, write_description
 from mmldlm.errors import DataError, UsageError
 
 
 class SentenceTransformerEncoder:
-    """A model of the sentence-transformers library, by folder or by name; M = 1.
+    """A model of the sentence-transformers library, given by folder or name; M = 1.
 
     Vectors may be truncated to the first `channels` (Matryoshka models, arXiv 2205.13147, are trained for that) and are
-    then normalised. `prompt` is put before each text: E5, for one, expects "query: " or "passage: ". `prompt_name` is
-    one of the prompts that the model itself has, such as Qwen3-Embedding's "query".
+    then normalized.
     """
 
     kind = "sentence-transformers"
@@ -33,16 +32,27 @@ class SentenceTransformerEncoder:
         name_or_folder: str,
         channels: int | None = None,
         prompt: str | None = None,
-        normalise: bool = True,
+        normalize: bool = True,
         prompt_name: str | None = None,
         revision: str | None = None,
         batch_size: int = 32,
         device: str | None = None,
     ):
-        """`revision` is the commit of a model given by name; `device` is the library's choice by default.
+        """Load the model.
 
-        UsageError where the library is not installed or an option does not fit the model, DataError where the model
-        cannot be read.
+        Args:
+            name_or_folder: of the model.
+            channels: C to truncate to; by default all.
+            prompt: text to prepend to each text; E5, for example, expects "query: " or "passage: ".
+            normalize: scale vectors to unit norm.
+            prompt_name: one of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
+            revision: commit of a model given by name.
+            batch_size: texts per forward pass.
+            device: by default the library's choice.
+
+        Raises:
+            UsageError: the library is not installed, or an option does not suit the model.
+            DataError: the model cannot be loaded.
         """
         try:
             from sentence_transformers import SentenceTransformer
@@ -58,15 +68,15 @@ class SentenceTransformerEncoder:
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"--encoder {self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
         self._model.eval()
-        self.name, self.normalise, self.batch_size = name_or_folder, normalise, batch_size
-        self.prompt = prompt if prompt is not None else self._own_prompt(prompt_name)
+        self.name, self.normalize, self.batch_size = name_or_folder, normalize, batch_size
+        self.prompt = prompt if prompt is not None else self._model_prompt(prompt_name)
         dimension = self._model.encode(["dimension"], show_progress_bar=False).shape[1]
         self.channels = dimension if channels is None else channels
         if not 1 <= self.channels <= dimension:
             raise UsageError(f"--channels {channels}: {name_or_folder} has {dimension}, expected 1 to {dimension}")
 
-    def _own_prompt(self, name: str | None) -> str | None:
-        """The model's prompt of that name, or the one that the library would put before each text unasked."""
+    def _model_prompt(self, name: str | None) -> str | None:
+        """Return the model's prompt `name`, or by default the one that the library would prepend to each text."""
         prompts: dict[str, str] = {name: text for name, text in self._model.prompts.items() if text}
         if name is None:
             return prompts.get(self._model.default_prompt_name or "")
@@ -83,12 +93,12 @@ class SentenceTransformerEncoder:
             "name": self.name,
             "revision": self._revision(),
             "prompt": self.prompt,
-            "normalisation": "l2" if self.normalise else None,
+            "normalisation": "l2" if self.normalize else None,
             "dim": self.channels,
         }
 
     def _revision(self) -> str | None:
-        """Hash of a local folder's files; the commit of a downloaded model where it is known."""
+        """Return a hash of a local folder's files, or the commit of a downloaded model if known."""
         folder = Path(self.name)
         if not folder.is_dir():
             config = getattr(getattr(self._model[0], "auto_model", None), "config", None)
@@ -100,22 +110,22 @@ class SentenceTransformerEncoder:
         return digest.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 [n, 1, C]; NaN where the model gives no finite vector or zeros."""
+        """Return latents float32 [n, 1, C]; NaN where the model returns a non-finite vector or zeros."""
         with torch.inference_mode():
-            found = self._model.encode(
+            embeddings = self._model.encode(
                 list(texts),
                 prompt=self.prompt,
                 show_progress_bar=False,
                 convert_to_numpy=True,
                 batch_size=self.batch_size,
             )
-        vectors = np.asarray(found, np.float32).reshape(len(texts), -1)[:, : self.channels]
-        unit = unit_rows(vectors)
-        return (unit if self.normalise else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
+        vectors = np.asarray(embeddings, np.float32).reshape(len(texts), -1)[:, : self.channels]
+        unit = normalize_rows(vectors)
+        return (unit if self.normalize else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
 
     def save(self, folder: Path | str) -> None:
-        """Records which model it is; the model's own files are not copied."""
-        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalise, **self.identity})
+        """Write the name and revision of the model; its files are not copied."""
+        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **self.identity})
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
@@ -127,12 +137,12 @@ class SentenceTransformerEncoder:
             description["prompt"],
             description["normalise"],
             revision=commit,
-            **description["working"],
+            **description["model_options"],
         )
-        found = encoder._revision()
-        if found != description["revision"]:
+        revision = encoder._revision()
+        if revision != description["revision"]:
             raise DataError(
-                f"{folder / 'encoder.json'}: the model {encoder.name} has revision {found}, "
+                f"{folder / 'encoder.json'}: the model {encoder.name} has revision {revision}, "
                 f"expected {description['revision']}, with which the store was prepared"
             )
         return encoder

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from mmldlm.distributed.exit_files import Process
-from mmldlm.errors import ExitCode, PeerLostError, UsageError, error_of, outcome
+from mmldlm.distributed.exit_files import ProcessInfo
+from mmldlm.errors import ExitCode, PeerLostError, UsageError, error_from_exit_code, exit_code_and_cause
 from mmldlm.utils.files import write_atomically
 
 INTERVAL_S = 0.5  # between two beats, and two looks at those of others
@@ -58,7 +58,7 @@ def place_of(environment: Mapping[str, str]) -> Place:
 class _Peer:
     """Another process, and when its beat was last seen to change."""
 
-    def __init__(self, rank: int, beat: Path, process: Process):
+    def __init__(self, rank: int, beat: Path, process: ProcessInfo):
         self.rank, self.beat, self.process = rank, beat, process
         self._seen, self._since = "", time.monotonic()
 
@@ -89,7 +89,7 @@ class Crew:
     def __init__(self, folder: Path, place: Place, timeout_s: float, options: str = ""):
         self.rank, self.world_size = place.rank, place.world_size
         self.folder, self.timeout_s = folder, timeout_s
-        self._own = {"rank": place.rank, "launch": place.launch, "options": options, **asdict(Process.own())}
+        self._own = {"rank": place.rank, "launch": place.launch, "options": options, **asdict(ProcessInfo.current())}
         self._id = uuid.uuid4().hex
         self._beat = folder / _CREW / f"{self._id}.beat"
         self._left = threading.Event()
@@ -121,7 +121,7 @@ class Crew:
         if self.world_size == 1:
             return
         if error is not None:
-            self._tell(*outcome(error))
+            self._tell(*exit_code_and_cause(error))
         if self.leads:  # which may clear the folder away
             deadline = time.monotonic() + (self.timeout_s if error is None else min(self.timeout_s, _LEAVING_S))
             while not all(peer.has_left for peer in self._peers) and time.monotonic() < deadline:
@@ -175,7 +175,11 @@ class Crew:
 
     def _raise(self, told: dict[str, Any]) -> None:
         text = f"rank {told['rank']} failed: {told['cause']}"
-        raise PeerLostError(text) if told["code"] in (1, ExitCode.INTERRUPTED) else error_of(told["code"], text)
+        raise (
+            PeerLostError(text)
+            if told["code"] in (1, ExitCode.INTERRUPTED)
+            else error_from_exit_code(told["code"], text)
+        )
 
     def _lost_session(self) -> None:
         raise PeerLostError(f"{self.session}: no longer there: the leading process has ended")
@@ -203,7 +207,7 @@ class Crew:
                 if path.stem in candidates or not (found := _described(path)):
                     continue
                 if found["launch"] == self._own["launch"] and 0 < found["rank"] < self.world_size:
-                    process = Process(**{key: found[key] for key in Process.__dataclass_fields__})
+                    process = ProcessInfo(**{key: found[key] for key in ProcessInfo.__dataclass_fields__})
                     peer = _Peer(found["rank"], path.with_suffix(".beat"), process)
                     candidates[path.stem] = peer, _read(peer.beat), found["options"]
             for name, (peer, first, options) in candidates.items():
@@ -222,7 +226,8 @@ class Crew:
             if path.stem not in names.values():
                 path.unlink(missing_ok=True)
         members = [names[rank] for rank in range(self.world_size)]
-        write_atomically(self.folder / _SESSION, json.dumps({"members": members, "leader": asdict(Process.own())}))
+        session = {"members": members, "leader": asdict(ProcessInfo.current())}
+        write_atomically(self.folder / _SESSION, json.dumps(session))
 
     def _join(self) -> None:
         """Wait for the leader's session that names this process."""
@@ -236,7 +241,7 @@ class Crew:
             time.sleep(_POLL_S)
         leader = found["members"][0]
         self.session = self.folder / f"session-{leader}"
-        self._peers = [_Peer(0, self._beat.with_name(f"{leader}.beat"), Process(**found["leader"]))]
+        self._peers = [_Peer(0, self._beat.with_name(f"{leader}.beat"), ProcessInfo(**found["leader"]))]
 
     def _keep_beating(self) -> None:
         count = 0

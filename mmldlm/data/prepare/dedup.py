@@ -1,4 +1,4 @@
-"""Which documents must lie on one side of the split: the same text, or the same but for a name."""
+"""Groups of documents that must be in the same split: equal texts, or texts that differ in one word."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from typing import Any
 import numpy as np
 
 _MIN_WORDS = 4
-# Words that name things rather than say something: numbers, dotted or underscored or camel-cased
-# names, and whatever is quoted or called.
+# Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
 _NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
 _WORD = re.compile(r"#|\w+")
 
 
 def exact_groups(texts: Sequence[str]) -> list[str]:
-    """A key per text, equal where texts agree but for case and white space."""
+    """Return a key for each text; texts that differ only in case and white space have the same key."""
     return [_digest(" ".join(text.casefold().split())) for text in texts]
 
 
 def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """A key per text, equal within clusters of near-duplicates, and statistics of the clusters.
+    """Group near-duplicates.
 
-    Two texts are near-duplicates when their words, case and punctuation aside and with numbers and
-    identifiers alike, agree (from 4 words on) but for one at most; clusters are the transitive closure.
-    The key is made of the cluster's texts alone, so it depends neither on their order nor on the rest.
+    Two texts are near-duplicates if their words are equal, or, with at least 4 words, differ at one position. Case and
+    punctuation are ignored, and all numbers and identifiers count as the same word. Groups are the transitive closure.
+
+    Returns:
+        A key for each text, equal within a group, and statistics of the groups. A key is a function of the texts of
+        its group, so it depends neither on the order of the texts nor on the other groups.
     """
     words = [_WORD.findall(_NAME.sub("#", text).casefold()) for text in texts]
     signatures, owners = _signatures(words)
     parents = np.arange(len(texts))
 
-    def root(index: int) -> int:
+    def root(index: int) -> int:  # union-find with path halving
         while parents[index] != index:
             parents[index] = parents[parents[index]]
             index = int(parents[index])
@@ -41,8 +43,8 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
     order = np.argsort(signatures, kind="stable")
     same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
     for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
-        one, other = root(first), root(second)
-        parents[max(one, other)] = min(one, other)
+        root_1, root_2 = root(first), root(second)
+        parents[max(root_1, root_2)] = min(root_1, root_2)
     roots = [root(index) for index in range(len(texts))]
     keys: dict[int, str] = {}
     for index, key in zip(roots, exact_groups(texts), strict=True):
@@ -60,25 +62,29 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
 
 
 def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-    """64-bit signatures of every text whole and with each word left out, and the text each belongs to.
+    """Return 64-bit signatures of each text and of each text with one word replaced by a gap, and their texts.
 
-    A text is the sum of (random number of its word) x (random odd number of the position), modulo 2^64,
-    so leaving a word out is one subtraction. A chance collision among 10^6 signatures has probability 1e-7.
+    The signature of a text is the sum over its words of (random number of the word) x (random odd number of the
+    position), modulo 2^64, so removing a word is one subtraction. A chance collision among 10^6 signatures has
+    probability 1e-7.
+
+    Returns:
+        Signatures uint64 [n], and the index of the text that each belongs to, int64 [n].
     """
     lengths = np.array([len(text) for text in words], np.int64)
     vocabulary: dict[str, int] = {}
     ids = np.array([vocabulary.setdefault(word, len(vocabulary)) for text in words for word in text], np.int64)
     random = np.random.Generator(np.random.PCG64(0))
-    word_value = random.integers(0, 1 << 64, len(vocabulary), np.uint64)
-    place_value = random.integers(0, 1 << 64, int(lengths.max(initial=0)) + 1, np.uint64) | np.uint64(1)
+    word_values = random.integers(0, 1 << 64, len(vocabulary), np.uint64)
+    position_values = random.integers(0, 1 << 64, int(lengths.max(initial=0)) + 1, np.uint64) | np.uint64(1)
     owners = np.repeat(np.arange(len(words)), lengths)
-    places = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    terms = word_value[ids] * place_value[places]
-    whole = place_value[0] * lengths.astype(np.uint64)
-    np.add.at(whole, owners, terms)
-    holes = (whole[owners] - terms) ^ place_value[places]
-    long = lengths[owners] >= _MIN_WORDS
-    return np.concatenate([whole, holes[long]]), np.concatenate([np.arange(len(words)), owners[long]])
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    terms = word_values[ids] * position_values[positions]
+    full = position_values[0] * lengths.astype(np.uint64)
+    np.add.at(full, owners, terms)
+    with_gap = (full[owners] - terms) ^ position_values[positions]
+    is_long = lengths[owners] >= _MIN_WORDS
+    return np.concatenate([full, with_gap[is_long]]), np.concatenate([np.arange(len(words)), owners[is_long]])
 
 
 def _digest(text: str) -> str:

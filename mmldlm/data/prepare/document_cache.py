@@ -18,7 +18,7 @@ from mmldlm.data.prepare.documents import Document
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 
 
-class SpoolWriter:
+class DocumentCacheWriter:
     """Use as a context manager. Nothing of it is durable before its folder is."""
 
     def __init__(self, folder: Path):
@@ -26,7 +26,7 @@ class SpoolWriter:
         self._file = (folder / _DOCUMENTS).open("wb")
         self._offsets: list[int] = []
 
-    def __enter__(self) -> SpoolWriter:
+    def __enter__(self) -> DocumentCacheWriter:
         return self
 
     def __exit__(
@@ -50,8 +50,8 @@ class SpoolWriter:
                 self._file.write(each.tobytes())
 
 
-class Spool:
-    """What a `SpoolWriter` left in `folder`."""
+class DocumentCache:
+    """What a `DocumentCacheWriter` left in `folder`."""
 
     def __init__(self, folder: Path):
         self.folder = folder

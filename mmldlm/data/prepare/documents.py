@@ -1,4 +1,4 @@
-"""Documents from text and JSON lines, what they may bring along, and the problems met on the way."""
+"""`Document` and `Problem`, the items that every reader yields, and the readers of text files and JSON lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_BATCH = 512
+_BATCH_SIZE = 512
 _T = TypeVar("_T")
 ProblemKind = Literal[
     "empty",
@@ -55,7 +55,10 @@ ProblemKind = Literal[
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of one input that can be read by itself: bytes of a text file, rows of a table."""
+    """A range of one input that can be read independently of the rest.
+
+    `start` and `stop` (exclusive) are byte offsets in a text file and row indices in a table.
+    """
 
     path: str
     start: int
@@ -64,10 +67,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it was found. Documents of one `group` lie on one side of the split.
+    """An input text with its location: `line` (or row) of the file `source`, counted from 1.
 
-    What it may bring along: `tokens` [L], already tokenized ids, for which `text` may be empty; `latents` float [M, C],
-    already encoded; `key`, an id of the sample.
+    Documents of the same `group` are assigned to the same split; "" means that the group is derived from the text.
+    Optional contents of the input are `tokens` [L], ids of a text that is tokenized already (`text` may then be empty),
+    `latents` float [M, C] of a text that is encoded already, and `key`, the id of the document.
     """
 
     text: str
@@ -81,7 +85,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that kept a document out of the store. `kind` is what it is counted under."""
+    """The reason why a document is not in the store. Problems are counted by `kind`."""
 
     source: str
     line: int
@@ -90,7 +94,7 @@ class Problem:
 
     @property
     def harmless(self) -> bool:
-        """Counted and told, but no reason to stop: nothing of the user's text is lost that was asked for."""
+        """True if the problem is counted and reported but never stops the run, as no requested text is lost."""
         return self.kind in ("empty", "too_short", "unused_latent")
 
     def __str__(self) -> str:
@@ -98,11 +102,11 @@ class Problem:
 
 
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
-    """As many at a time as tokenizers and encoders take with profit; the last may be fewer."""
+    """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
     batch: list[_T] = []
     for item in items:
         batch.append(item)
-        if len(batch) == _BATCH:
+        if len(batch) == _BATCH_SIZE:
             yield batch
             batch = []
     if batch:
@@ -110,11 +114,14 @@ def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
 
 
 def find_files(inputs: Sequence[str]) -> list[Path]:
-    """Files named by paths, globs and folders (searched for known suffixes); sorted within each input.
+    """Return the files named by paths, glob patterns and folders, each once and sorted within each input.
 
-    DataError where an input names nothing.
+    Folders are searched recursively for the suffixes in `SUFFIXES`.
+
+    Raises:
+        DataError: An input matches no file.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in inputs:
         path = Path(name)
         if path.is_dir():
@@ -127,54 +134,64 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
             files = sorted(file for file in map(Path, glob.glob(name, recursive=True)) if file.is_file())  # noqa: PTH207
             if not files:
                 raise DataError(f"{name}: no such file; expected a text file, a folder or a glob pattern")
-        found += files
-    return list(dict.fromkeys(found))
+        paths += files
+    return list(dict.fromkeys(paths))
 
 
 def read_file(
     path: Path, format: Format | None = None, field: str = "text", key_field: str | None = None
 ) -> Iterator[Document | Problem]:
-    """The documents of one text file, in order, and a `Problem` in the place of each that cannot be had.
+    """Yield the documents of one text file in order, with a `Problem` for each that cannot be read.
 
-    Lines end in \\n or \\r\\n alone; `format` defaults to what the suffix says, or `lines`. JSON lines have their
-    document's key in `key_field`. DataError where the file cannot be opened.
+    Lines end in \\n or \\r\\n only.
+
+    Args:
+        format: Defaults to the format of the file's suffix, or to `lines`.
+        field: Field of JSON lines that holds the text.
+        key_field: Field of JSON lines that holds the document's key.
+
+    Raises:
+        DataError: The file cannot be opened.
     """
-    chosen = format or SUFFIXES.get(path.suffix, "lines")
-    for part in text_parts(path, _WHOLE, chosen):
-        yield from read_text(part, field, chosen, key_field)
+    format = format or SUFFIXES.get(path.suffix, "lines")
+    for part in text_parts(path, _WHOLE_FILE, format):
+        yield from read_text(part, field, format, key_field)
 
 
 @dataclass(frozen=True)
-class _Keyed:
+class _KeyedText:
     text: str
     key: str
 
 
-# What becomes of lines: the line number, and either the text or (kind, reason).
-_Text: TypeAlias = "str | tuple[ProblemKind, str]"
-_Found: TypeAlias = "Iterator[tuple[int, _Text | _Keyed]]"
-_Lines: TypeAlias = Iterable[tuple[int, bytes]]
-_CHUNK, _WHOLE = 1 << 20, 1 << 60
+_Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
+_Text: TypeAlias = "str | tuple[ProblemKind, str]"  # a text, or the kind and reason of a problem
+_NumberedTexts: TypeAlias = "Iterator[tuple[int, _Text | _KeyedText]]"  # line number and text
+_READ_BYTES, _WHOLE_FILE = 1 << 20, 1 << 60
 _EMPTY: tuple[ProblemKind, str] = ("empty", "empty document")
 
 
 def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") -> list[Part]:
-    """Stretches of whole lines, or of whole blocks, each the shortest of at least `target_bytes`."""
+    """Cut a text file into parts of whole lines (or whole blocks), each the shortest of at least `target_bytes`.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
-            borders = [0]
-            while borders[-1] < size:
-                least = borders[-1] + target_bytes
-                borders.append(_border(file, least, format == "blocks") if least < size else size)
+            bounds = [0]
+            while bounds[-1] < size:
+                min_stop = bounds[-1] + target_bytes
+                bounds.append(_next_boundary(file, min_stop, format == "blocks") if min_stop < size else size)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror}") from None
-    return [Part(str(path), start, stop) for start, stop in pairwise(borders)]
+    return [Part(str(path), start, stop) for start, stop in pairwise(bounds)]
 
 
-def _border(file: BinaryIO, least: int, after_blank: bool) -> int:
-    """The first byte from `least` on at which a line begins, and with `after_blank` one that follows a blank line."""
-    file.seek(least - 1)
+def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
+    """Return the first offset >= `min_offset` where a line begins (with `after_blank`, one after a blank line)."""
+    file.seek(min_offset - 1)
     line = file.readline()
     while line and after_blank:
         line = file.readline()
@@ -187,51 +204,62 @@ def _border(file: BinaryIO, least: int, after_blank: bool) -> int:
 def read_text(
     part: Part, field: str, format: Format = "lines", key_field: str | None = None
 ) -> Iterator[Document | Problem]:
-    """The documents of a part; DataError where its file cannot be read."""
-    kinds: dict[Format, Callable[[_Lines], _Found]]
+    """Yield the documents and problems of a part of a text file.
+
+    Args:
+        field: Field of JSON lines that holds the text.
+        format: One of `TEXT_FORMATS`.
+        key_field: Field of JSON lines that holds the document's key.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     json_texts = partial(_json_texts, field=field, key_field=key_field)
-    kinds = {"lines": _line_texts, "blocks": _block_texts, "jsonl": json_texts}
+    parsers: dict[Format, Callable[[_Lines], _NumberedTexts]]
+    parsers = {"lines": _line_texts, "blocks": _block_texts, "jsonl": json_texts}
     try:
         with Path(part.path).open("rb") as file:
-            for line, found in kinds[format](_lines(file, part)):
-                if isinstance(found, tuple):
-                    yield Problem(part.path, line, *found)
-                elif isinstance(found, _Keyed):
-                    yield Document(found.text, part.path, line, key=found.key)
+            for line, text in parsers[format](_lines(file, part)):
+                if isinstance(text, tuple):
+                    yield Problem(part.path, line, *text)
+                elif isinstance(text, _KeyedText):
+                    yield Document(text.text, part.path, line, key=text.key)
                 else:
-                    yield Document(found, part.path, line)
+                    yield Document(text, part.path, line)
     except OSError as error:
         raise DataError(f"{part.path}: cannot read: {error.strerror}") from None
 
 
 def _lines(file: BinaryIO, part: Part) -> _Lines:
-    """The lines of a part with their numbers in the file, from 1."""
-    before = _count_lines(file, part)
+    """Yield the lines of a part with their numbers in the file, from 1."""
+    lines_before = _count_lines_before(file, part)
     file.seek(part.start)
-    left = part.stop - part.start
-    for number, line in enumerate(file, before + 1):
+    remaining = part.stop - part.start
+    for number, line in enumerate(file, lines_before + 1):
         yield number, line
-        left -= len(line)
-        if left <= 0:
+        remaining -= len(line)
+        if remaining <= 0:
             return
 
 
-_counted: dict[tuple[str, int, int], tuple[int, int]] = {}  # by file as it is: a byte of it, and lines before that
+# The last count of lines: (path, size, modification time) -> (offset, lines before that offset). It lets a process
+# that reads the parts of a file in order count the lines of the file once in all.
+_line_count_cache: dict[tuple[str, int, int], tuple[int, int]] = {}
 
 
-def _count_lines(file: BinaryIO, part: Part) -> int:
-    """How many lines end before a part; each process that reads parts in order goes through the file once for it."""
+def _count_lines_before(file: BinaryIO, part: Part) -> int:
+    """Return the number of lines that end before `part`, counted from the cached offset if that is not behind it."""
     status = Path(part.path).stat()
     key = (part.path, status.st_size, status.st_mtime_ns)
-    place, lines = _counted.get(key, (0, 0))
-    if place > part.start:
-        place, lines = 0, 0
-    file.seek(place)
-    while place < part.start and (chunk := file.read(min(_CHUNK, part.start - place))):
-        place += len(chunk)
-        lines += chunk.count(b"\n")
-    _counted.clear()
-    _counted[key] = place, lines
+    offset, lines = _line_count_cache.get(key, (0, 0))
+    if offset > part.start:
+        offset, lines = 0, 0
+    file.seek(offset)
+    while offset < part.start and (block := file.read(min(_READ_BYTES, part.start - offset))):
+        offset += len(block)
+        lines += block.count(b"\n")
+    _line_count_cache.clear()
+    _line_count_cache[key] = offset, lines
     return lines
 
 
@@ -243,17 +271,17 @@ def _decode(line: bytes) -> _Text:
     return text.removeprefix("\ufeff").rstrip("\r\n")
 
 
-def _line_texts(lines: _Lines) -> _Found:
+def _line_texts(lines: _Lines) -> _NumberedTexts:
     for number, line in lines:
         text = _decode(line)
         yield number, text if isinstance(text, tuple) or text.strip() else _EMPTY
 
 
-def _block_texts(lines: _Lines) -> _Found:
-    """Blank lines separate documents; one unreadable line spoils its whole block."""
+def _block_texts(lines: _Lines) -> _NumberedTexts:
+    """Yield blocks of lines separated by blank lines; a block with an unreadable line is one problem."""
     start, block = 0, []
     problem: tuple[int, _Text] | None = None
-    for number, line in chain(lines, [(0, b"")]):
+    for number, line in chain(lines, [(0, b"")]):  # the blank line at the end completes the last block
         text = _decode(line)
         if isinstance(text, tuple):
             problem = problem or (number, text)
@@ -268,13 +296,13 @@ def _block_texts(lines: _Lines) -> _Found:
             start, block, problem = 0, [], None
 
 
-def _json_texts(lines: _Lines, field: str, key_field: str | None) -> _Found:
+def _json_texts(lines: _Lines, field: str, key_field: str | None) -> _NumberedTexts:
     for number, line in lines:
         text = _decode(line)
         yield number, text if isinstance(text, tuple) else _json_row(text, field, key_field) if text.strip() else _EMPTY
 
 
-def _json_row(line: str, field: str, key_field: str | None) -> _Text | _Keyed:
+def _json_row(line: str, field: str, key_field: str | None) -> _Text | _KeyedText:
     text = _json_field(line, field)
     if isinstance(text, tuple) or key_field is None:
         return text
@@ -284,7 +312,7 @@ def _json_row(line: str, field: str, key_field: str | None) -> _Text | _Keyed:
             "invalid",
             f"field {key_field!r} is {type(key).__name__}, expected the document's id, a string or integer",
         )
-    return _Keyed(text, str(key))
+    return _KeyedText(text, str(key))
 
 
 def _json_field(line: str, field: str) -> _Text:

@@ -1,4 +1,4 @@
-"""The stage after the fit: a lot of documents becomes shards, of the tokens and latents of its samples."""
+"""Third stage of a preparation: write the tokens and latents of a chunk's documents to shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,18 +14,18 @@ from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.data.manifest import token_dtype
 from mmldlm.data.prepare.documents import Document, Problem, batches
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.report import Problems, StageProgress
+from mmldlm.data.prepare.report import ProblemLog, StageProgress
 from mmldlm.data.shard_writer import SPLITS, Contents, ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
 SHARD_SAMPLES = 100_000
-Tell = Callable[[Problem], None]
+ReportProblem: TypeAlias = Callable[[Problem], None]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What becomes one sample: a document, or a part of one that was too long."""
+class TokenizedSample:
+    """A sample before it is encoded: a document, or a part of one that was too long. `tokens` is int64 [L]."""
 
     document: Document
     split: int
@@ -33,103 +33,128 @@ class Piece:
     tokens: np.ndarray
 
 
-def encode_lot(
+def encode_chunk(
     documents: Iterable[tuple[int, Document]],
     tokenizer: Tokenizer,
     encoder: LatentEncoder,
     config: PrepareConfig,
     folder: Path,
-    told: Counter[str],
-    each: Callable[[], None],
-    shown: StageProgress,
+    reported: Counter[str],
+    on_batch: Callable[[], None],
+    progress: StageProgress,
 ) -> tuple[Contents, dict[str, Any]]:
-    """Fill `folder` with the shards of documents, each given with its split; `each` is called before each batch."""
+    """Tokenize and encode the documents of a chunk, and write them to shards in `folder`.
+
+    Args:
+        documents: Pairs of the index of the split in `SPLITS`, and a document.
+        reported: Problems reported so far by kind; updated.
+        on_batch: Called before each batch of documents is processed.
+
+    Returns:
+        The contents of the shards, and the result of the task as JSON values: problems, and how many documents were
+        longer than `--max-length`.
+    """
     over_length = 0
     dtypes = token_dtype(tokenizer.vocab_size), np.dtype(config.latent_dtype)
     shape = encoder.latent_tokens, encoder.channels
     with (
         ShardWriter(folder, tokenizer.vocab_size, shape, *dtypes, SHARD_SAMPLES) as shards,
-        Problems(config, folder, told) as problems,
+        ProblemLog(config, folder, reported) as problems,
     ):
         for batch in batches(documents):
-            each()
-            with shown.timed("tokenize"):
-                pieces, count = pieces_of(batch, tokenizer, config, problems.add)
+            on_batch()
+            with progress.timed("tokenize"):
+                samples, count = make_samples(batch, tokenizer, config, problems.add)
             over_length += count
-            with shown.timed("encode"):
-                for some in batches(pieces):  # of long documents there are many
-                    _write(shards, some, encoder, problems.add)
-        with shown.timed("encode"):
+            with progress.timed("encode"):
+                for sample_batch in batches(samples):  # a batch of long documents has many samples
+                    _write_samples(shards, sample_batch, encoder, problems.add)
+        with progress.timed("encode"):
             return shards.finish(), {"over_length": over_length, **problems.result()}
 
 
-def pieces_of(
-    documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, config: PrepareConfig, tell: Tell
-) -> tuple[list[Piece], int]:
-    """The samples of documents with their splits, and how many of these were too long."""
-    pieces, over_length = [], 0
-    for (split, document), tokens in zip(documents, _tokenize(documents, tokenizer, tell), strict=True):
+def make_samples(
+    documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, config: PrepareConfig, report: ReportProblem
+) -> tuple[list[TokenizedSample], int]:
+    """Tokenize documents, and split or truncate those that are too long.
+
+    Args:
+        documents: Pairs of the index of the split in `SPLITS`, and a document.
+        report: Called with the problem of each document that yields no sample.
+
+    Returns:
+        The samples in the order of the documents, and how many documents were too long.
+    """
+    samples, over_length = [], 0
+    for (split, document), tokens in zip(documents, _tokenize(documents, tokenizer, report), strict=True):
         if tokens is None:
             continue
         if len(tokens) < config.min_length:
             reason = f"{len(tokens)} tokens, expected at least {config.min_length}"
-            tell(Problem(document.source, document.line, "too_short", reason))
+            report(Problem(document.source, document.line, "too_short", reason))
         elif len(tokens) <= config.max_length:
-            pieces.append(Piece(document, split, document.text, tokens))
+            samples.append(TokenizedSample(document, split, document.text, tokens))
         elif document.latents is not None and config.over_length == "split":
             reason = (
                 f"{len(tokens)} tokens, but one latent, which cannot be split: expected at most --max-length "
                 f"{config.max_length}, or --over-length cut"
             )
-            tell(Problem(document.source, document.line, "too_long", reason))
+            report(Problem(document.source, document.line, "too_long", reason))
         else:
             over_length += 1
-            # Parts of equal size, so that no crumb of a few tokens is left over.
+            # Parts of equal size, so that the last one does not consist of a few tokens.
             parts = np.array_split(tokens, -(-len(tokens) // config.max_length))
             parts = [tokens[: config.max_length]] if config.over_length == "cut" else parts
             texts = tokenizer.decode_batch([part.tolist() for part in parts])
-            pieces += [Piece(document, split, text, part) for text, part in zip(texts, parts, strict=True)]
-    return pieces, over_length
+            samples += [TokenizedSample(document, split, text, part) for text, part in zip(texts, parts, strict=True)]
+    return samples, over_length
 
 
 def _tokenize(
-    documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, tell: Tell
+    documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, report: ReportProblem
 ) -> Iterator[np.ndarray | None]:
-    """int64 [L] of each document, its own where it has some; None, and a problem told, where there are none."""
-    texts = [document for _, document in documents if document.tokens is None]
-    spelled = iter(_spell(texts, tokenizer, tell))
+    """Yield the tokens int64 [L] of each document; None, after a report, if its text cannot be tokenized.
+
+    Documents that have tokens already keep them.
+    """
+    untokenized = [document for _, document in documents if document.tokens is None]
+    new_ids = iter(_encode_texts(untokenized, tokenizer, report))
     for _, document in documents:
-        ids = next(spelled) if document.tokens is None else document.tokens
+        ids = next(new_ids) if document.tokens is None else document.tokens
         yield None if ids is None else np.asarray(ids, np.int64)
 
 
-def _spell(documents: Sequence[Document], tokenizer: Tokenizer, tell: Tell) -> list[list[int] | None]:
-    """Ids of each text; None, and a problem told, where the tokenizer cannot spell one."""
+def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer, report: ReportProblem) -> list[list[int] | None]:
+    """Return the ids of each text; None, after a report, if the tokenizer cannot encode it."""
     try:
         return [*tokenizer.encode_batch([document.text for document in documents])]
     except DataError as error:
-        if len(documents) > 1:
-            return [ids for document in documents for ids in _spell([document], tokenizer, tell)]
-        tell(Problem(documents[0].source, documents[0].line, "unencodable", str(error)))
+        if len(documents) > 1:  # find the documents that failed
+            return [ids for document in documents for ids in _encode_texts([document], tokenizer, report)]
+        report(Problem(documents[0].source, documents[0].line, "unencodable", str(error)))
         return [None]
 
 
-def _write(shards: ShardWriter, pieces: Sequence[Piece], encoder: LatentEncoder, tell: Tell) -> None:
-    """All that have a latent."""
+def _write_samples(
+    shards: ShardWriter, samples: Sequence[TokenizedSample], encoder: LatentEncoder, report: ReportProblem
+) -> None:
+    """Write the samples with finite latents, and report the others."""
     if isinstance(encoder, ImportedLatents):
-        latents = encoder.take([piece.document.latents for piece in pieces if piece.document.latents is not None])
+        latents = encoder.convert(
+            [sample.document.latents for sample in samples if sample.document.latents is not None]
+        )
     else:
-        latents = encoder.encode([piece.text for piece in pieces])
+        latents = encoder.encode([sample.text for sample in samples])
     finite = np.isfinite(latents).all(axis=(1, 2))
     for index in np.flatnonzero(~finite).tolist():
-        document, text = pieces[index].document, pieces[index].text
+        document, text = samples[index].document, samples[index].text
         reason = f"the encoder gives no latent for {text[:40]!r}"
         if isinstance(encoder, ImportedLatents):
-            reason = "its latent is not finite, or of no length"
-        tell(Problem(document.source, document.line, "no_latent", reason))
-    for number, split in enumerate(SPLITS):
-        rows = [row for row, piece in enumerate(pieces) if piece.split == number and finite[row]]
+            reason = "its latent is not finite or has norm zero"
+        report(Problem(document.source, document.line, "no_latent", reason))
+    for split_index, split in enumerate(SPLITS):
+        rows = [row for row, sample in enumerate(samples) if sample.split == split_index and finite[row]]
         if rows:
-            kept = [pieces[row] for row in rows]
-            tokens, characters = [piece.tokens for piece in kept], [len(piece.text) for piece in kept]
+            in_split = [samples[row] for row in rows]
+            tokens, characters = [sample.tokens for sample in in_split], [len(sample.text) for sample in in_split]
             shards.add(split, tokens, latents[rows], characters)

@@ -1,6 +1,6 @@
-"""The stage between reading and encoding, of one process: splits are counted, tokenizer and encoder are fitted.
+"""Second stage of a preparation, run by one process: count the splits, fit the tokenizer and the encoder.
 
-They see the training split only, and of a large one a sample (`--fit-documents`), so that memory is bounded.
+Both are fitted to the training split only, and to a sample of a large one (`--fit-documents`), so memory is bounded.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mmldlm.data.encoders import (
     load_encoder,
 )
 from mmldlm.data.prepare.documents import Problem, batches
-from mmldlm.data.prepare.encode import pieces_of
+from mmldlm.data.prepare.encode import make_samples
 from mmldlm.data.prepare.inputs import latent_file
-from mmldlm.data.prepare.latent_pairing import given_shape, left_out
+from mmldlm.data.prepare.latent_pairing import find_unusable, first_latent_shape
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.read import TRAIN, Corpus
 from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import Problems, StageProgress, settle
+from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_problem_budget
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
-DECIDED = "splits"  # folder, in that of the fit, of the splits of lots that could not be settled by the lot alone
+SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine (see `Corpus`)
 
 
 def fit(
@@ -41,48 +41,62 @@ def fit(
     folders: Sequence[Path],
     results: Sequence[dict[str, Any]],
     folder: Path,
-    told: Counter[str],
-    shown: StageProgress,
+    reported: Counter[str],
+    progress: StageProgress,
 ) -> dict[str, Any]:
-    """Tokenizer and encoder to `folder`, of the lots that were spooled to `folders` with `results`: the grouping.
+    """Fit tokenizer and encoder to the training documents, and save them in `folder`.
 
-    DataError where there are problems that are not to be skipped, or a split without documents.
+    Args:
+        sources: The sources of the plan; their hash identifies imported latents.
+        folders: The folders of the cached chunks.
+        results: The results of the chunks.
+        folder: The folder to write to.
+        reported: Problems reported so far by kind; updated.
+
+    Returns:
+        The result of the task, as JSON values: statistics of the grouping, and problems.
+
+    Raises:
+        DataError: There are more problems than the options allow, or a split has no documents.
     """
-    (folder / DECIDED).mkdir()
-    corpus, latents = Corpus(folders, folder / DECIDED), latent_file(config)
-    with Problems(config, folder, told) as problems:
-        for lot, numbers in left_out(latents, folders, results, problems.add).items():
-            corpus.leave_out(lot, numbers)
-    settle(config, [*results, problems.result()])
-    documents = sum(corpus.split_sizes().values())
-    if not documents:
+    (folder / SPLITS_FOLDER).mkdir()
+    corpus, latents = Corpus(folders, folder / SPLITS_FOLDER), latent_file(config)
+    with ProblemLog(config, folder, reported) as problems:
+        for chunk, indices in find_unusable(latents, folders, results, problems.add).items():
+            corpus.exclude(chunk, indices)
+    check_problem_budget(config, [*results, problems.result()])
+    num_documents = sum(corpus.split_sizes().values())
+    if not num_documents:
         raise DataError(f"{config.corpus or ', '.join(config.inputs)}: no documents; expected text")
-    shown.phase("grouping duplicates")
+    progress.phase("grouping duplicates")
     near = config.near_duplicates or config.corpus is not None
-    grouping = corpus.decide_near_duplicates(config) if near else corpus.exact_grouping()
+    grouping = corpus.split_near_duplicates(config) if near else corpus.exact_group_statistics()
     for split, size in corpus.split_sizes().items():
         if not size:
             raise DataError(
-                f"split {split} has no documents of {documents} in {grouping['groups']} groups; "
+                f"split {split} has no documents of {num_documents} in {grouping['groups']} groups; "
                 "expected more documents or a larger fraction"
             )
-    shown.phase("fitting the tokenizer")
-    tokenizer = _tokenizer(config, corpus)
+    progress.phase("fitting the tokenizer")
+    tokenizer = _fit_tokenizer(config, corpus)
     tokenizer.save(folder / "tokenizer")
-    shown.phase("fitting the encoder")
+    progress.phase("fitting the encoder")
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
-    _encoder(config, sources, latents, given_shape(results), texts).save(folder / "encoder")
+    _fit_encoder(config, sources, latents, first_latent_shape(results), texts).save(folder / "encoder")
     return {"grouping": grouping, **problems.result()}
 
 
-def _encoder(
+def _fit_encoder(
     config: PrepareConfig,
     sources: Sequence[dict[str, Any]],
     latents: LatentFile | None,
     shape: tuple[int, int] | None,
     texts: Iterable[str],
 ) -> LatentEncoder:
-    """Fitted to `texts`; or the one that stands for `latents`, or for those of `shape` that came with the documents."""
+    """Return the encoder of `config`: fitted to `texts` or pretrained, or a placeholder for imported latents.
+
+    Imported latents come from the file `latents`, or with the documents in the shape [M, C] given by `shape`.
+    """
     kind, _, name = config.encoder.partition(":")
     if config.imports_latents:
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
@@ -106,12 +120,13 @@ def _encoder(
     return ChunkedEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
 
 
-def fitted_encoder(config: PrepareConfig, folder: Path) -> LatentEncoder:
-    """The one that `fit` has left in its folder."""
+def load_fitted_encoder(config: PrepareConfig, folder: Path) -> LatentEncoder:
+    """Load the encoder that `fit` saved in `folder`."""
     return load_encoder(folder / "encoder", batch_size=config.encoder_batch_size, device=config.encoder_device)
 
 
-def _tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
+def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
+    """Return the tokenizer of `config`: trained on `corpus`, built in, or loaded from a path."""
     if config.tokenizer in ("bpe", "words"):
         texts = (document.text for document in corpus.training_sample(config.fit_documents))
         train = Tokenizer.train if config.tokenizer == "bpe" else Tokenizer.words
@@ -120,17 +135,17 @@ def _tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
-    """Texts of samples, so of the parts that long documents are split into."""
-    found: list[Problem] = []
-    some = False
-    sample = corpus.training_sample(config.fit_documents)
-    for batch in batches((TRAIN, document) for document in sample):
-        for piece in pieces_of(batch, tokenizer, config, found.append)[0]:
-            some = True
-            yield piece.text
-        serious = [problem for problem in found if not problem.harmless]
+    """Yield the texts of training samples, which are parts of the documents that are too long."""
+    problems: list[Problem] = []
+    has_samples = False
+    documents = corpus.training_sample(config.fit_documents)
+    for batch in batches((TRAIN, document) for document in documents):
+        for sample in make_samples(batch, tokenizer, config, problems.append)[0]:
+            has_samples = True
+            yield sample.text
+        serious = [problem for problem in problems if not problem.harmless]
         if config.on_problem == "error":  # else they are counted when all documents are encoded
-            settle(config, [{"serious": len(serious), "first": str(*serious[:1])}])
-        found.clear()
-    if not some:
+            check_problem_budget(config, [{"serious": len(serious), "first": str(*serious[:1])}])
+        problems.clear()
+    if not has_samples:
         raise DataError("split train has no samples; expected documents of at least --min-length tokens")

@@ -1,7 +1,7 @@
-"""What a preparation reads: its inputs by format, and what their documents bring along beside text.
+"""The inputs of `mmldlm prepare`: the registry of formats, input discovery, and completion of documents.
 
-A format is a pair of functions: `parts(path, target_bytes)` cuts an input into stretches that can be read by
-themselves, and `read(part, field)` reads one.
+A format is a pair of functions: `parts(path, target_bytes)` cuts an input into parts that can be read independently,
+and `read(part, field)` reads one part.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from mmldlm.data.tokenizer import BUILT_IN, Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import file_info
 
-Found: TypeAlias = "Iterator[Document | Problem]"
-_HASHED_AT_ONCE = 8
+DocumentStream: TypeAlias = "Iterator[Document | Problem]"
+_MAX_HASH_THREADS = 8
 
 
 class FormatReader(NamedTuple):
-    """How inputs of one format are cut into parts, and how a part is read. Both keep the order of the documents."""
+    """Functions that cut inputs of one format into parts and read a part; both keep the order of the documents."""
 
     parts: Callable[[Path, int], list[Part]]
-    read: Callable[[Part, str], Found]
+    read: Callable[[Part, str], DocumentStream]
 
 
-def reader(format: Format, config: PrepareConfig) -> FormatReader:
+def get_reader(format: Format, config: PrepareConfig) -> FormatReader:
+    """Return the reader of `format` with the fields and columns that `config` names."""
     if format in TEXT_FORMATS:
         read = partial(read_text, format=format, key_field=config.key_field)
         return FormatReader(partial(text_parts, format=format), read)
@@ -78,39 +79,46 @@ def reader(format: Format, config: PrepareConfig) -> FormatReader:
 
 
 def find_inputs(config: PrepareConfig) -> list[tuple[Path, Format]]:
-    """Every file or folder to read, with its format; DataError where an input names nothing."""
-    found: list[tuple[Path, Format]] = []
+    """Return the files and folders to read with their formats, each once and in order.
+
+    Raises:
+        DataError: An input matches no file or folder.
+    """
+    inputs: list[tuple[Path, Format]] = []
     for name in config.inputs:
         if config.format and (config.format == "datasets" or config.format.startswith("predecessor")):
             folders = [Path(name)] if Path(name).is_dir() else sorted(map(Path, glob.glob(name)))  # noqa: PTH207
             if not folders or not all(folder.is_dir() for folder in folders):
                 raise DataError(f"{name}: no such folder; expected one, as --format is {config.format}")
-            found += [(folder, config.format) for folder in folders]
+            inputs += [(folder, config.format) for folder in folders]
         elif not config.format and is_datasets_folder(Path(name)):
-            found.append((Path(name), "datasets"))
+            inputs.append((Path(name), "datasets"))
         else:
-            found += [(path, config.format or SUFFIXES.get(path.suffix, "lines")) for path in find_files([name])]
-    return list(dict.fromkeys(found))
+            inputs += [(path, config.format or SUFFIXES.get(path.suffix, "lines")) for path in find_files([name])]
+    return list(dict.fromkeys(inputs))
 
 
-def described(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
-    """What a store is made of, as its manifest names it: the inputs, and behind them latents that were precomputed.
+def describe_sources(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
+    """Return the manifest's `sources`: the inputs, then the files of precomputed latents, with sizes and hashes.
 
-    All of each is read, for its hash.
+    Reads every file in full to hash it.
+
+    Raises:
+        DataError: A file cannot be read.
     """
     kind, _, latents = config.encoder.partition(":")
-    beside = [Path(latents)] if kind == "precomputed" else []
+    latent_paths = [Path(latents)] if kind == "precomputed" else []
     if config.latent_ids not in (None, POSITION):
-        beside.append(Path(str(config.latent_ids)))
-    for path in beside:
+        latent_paths.append(Path(str(config.latent_ids)))
+    for path in latent_paths:
         if not path.is_file():
             raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
-    with ThreadPoolExecutor(min(_HASHED_AT_ONCE, os.cpu_count() or 1)) as pool:  # hashing holds up no other thread
-        return list(pool.map(_source, [*(path for path, _ in inputs), *beside]))
+    with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+        return list(pool.map(_describe_source, [*(path for path, _ in inputs), *latent_paths]))
 
 
-def _source(path: Path) -> dict[str, Any]:
-    """A file or folder by name, size and hash; a folder's hash is that of its files' names and hashes."""
+def _describe_source(path: Path) -> dict[str, Any]:
+    """Return name, size and SHA-256 of a file or folder; a folder is hashed over the names and hashes of its files."""
     try:
         if path.is_file():
             return {"file": str(path), **asdict(file_info(path))}
@@ -125,36 +133,46 @@ def _source(path: Path) -> dict[str, Any]:
 
 
 def latent_file(config: PrepareConfig) -> LatentFile | None:
-    """The precomputed latents that are asked for."""
+    """Open the file of precomputed latents, or return None if `config` names none."""
     kind, _, path = config.encoder.partition(":")
     return LatentFile(path, config.latent_ids) if kind == "precomputed" else None
 
 
-def completed(
-    found: Found, config: PrepareConfig, latents: LatentFile | None = None, first: int = 0
+def complete_documents(
+    documents: DocumentStream, config: PrepareConfig, latents: LatentFile | None = None, first_position: int = 0
 ) -> Iterator[tuple[Document | Problem, int | None]]:
-    """The documents of a lot, each with text, tokens and latents as far as they are asked for, or its problem.
+    """Yield each document with the text and latents that `config` requires, or its problem.
 
-    With each its row of `latents`, where it has one; `first` is the place of the first of them in the whole input.
+    Args:
+        documents: The documents and problems of a chunk.
+        latents: Precomputed latents to attach to the documents.
+        first_position: Position of the chunk's first document in the whole input.
+
+    Returns:
+        Pairs of a document or problem, and the row of its latents in `latents` or None.
     """
-    spelled = with_texts(found, config)
+    documents = decode_tokens(documents, config)
     if latents:
-        yield from latents.attach(spelled, first)
+        yield from latents.attach(documents, first_position)
         return
-    for item in spelled:
+    for item in documents:
         if isinstance(item, Problem) or (item.latents is not None) == config.imports_latents:
             yield item, None
         elif config.imports_latents:
-            reason = "comes without a latent, which --encoder included needs"
+            reason = "has no latent, which --encoder included requires"
             yield Problem(item.source, item.line, "no_latent", reason), None
         else:
             yield replace(item, latents=None), None
 
 
-def with_texts(found: Found, config: PrepareConfig) -> Found:
-    """The same, with the text of tokens where there is none. DataError without the tokenizer that made them."""
+def decode_tokens(documents: DocumentStream, config: PrepareConfig) -> DocumentStream:
+    """Yield the documents with their tokens checked, and decoded where the text is missing.
+
+    Raises:
+        DataError: A document has tokens, but `config` does not name the tokenizer that produced them.
+    """
     tokenizer: Tokenizer | None = None
-    for batch in batches(found):
+    for batch in batches(documents):
         for item in batch:
             if isinstance(item, Document) and item.tokens is not None:
                 if config.tokenizer in BUILT_IN:
@@ -163,36 +181,36 @@ def with_texts(found: Found, config: PrepareConfig) -> Found:
                         f"its folder; found {config.tokenizer}"
                     )
                 tokenizer = tokenizer or Tokenizer.load(config.tokenizer)
-        yield from _spelled(batch, tokenizer)
+        yield from _decode_batch(batch, tokenizer)
 
 
-def _spelled(batch: list[Document | Problem], tokenizer: Tokenizer | None) -> Found:
+def _decode_batch(batch: list[Document | Problem], tokenizer: Tokenizer | None) -> DocumentStream:
     if tokenizer is None:
         yield from batch
         return
-    checked = [_known(item, tokenizer) for item in batch]
-    silent = [item for item in checked if isinstance(item, Document) and item.tokens is not None and not item.text]
-    texts = iter(tokenizer.decode_batch([item.tokens.tolist() for item in silent]))  # type: ignore[union-attr]
-    waiting = {id(item) for item in silent}
+    checked = [_check_tokens(item, tokenizer) for item in batch]
+    textless = [item for item in checked if isinstance(item, Document) and item.tokens is not None and not item.text]
+    texts = iter(tokenizer.decode_batch([item.tokens.tolist() for item in textless]))  # type: ignore[union-attr]
+    textless_ids = {id(item) for item in textless}
     for item in checked:
-        if isinstance(item, Document) and id(item) in waiting:
+        if isinstance(item, Document) and id(item) in textless_ids:
             text = next(texts)
-            empty = Problem(item.source, item.line, "empty", "its tokens spell nothing")
+            empty = Problem(item.source, item.line, "empty", "its tokens decode to no text")
             yield replace(item, text=text) if text.strip() else empty
         else:
             yield item
 
 
-def _known(item: Document | Problem, tokenizer: Tokenizer) -> Document | Problem:
-    """A problem where tokens are not the tokenizer's, or stand for no text."""
+def _check_tokens(item: Document | Problem, tokenizer: Tokenizer) -> Document | Problem:
+    """Return a problem if a token is outside the vocabulary or a special token that represents no text."""
     if isinstance(item, Problem) or item.tokens is None:
         return item
-    bad = (item.tokens < 0) | (item.tokens >= tokenizer.vocab_size)
-    bad |= (item.tokens == tokenizer.mask_id) | (item.tokens == tokenizer.pad_id)
-    if not bad.any():
+    invalid = (item.tokens < 0) | (item.tokens >= tokenizer.vocab_size)
+    invalid |= (item.tokens == tokenizer.mask_id) | (item.tokens == tokenizer.pad_id)
+    if not invalid.any():
         return item
-    place = int(np.argmax(bad))
-    token = int(item.tokens[place])
-    what = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}.get(token, f"not below {tokenizer.vocab_size}")
-    reason = f"sample {item.key}: token {place} is {token}, {what}; expected ids of text by --tokenizer"
+    position = int(np.argmax(invalid))
+    token = int(item.tokens[position])
+    fault = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}.get(token, f"not below {tokenizer.vocab_size}")
+    reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text by --tokenizer"
     return Problem(item.source, item.line, "mismatch", reason)

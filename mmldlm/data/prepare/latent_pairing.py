@@ -1,6 +1,6 @@
-"""What is seen of latents that were brought along only when all is read: one shape, one document for each.
+"""Checks of imported latents that need all chunks: every latent has the same shape and belongs to one document.
 
-`Uses` are noted of each lot by itself; the rest is for one process that has the notes of all lots.
+`LatentUses` are recorded for each chunk separately; the other functions run in one process, with the records of all.
 """
 
 from __future__ import annotations
@@ -12,33 +12,43 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.document_cache import Spool
+from mmldlm.data.prepare.document_cache import DocumentCache
 from mmldlm.data.prepare.documents import Document, Problem
 from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.errors import DataError
 
-_FILE = "uses.npy"  # int64 [k, 4] of a lot: row of the latents, number of the document or -1, its source, its line
+# int64 [k, 4] of a chunk: row of the latents, index of the document in its cache or -1, index of its source, its line
+_FILE = "uses.npy"
 
 
-class Uses:
-    """Which rows of a file of latents the documents of a lot have."""
+class LatentUses:
+    """The rows of a latent file that the documents of a chunk refer to."""
 
     def __init__(self) -> None:
         self._uses = array("q")
         self._sources: dict[str, int] = {}
 
-    def add(self, row: int, number: int, found: Document | Problem) -> None:
-        """`number` is the document's in the spool, -1 where it has a problem."""
-        source = self._sources.setdefault(found.source, len(self._sources))
-        self._uses.extend((row, number, source, found.line))
+    def add(self, row: int, index: int, item: Document | Problem) -> None:
+        """Record that `item` refers to `row`; `index` is its position in the document cache, -1 for a problem."""
+        source = self._sources.setdefault(item.source, len(self._sources))
+        self._uses.extend((row, index, source, item.line))
 
     def save(self, folder: Path) -> dict[str, Any]:
+        """Write the records to `folder` and return what belongs into the result of the chunk."""
         np.save(folder / _FILE, np.frombuffer(self._uses, np.int64).reshape(-1, 4), allow_pickle=False)
         return {"sources": list(self._sources)}
 
 
-def first_places(latents: LatentFile, counts: Sequence[int]) -> list[int]:
-    """Of each lot, from how many documents and problems each has. DataError where that is not one for each latent."""
+def first_positions(latents: LatentFile, counts: Sequence[int]) -> list[int]:
+    """Return the position of each chunk's first document in the whole input.
+
+    Args:
+        latents: Latents that belong to documents by position.
+        counts: Number of documents and problems of each chunk.
+
+    Raises:
+        DataError: There is not one latent for each document.
+    """
     if sum(counts) != len(latents.rows):
         raise DataError(
             f"{latents.path}: {len(latents.rows)} latents, expected {sum(counts)}, one for each document found"
@@ -46,61 +56,74 @@ def first_places(latents: LatentFile, counts: Sequence[int]) -> list[int]:
     return np.cumsum([0, *counts])[:-1].tolist()
 
 
-def given_shape(results: Sequence[dict[str, Any]]) -> tuple[int, int] | None:
-    """[M, C] of the first latents of all, None where there are none."""
+def first_latent_shape(results: Sequence[dict[str, Any]]) -> tuple[int, int] | None:
+    """Return the shape [M, C] of the first imported latents of all chunks, None if there are none."""
     return next((tuple(shape) for result in results for shape in result["shapes"]), None)
 
 
-def left_out(
+def find_unusable(
     latents: LatentFile | None,
     folders: Sequence[Path],
     results: Sequence[dict[str, Any]],
-    tell: Callable[[Problem], None],
+    report: Callable[[Problem], None],
 ) -> dict[int, list[int]]:
-    """Numbers of the documents that cannot be had, by lot, of lots that were spooled to `folders`; each is told."""
-    found: dict[int, list[int]] = {}
-    misfits = _misshapen(folders, results)
+    """Find documents whose latents have the wrong shape or belong to an earlier document.
+
+    Args:
+        latents: Precomputed latents, if there are any.
+        folders: The folders of the cached chunks.
+        results: The results of the chunks.
+        report: Called with each problem, also for latents without a document.
+
+    Returns:
+        Indices of the unusable documents by chunk.
+    """
+    unusable: dict[int, list[int]] = {}
+    misfits = _find_misshapen(folders, results)
     if latents and not latents.by_position:
-        misfits = _unpaired(latents, folders, results)
-    for lot, number, problem in misfits:
-        tell(problem)
-        if number is not None:
-            found.setdefault(lot, []).append(number)
-    return found
+        misfits = _find_unpaired(latents, folders, results)
+    for chunk, index, problem in misfits:
+        report(problem)
+        if index is not None:
+            unusable.setdefault(chunk, []).append(index)
+    return unusable
 
 
-_Misfit = tuple[int, int | None, Problem]
+_Misfit = tuple[int, int | None, Problem]  # chunk, index of the document in it, problem
 
 
-def _misshapen(folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[_Misfit]:
-    shape = given_shape(results)
-    for lot, (folder, result) in enumerate(zip(folders, results, strict=True)):
+def _find_misshapen(folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[_Misfit]:
+    """Yield documents whose latents have another shape than the first document's."""
+    shape = first_latent_shape(results)
+    for chunk, (folder, result) in enumerate(zip(folders, results, strict=True)):
         if all(tuple(other) == shape for other in result["shapes"]):
             continue
-        for number, document in enumerate(Spool(folder).documents()):
+        for index, document in enumerate(DocumentCache(folder).documents()):
             if document.latents is not None and shape is not None and document.latents.shape != shape:
                 latents = list(document.latents.shape)
-                reason = f"sample {document.key}: latents {latents}, expected {list(shape)} as the first has"
-                yield lot, number, Problem(document.source, document.line, "mismatch", reason)
+                reason = f"sample {document.key}: latents {latents}, expected {list(shape)} like the first sample"
+                yield chunk, index, Problem(document.source, document.line, "mismatch", reason)
 
 
-def _unpaired(latents: LatentFile, folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[_Misfit]:
-    """Documents whose latent another one has already, and at the end latents that none has."""
-    owners = np.full((len(latents.rows), 2), -1, np.int64)  # lot, and which use of it
+def _find_unpaired(
+    latents: LatentFile, folders: Sequence[Path], results: Sequence[dict[str, Any]]
+) -> Iterator[_Misfit]:
+    """Yield documents whose latent belongs to an earlier document, then the latents without a document."""
+    owners = np.full((len(latents.rows), 2), -1, np.int64)  # by row: chunk of its first use, index of that use
     names: list[str] | None = None
-    for lot, folder in enumerate(folders):
+    for chunk, folder in enumerate(folders):
         uses = np.load(folder / _FILE, allow_pickle=False)
-        for index, (row, number, source, line) in enumerate(uses.tolist()):
+        for use, (row, index, source, line) in enumerate(uses.tolist()):
             if owners[row, 0] < 0:
-                owners[row] = lot, index
-            elif number >= 0:
+                owners[row] = chunk, use
+            elif index >= 0:
                 names = names or list(latents.rows)
-                owner, its_use = owners[row].tolist()
-                its_lot = np.load(folders[owner] / _FILE, mmap_mode="r", allow_pickle=False)
-                _, _, its_source, its_line = its_lot[its_use].tolist()
-                where = f"{results[owner]['sources'][its_source]}:{its_line}"
-                reason = f"id {names[row]!r} is that of {where} already"
-                yield lot, number, Problem(results[lot]["sources"][source], line, "mismatch", reason)
+                owner_chunk, owner_use = owners[row].tolist()
+                owner_uses = np.load(folders[owner_chunk] / _FILE, mmap_mode="r", allow_pickle=False)
+                _, _, owner_source, owner_line = owner_uses[owner_use].tolist()
+                owner = f"{results[owner_chunk]['sources'][owner_source]}:{owner_line}"
+                reason = f"id {names[row]!r} is already used by {owner}"
+                yield chunk, index, Problem(results[chunk]["sources"][source], line, "mismatch", reason)
     for key, row in latents.rows.items():
         if owners[row, 0] < 0:
             problem = Problem(str(latents.path), row + 1, "unused_latent", f"id {key!r} belongs to no document")

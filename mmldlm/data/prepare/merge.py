@@ -1,4 +1,4 @@
-"""The last stage, of one process: the shards of all lots become one store, in the order of the lots."""
+"""Last stage of a preparation, run by one process: join the shards of all chunks into one store, in order."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.manifest import ShardInfo
-from mmldlm.data.prepare.fit import fitted_encoder
+from mmldlm.data.prepare.fit import load_fitted_encoder
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.plan import Plan
-from mmldlm.data.prepare.report import FILE as PROBLEMS
+from mmldlm.data.prepare.report import PROBLEMS_FILE
 from mmldlm.data.prepare.staging import Workshop
 from mmldlm.data.shard_writer import Contents, latent_info
-from mmldlm.data.store_writer import named, write_manifest
+from mmldlm.data.store_writer import error_prefix, write_manifest
 from mmldlm.data.tokenizer import Tokenizer
 
 
-def contents_of(shop: Workshop, piece: str) -> Contents:
-    """Of the shards of one lot, which have their own names still."""
-    return Contents.load(shop.path(piece), shop.result(piece)["contents"])
+def load_contents(staging: Workshop, task: str) -> Contents:
+    """Load the contents of one chunk's shards, which still have the names of the chunk."""
+    return Contents.load(staging.path(task), staging.result(task)["contents"])
 
 
-def together(parts: Iterable[Contents]) -> Contents:
-    """What all of them hold, in this order."""
-    total, *rest = parts
+def concat_contents(chunks: Iterable[Contents]) -> Contents:
+    """Return the contents of all chunks in this order; the first argument is modified."""
+    total, *rest = chunks
     for contents in rest:
         total.add(contents)
     return total
@@ -36,67 +36,77 @@ def together(parts: Iterable[Contents]) -> Contents:
 def merge(
     config: PrepareConfig,
     plan: Plan,
-    shop: Workshop,
-    read: list[str],
-    encoded: list[str],
-    measured: list[str],
+    staging: Workshop,
+    read_tasks: list[str],
+    encode_tasks: list[str],
+    measure_tasks: list[str],
     folder: Path,
 ) -> None:
-    """Make `folder` a store of what all pieces hold. May have been begun before: what is moved already is left there.
+    """Make `folder` a store of the shards of all chunks.
 
-    DataError where all latents are equal.
+    Continues a merge that was interrupted: shards that have been moved already stay in `folder`.
+
+    Args:
+        staging: The finished tasks.
+        read_tasks, encode_tasks, measure_tasks: Names of the tasks of each stage, in the order of the chunks.
+        folder: The folder of the store, which need not exist.
+
+    Raises:
+        DataError: All latents are equal.
     """
     folder.mkdir(exist_ok=True)
-    shop.begin_merging()
-    numbers: Counter[str] = Counter()
-    total = together([_moved(shop, piece, folder, numbers) for piece in encoded])
+    staging.begin_merging()
+    num_shards: Counter[str] = Counter()
+    total = concat_contents([_move_shards(staging, task, folder, num_shards) for task in encode_tasks])
     for name in ("tokenizer", "encoder"):
-        shutil.copytree(shop.path("fit") / name, folder / name, dirs_exist_ok=True)
-    with (folder / PROBLEMS).open("wb") as file:
-        for piece in [*read, "fit", *encoded]:
-            with (shop.path(piece) / PROBLEMS).open("rb") as part:
+        shutil.copytree(staging.path("fit") / name, folder / name, dirs_exist_ok=True)
+    with (folder / PROBLEMS_FILE).open("wb") as file:
+        for task in [*read_tasks, "fit", *encode_tasks]:
+            with (staging.path(task) / PROBLEMS_FILE).open("rb") as part:
                 shutil.copyfileobj(part, file)
-    tokenizer, encoder = Tokenizer.load(folder / "tokenizer"), fitted_encoder(config, folder)
-    measures = [shop.result(piece) for piece in measured]
-    squares = [square for measure in measures for square in measure["squares"]]
-    largest = max(measure["largest"] for measure in measures)
-    with named(Path(config.out)):
+    tokenizer, encoder = Tokenizer.load(folder / "tokenizer"), load_fitted_encoder(config, folder)
+    measure_results = [staging.result(task) for task in measure_tasks]
+    squares = [square for result in measure_results for square in result["squares"]]
+    largest = max(result["largest"] for result in measure_results)
+    with error_prefix(Path(config.out)):
         latent = latent_info(total, encoder.latent_tokens, squares, largest)
-    of_read, of_fit, of_encoded = ([shop.result(piece) for piece in pieces] for pieces in (read, ["fit"], encoded))
-    results = [*of_read, *of_fit, *of_encoded]
-    described = {
-        "sources": _sources(config, plan, of_read),
+    read_results, fit_results, encode_results = (
+        [staging.result(task) for task in tasks] for tasks in (read_tasks, ["fit"], encode_tasks)
+    )
+    results = [*read_results, *fit_results, *encode_results]
+    provenance = {
+        "sources": _sources(config, plan, read_results),
         "options": plan.options,
         "problems": {
             **dict(sorted(sum((Counter(result["problems"]) for result in results), Counter()).items())),
-            "over_length": sum(result["over_length"] for result in of_encoded),
+            "over_length": sum(result["over_length"] for result in encode_results),
         },
-        "grouping": of_fit[0]["grouping"],
+        "grouping": fit_results[0]["grouping"],
     }
-    write_manifest(folder, total, latent, tokenizer, encoder, config.latent_dtype, described)
+    write_manifest(folder, total, latent, tokenizer, encoder, config.latent_dtype, provenance)
 
 
-def _moved(shop: Workshop, piece: str, store: Path, numbers: Counter[str]) -> Contents:
-    """What a lot holds, its shards moved to the store by the names that they have there; `numbers` counts a split's."""
-    contents = contents_of(shop, piece)
+def _move_shards(staging: Workshop, task: str, store: Path, num_shards: Counter[str]) -> Contents:
+    """Move the shards of a chunk to the store and return its contents; `num_shards` counts the shards by split."""
+    contents = load_contents(staging, task)
     for split, shards in contents.shards.items():
         for index, shard in enumerate(shards):
-            name = f"{split}-{numbers[split]:05d}"
-            _move(shop.path(piece), shard, store, name)
+            name = f"{split}-{num_shards[split]:05d}"
+            _move_shard(staging.path(task), shard, store, name)
             shards[index] = replace(shard, name=name)
-            numbers[split] += 1
+            num_shards[split] += 1
     return contents
 
 
-def _move(folder: Path, shard: ShardInfo, store: Path, name: str) -> None:
+def _move_shard(folder: Path, shard: ShardInfo, store: Path, name: str) -> None:
     for suffix in shard.files:
         path = folder / f"{shard.name}.{suffix}"
-        if path.exists():
+        if path.exists():  # else it was moved before an interruption
             path.rename(store / f"{name}.{suffix}")
 
 
 def _sources(config: PrepareConfig, plan: Plan, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the plan; of the embedded corpus with how many documents each package gave."""
+    """Return the sources of the plan; for an embedded corpus, with the number of documents from each package."""
     if not config.corpus:
         return plan.sources
     origins = sum((Counter(result["origins"]) for result in results), Counter[str]())

@@ -12,13 +12,13 @@ from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import UsageError
 
-# What says where and how to work, and nothing of the store.
+# Options that do not affect the contents of the store.
 _NOT_RECORDED = ("out", "inputs", "overwrite", "encoder_batch_size", "encoder_device", "processes", "peer_timeout")
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Options of `mmldlm prepare`; either `inputs` or `corpus`."""
+    """Options of `mmldlm prepare`. Exactly one of `inputs` and `corpus` is set."""
 
     out: str
     inputs: tuple[str, ...] = ()
@@ -62,21 +62,25 @@ class PrepareConfig:
     peer_timeout: float = 120.0
 
     def recorded(self) -> dict[str, Any]:
-        """What decides the contents of the store, apart from the inputs, which are its sources."""
+        """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
         return {key: value for key, value in asdict(self).items() if key not in _NOT_RECORDED}
 
     def differing(self, recorded: dict[str, Any]) -> list[str]:
-        """Options that have another value in `recorded`; one that it does not know had its default."""
-        default = PrepareConfig("").recorded()
-        return [key for key, value in self.recorded().items() if recorded.get(key, default[key]) != value]
+        """Return the names of options with another value in `recorded`; an absent option counts as its default."""
+        defaults = PrepareConfig("").recorded()
+        return [key for key, value in self.recorded().items() if recorded.get(key, defaults[key]) != value]
 
     @property
     def imports_latents(self) -> bool:
-        """Whether latents come with the documents or from a file, in place of an encoder."""
+        """True if latents are read from the documents or from a file instead of computed by an encoder."""
         return self.encoder == "included" or self.encoder.startswith("precomputed:")
 
     def check(self) -> None:
-        """UsageError naming the first option that makes no sense."""
+        """Check every option by itself and in combination.
+
+        Raises:
+            UsageError: Names the first invalid option, its value and the values expected.
+        """
         if bool(self.inputs) == bool(self.corpus):
             raise UsageError(f"expected either input files or --corpus {' or '.join(CORPORA)}")
         if not 1 <= self.min_length <= self.max_length:
@@ -109,34 +113,35 @@ class PrepareConfig:
         self._check_encoder()
 
     def _check_formats(self) -> None:
-        text = self.format in ("lines", "blocks")
-        for option, value, needs, wrong in (
-            ("--tokens-field", self.tokens_field, "a table", text or self.format == "jsonl"),
-            ("--latents-field", self.latents_field, "a table", text or self.format == "jsonl"),
-            ("--key-field", self.key_field, "a table or JSON lines", text),
+        is_text = self.format in ("lines", "blocks")
+        for option, value, expected, is_invalid in (
+            ("--tokens-field", self.tokens_field, "a table", is_text or self.format == "jsonl"),
+            ("--latents-field", self.latents_field, "a table", is_text or self.format == "jsonl"),
+            ("--key-field", self.key_field, "a table or JSON lines", is_text),
         ):
-            if value and (wrong or self.corpus):
-                raise UsageError(f"{option} {value}: {self.corpus or self.format} has no such fields; expected {needs}")
+            if value and (is_invalid or self.corpus):
+                source = self.corpus or self.format
+                raise UsageError(f"{option} {value}: {source} has no such fields; expected {expected}")
         if self.tokens_field and self.tokenizer in BUILT_IN:
             raise UsageError(
                 f"--tokens-field {self.tokens_field}: --tokenizer is {self.tokenizer}, expected the tokenizer.json "
                 "that made the tokens, or its folder"
             )
-        dat = [
+        dat_options = [
             name for name in ("dat_samples", "dat_tokens", "dat_latents", "dat_pad_id") if vars(self)[name] is not None
         ]
-        if dat and self.format not in ("predecessor", "predecessor-dat"):
-            option = f"--{dat[0].replace('_', '-')} {vars(self)[dat[0]]}"
+        if dat_options and self.format not in ("predecessor", "predecessor-dat"):
+            option = f"--{dat_options[0].replace('_', '-')} {vars(self)[dat_options[0]]}"
             raise UsageError(f"{option}: --format is {self.format}, expected predecessor or predecessor-dat")
 
     def _check_encoder(self) -> None:
-        library = self.encoder.startswith("sentence-transformers:")
+        is_library = self.encoder.startswith("sentence-transformers:")
         if self.encoder == "sonar":
             raise UsageError(
                 "--encoder sonar: its library needs other versions than this environment has; expected "
-                "precomputed:FILE with latents made in an environment of its own (docs/data.md)"
+                "precomputed:FILE with latents made in a separate environment (docs/data.md)"
             )
-        if self.encoder != "lsa" and not library and not self.imports_latents:
+        if self.encoder != "lsa" and not is_library and not self.imports_latents:
             raise UsageError(
                 f"--encoder {self.encoder}: expected lsa, sentence-transformers:NAME_OR_FOLDER, included or "
                 "precomputed:FILE"
@@ -148,42 +153,43 @@ class PrepareConfig:
         if self.encoder == "included" and not self.latents_field and not (self.format or "").startswith("predecessor"):
             raise UsageError("--encoder included: expected --latents-field, or --format predecessor")
         if self.prompt is not None and self.prompt_name is not None:
-            raise UsageError(f"--prompt-name {self.prompt_name}: expected it or --prompt, not both")
-        given = self.encoder.startswith("precomputed:")
-        for option, value, fits, needs in (
-            ("--prompt", self.prompt, library, "sentence-transformers:..."),
-            ("--prompt-name", self.prompt_name, library, "sentence-transformers:..."),
-            ("--encoder-revision", self.encoder_revision, library, "sentence-transformers:NAME"),
-            ("--encoder-device", self.encoder_device, library, "sentence-transformers:..."),
+            raise UsageError(f"--prompt-name {self.prompt_name}: expected either --prompt-name or --prompt, not both")
+        is_precomputed = self.encoder.startswith("precomputed:")
+        for option, value, is_allowed, expected in (
+            ("--prompt", self.prompt, is_library, "sentence-transformers:..."),
+            ("--prompt-name", self.prompt_name, is_library, "sentence-transformers:..."),
+            ("--encoder-revision", self.encoder_revision, is_library, "sentence-transformers:NAME"),
+            ("--encoder-device", self.encoder_device, is_library, "sentence-transformers:..."),
             ("--latent-tokens", self.latent_tokens, not self.imports_latents, "one that reads text"),
-            ("--latent-ids", self.latent_ids, given, "precomputed:FILE"),
+            ("--latent-ids", self.latent_ids, is_precomputed, "precomputed:FILE"),
             ("--latents-of", self.latents_of, self.imports_latents, "included or precomputed:FILE"),
         ):
-            if value is not None and not fits:
-                raise UsageError(f"{option} {value}: --encoder is {self.encoder}, expected {needs}")
-        for option, number in (
+            if value is not None and not is_allowed:
+                raise UsageError(f"{option} {value}: --encoder is {self.encoder}, expected {expected}")
+        for option, count in (
             ("--latent-tokens", self.latent_tokens),
             ("--encoder-batch-size", self.encoder_batch_size),
         ):
-            if number is not None and number < 1:
-                raise UsageError(f"{option} {number}: expected at least 1")
+            if count is not None and count < 1:
+                raise UsageError(f"{option} {count}: expected at least 1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm prepare` to `parser`; the defaults are those of `PrepareConfig`."""
     default = PrepareConfig("")
     add: Callable[..., argparse.Action] = parser.add_argument
-    add("inputs", nargs="*", help="text, JSON lines, Parquet, Arrow: files, folders, glob patterns")
-    add("--corpus", choices=CORPORA, help="an embedded corpus, in place of inputs")
-    add("--out", required=True, metavar="STORE", help="folder to make")
+    add("inputs", nargs="*", help="text, JSON lines, Parquet or Arrow: files, folders, glob patterns")
+    add("--corpus", choices=CORPORA, help="an embedded corpus, instead of inputs")
+    add("--out", required=True, metavar="STORE", help="folder to create")
     add("--format", choices=FORMATS, help="see docs/data.md (default: by suffix)")
-    add("--field", default=default.field, help="field or column that holds the text (%(default)s)")
-    add("--key-field", metavar="FIELD", help="field or column that holds an id of the document")
-    add("--tokens-field", metavar="FIELD", help="column of token ids, made by --tokenizer, in place of text")
+    add("--field", default=default.field, help="field or column with the text (%(default)s)")
+    add("--key-field", metavar="FIELD", help="field or column with the id of the document")
+    add("--tokens-field", metavar="FIELD", help="column of token ids produced by --tokenizer, instead of text")
     add("--latents-field", metavar="FIELD", help="column of latents, for --encoder included")
-    add("--dat-samples", metavar="N,...", help="predecessor's .dat files: samples that each holds")
-    add("--dat-tokens", metavar="TYPE:SHAPE", help="of a sample, such as int32:512, or int32:2x512 of ids and mask")
+    add("--dat-samples", metavar="N,...", help="predecessor's .dat files: number of samples in each")
+    add("--dat-tokens", metavar="TYPE:SHAPE", help="of a sample, such as int32:512, or int32:2x512 for ids and mask")
     add("--dat-latents", metavar="TYPE:SHAPE", help="of a sample, such as float32:1024")
-    add("--dat-pad-id", type=int, metavar="ID", help="what fills the rows of tokens that have no mask")
+    add("--dat-pad-id", type=int, metavar="ID", help="padding token of rows without a mask")
     add(
         "--tokenizer",
         default=default.tokenizer,
@@ -192,39 +198,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, default=default.vocab_size, help="of the trained tokenizer (%(default)s)")
     add(
         "--encoder",
-        help="lsa, sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or included, for latents that come with the "
+        help="lsa, sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or included, for latents stored with the "
         "documents (included for a predecessor's folder, else lsa)",
     )
-    add("--channels", type=int, help="latent channels (64 for lsa, else all that there are)")
-    add("--latent-tokens", type=int, metavar="M", help="latents of M equal stretches of each text, in place of one")
+    add("--channels", type=int, help="latent channels (64 for lsa, else all)")
+    add("--latent-tokens", type=int, metavar="M", help="encode M equal segments of each text instead of the whole text")
     add("--latent-ids", metavar="FILE", help="ids of the rows of precomputed:FILE (.json, .txt, .npy), or position")
-    add("--latents-of", metavar="NAME", help="what made the latents that are imported, for the record")
-    add("--prompt", help="put before each text by the sentence-transformers model, such as 'passage: '")
-    add("--prompt-name", metavar="NAME", help="one of the model's own prompts, such as query")
+    add("--latents-of", metavar="NAME", help="name of the model that computed the imported latents, for the record")
+    add("--prompt", help="prefix of each text for the sentence-transformers model, such as 'passage: '")
+    add("--prompt-name", metavar="NAME", help="one of the prompts defined by the model, such as query")
     add("--encoder-revision", metavar="COMMIT", help="of a sentence-transformers model given by name")
-    add("--encoder-batch-size", type=int, default=default.encoder_batch_size, help="texts at a time (%(default)s)")
-    add("--encoder-device", metavar="DEVICE", help="such as cuda:1 (the library's choice)")
-    add("--no-normalise", dest="normalise", action="store_false", help="keep the model's own vector norms")
-    add("--min-length", type=int, default=default.min_length, help="tokens of the shortest sample kept (%(default)s)")
-    add("--max-length", type=int, default=default.max_length, help="tokens of the longest sample (%(default)s)")
+    add("--encoder-batch-size", type=int, default=default.encoder_batch_size, help="texts per batch (%(default)s)")
+    add("--encoder-device", metavar="DEVICE", help="such as cuda:1 (default: chosen by the library)")
+    add("--no-normalise", dest="normalise", action="store_false", help="keep the norms of the model's vectors")
+    add("--min-length", type=int, default=default.min_length, help="minimum tokens of a sample (%(default)s)")
+    add("--max-length", type=int, default=default.max_length, help="maximum tokens of a sample (%(default)s)")
     add("--over-length", choices=["split", "cut"], default=default.over_length, help="longer documents (%(default)s)")
     add("--validation-fraction", type=float, default=default.validation_fraction, help="of documents (%(default)s)")
     add("--test-fraction", type=float, default=default.test_fraction, help="of documents (%(default)s)")
-    add("--near-duplicates", action="store_true", help="keep texts that differ in one word in one split")
+    add("--near-duplicates", action="store_true", help="keep texts that differ in one word in the same split")
     add("--latent-dtype", choices=["float16", "float32"], default=default.latent_dtype, help="as stored (%(default)s)")
     add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
-    add("--max-problems", type=int, default=default.max_problems, help="with skip: give up beyond these (%(default)s)")
+    add("--max-problems", type=int, default=default.max_problems, help="with skip: stop above this many (%(default)s)")
     add("--seed", type=int, default=default.seed, help="of the split and of lsa (%(default)s)")
-    add("--part-bytes", type=int, default=default.part_bytes, help="of input prepared at a time (%(default)s)")
-    add("--fit-documents", type=int, default=default.fit_documents, help="to fit to, at most (%(default)s)")
+    add("--part-bytes", type=int, default=default.part_bytes, help="input bytes per chunk (%(default)s)")
+    add("--fit-documents", type=int, default=default.fit_documents, help="maximum to fit to (%(default)s)")
     add("--processes", type=int, default=default.processes, help="on this machine, without a launcher (%(default)s)")
     add("--peer-timeout", type=float, default=default.peer_timeout, help="seconds until a silent process is lost")
     add("--overwrite", action="store_true", help="replace an existing store, or an unfinished one of other data")
 
 
 def from_args(arguments: argparse.Namespace) -> PrepareConfig:
+    """Return the options of parsed `arguments`, with the default of `--encoder` that suits the input."""
     values = {key: value for key, value in vars(arguments).items() if key in PrepareConfig.__dataclass_fields__}
     if values["encoder"] is None:
-        brought = values["latents_field"] or (values["format"] or "").startswith("predecessor")
-        values["encoder"] = "included" if brought else "lsa"
+        has_latents = values["latents_field"] or (values["format"] or "").startswith("predecessor")
+        values["encoder"] = "included" if has_latents else "lsa"
     return PrepareConfig(**values | {"inputs": tuple(arguments.inputs)})

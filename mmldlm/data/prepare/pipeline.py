@@ -1,8 +1,8 @@
 """`mmldlm prepare`: raw data to a store. Splits by document, then fits tokenizer and encoder on the training split.
 
-One process or many, each of which goes through the same stages: `read` (lots of the input to spools of documents),
-`fit` (rank 0), `encode` (spools to shards), `measure` (the spread of the latents around their mean), merge (rank 0).
-Within a stage each lot is done by whoever takes it; what a lot becomes depends on nothing but the plan and the fit.
+One process or many, each of which goes through the same stages: `read` (chunks of the input to caches of documents),
+`fit` (rank 0), `encode` (caches to shards), `measure` (the spread of the latents around their mean), merge (rank 0).
+Within a stage each chunk is done by whoever takes it; what a chunk becomes depends on nothing but the plan and the fit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ import torch
 from mmldlm.checkpoint import RunLock
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest
 from mmldlm.data.prepare.coordinator import Crew, Place, place_of
-from mmldlm.data.prepare.encode import encode_lot
-from mmldlm.data.prepare.fit import DECIDED, fit, fitted_encoder
+from mmldlm.data.prepare.encode import encode_chunk
+from mmldlm.data.prepare.fit import SPLITS_FOLDER, fit, load_fitted_encoder
 from mmldlm.data.prepare.inputs import latent_file
-from mmldlm.data.prepare.latent_pairing import first_places
-from mmldlm.data.prepare.merge import contents_of, merge, together
+from mmldlm.data.prepare.latent_pairing import first_positions
+from mmldlm.data.prepare.merge import concat_contents, load_contents, merge
 from mmldlm.data.prepare.options import PrepareConfig, add_arguments, from_args
 from mmldlm.data.prepare.plan import Plan, make_plan
-from mmldlm.data.prepare.read import DOCUMENTS, Corpus, count_lot, spool_lot
+from mmldlm.data.prepare.read import DOCUMENTS, Corpus, cache_chunk, count_chunk
 from mmldlm.data.prepare.readers.latents import POSITION
-from mmldlm.data.prepare.report import StageProgress, settle, summary
+from mmldlm.data.prepare.report import StageProgress, check_problem_budget, summary
 from mmldlm.data.prepare.staging import STORE, Workshop, unfinished
-from mmldlm.data.shard_writer import spread
-from mmldlm.data.store_writer import check_splits, named, publish
+from mmldlm.data.shard_writer import squared_deviations
+from mmldlm.data.store_writer import check_splits, error_prefix, publish
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, MmldlmError, PeerLostError, StorageError, UsageError, run_command
-from mmldlm.utils.progress import INTERVAL_S, say
+from mmldlm.utils.progress import INTERVAL_S, print_status
 
 __all__ = ["PrepareConfig", "add_arguments", "from_args", "main", "prepare", "summary"]
 
@@ -88,7 +88,7 @@ def _prepare(config: PrepareConfig, progress: bool, place: Place, interval: floa
 
 def _lead(config: PrepareConfig, shown: StageProgress, place: Place) -> Manifest:
     out, folder = Path(config.out), unfinished(Path(config.out))
-    shown.phase("looking through the input", at_once=False)
+    shown.phase("looking through the input", announce=False)
     plan = None
     if place.world_size == 1 and not folder.exists():
         plan = make_plan(config)
@@ -105,7 +105,7 @@ def _lead(config: PrepareConfig, shown: StageProgress, place: Place) -> Manifest
                 crew.put("plan", plan.identity if shop else "")
                 if shop:
                     _work(config, plan, shop, crew, shown)
-                    shown.times()
+                    shown.print_times()
                 crew.put("done", "")
         except MmldlmError as error:
             # Work that can go on stays, and so does what another preparation has left.
@@ -117,7 +117,7 @@ def _lead(config: PrepareConfig, shown: StageProgress, place: Place) -> Manifest
             shutil.rmtree(folder, ignore_errors=True)
     if existing is None:
         existing = Manifest.read(out)
-        say(summary(existing))
+        print_status(summary(existing))
     return existing
 
 
@@ -132,8 +132,8 @@ def _follow(config: PrepareConfig, shown: StageProgress, place: Place) -> Manife
 
 def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: StageProgress) -> None:
     """All stages; when the leading process is through, the store is in its place."""
-    lots = range(len(plan.lots))
-    read, encoded, measured = ([f"{stage}-{lot:05d}" for lot in lots] for stage in ("read", "encode", "measure"))
+    chunks = range(len(plan.chunks))
+    read, encoded, measured = ([f"{stage}-{chunk:05d}" for chunk in chunks] for stage in ("read", "encode", "measure"))
     told: Counter[str] = Counter()
     _read(config, plan, shop, crew, shown, read, told)
     folders = [shop.path(piece) for piece in read]
@@ -145,17 +145,17 @@ def _work(config: PrepareConfig, plan: Plan, shop: Workshop, crew: Crew, shown: 
     _encode(config, shop, crew, shown, folders, encoded, told)
     if crew.leads and not shop.has("mean"):
         with shop.doing("mean") as (_, result):
-            settle(config, [shop.result(piece) for piece in [*read, "fit", *encoded]])
-            total = together(contents_of(shop, piece) for piece in encoded)
-            with named(Path(config.out)):
+            check_problem_budget(config, [shop.result(piece) for piece in [*read, "fit", *encoded]])
+            total = concat_contents(load_contents(shop, piece) for piece in encoded)
+            with error_prefix(Path(config.out)):
                 check_splits(total)
             result["mean"] = total.mean(shop.result(encoded[0])["latent_tokens"]).tolist()
     crew.wait(lambda: shop.has("mean"))
     mean = np.array(shop.result("mean")["mean"])
-    for lot in _share(measured, shop, crew, shown, "measuring latents"):
-        with shop.doing(measured[lot]) as (_, result), shown.timed("measure"):
-            shards = contents_of(shop, encoded[lot]).shards
-            result["squares"], result["largest"] = spread(shop.path(encoded[lot]), shards, mean)
+    for chunk in _share(measured, shop, crew, shown, "measuring latents"):
+        with shop.doing(measured[chunk]) as (_, result), shown.timed("measure"):
+            shards = load_contents(shop, encoded[chunk]).shards
+            result["squares"], result["largest"] = squared_deviations(shop.path(encoded[chunk]), shards, mean)
     if crew.leads:
         shown.phase("writing the store")
         with shown.timed("merge"):
@@ -176,15 +176,15 @@ def _read(
         return
     latents, places = latent_file(config), [0] * len(read)
     if latents and config.latent_ids == POSITION:
-        counted = [f"count-{lot:05d}" for lot in range(len(read))]
-        for lot in _share(counted, shop, crew, shown, "counting documents"):
-            with shop.doing(counted[lot]) as (_, result), shown.timed("count"):
-                result["count"] = count_lot(plan.lots[lot], config, crew.check, shown)
-        places = first_places(latents, [shop.result(piece)["count"] for piece in counted])
-    for lot in _share(read, shop, crew, shown, "reading documents"):
-        with shop.doing(read[lot]) as (folder, result), shown.timed("read"):
-            spooled = spool_lot(plan.lots[lot], config, latents, places[lot], folder, told, crew.check, shown)
-            result.update(spooled)
+        counted = [f"count-{chunk:05d}" for chunk in range(len(read))]
+        for chunk in _share(counted, shop, crew, shown, "counting documents"):
+            with shop.doing(counted[chunk]) as (_, result), shown.timed("count"):
+                result["count"] = count_chunk(plan.chunks[chunk], config, crew.check, shown)
+        places = first_positions(latents, [shop.result(piece)["count"] for piece in counted])
+    for chunk in _share(read, shop, crew, shown, "reading documents"):
+        with shop.doing(read[chunk]) as (folder, result), shown.timed("read"):
+            cached = cache_chunk(plan.chunks[chunk], config, latents, places[chunk], folder, told, crew.check, shown)
+            result.update(cached)
 
 
 def _encode(
@@ -197,14 +197,14 @@ def _encode(
     told: Counter[str],
 ) -> None:
     fitted = shop.path("fit")
-    corpus = Corpus(folders, fitted / DECIDED)
+    corpus = Corpus(folders, fitted / SPLITS_FOLDER)
     tokenizer = encoder = None
-    for lot in _share(encoded, shop, crew, shown, "tokenizing and encoding"):
+    for chunk in _share(encoded, shop, crew, shown, "tokenizing and encoding"):
         tokenizer = tokenizer or Tokenizer.load(fitted / "tokenizer")
-        encoder = encoder or fitted_encoder(config, fitted)
-        with shop.doing(encoded[lot]) as (folder, result):
-            documents = shown.over(corpus.documents(lot), DOCUMENTS, corpus.count(lot))
-            contents, counted = encode_lot(documents, tokenizer, encoder, config, folder, told, crew.check, shown)
+        encoder = encoder or load_fitted_encoder(config, fitted)
+        with shop.doing(encoded[chunk]) as (folder, result):
+            documents = shown.track(corpus.documents(chunk), DOCUMENTS, corpus.num_documents(chunk))
+            contents, counted = encode_chunk(documents, tokenizer, encoder, config, folder, told, crew.check, shown)
             result.update(counted, latent_tokens=encoder.latent_tokens, contents=contents.save(folder))
 
 
@@ -275,7 +275,7 @@ def _existing(config: PrepareConfig, plan: Plan) -> Manifest | None:
         differing.append("sources")
     if differing:
         raise DataError(f"{out}: a store with other {', '.join(differing)}; expected a new folder, or --overwrite")
-    say(f"{out}: already prepared\n{summary(manifest)}")
+    print_status(f"{out}: already prepared\n{summary(manifest)}")
     return manifest
 
 

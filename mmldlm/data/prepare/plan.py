@@ -1,7 +1,7 @@
-"""What a preparation is to do: its options, its sources, and how these are cut into lots.
+"""The plan of a preparation: its options, its sources, and the chunks that these are cut into.
 
-A **lot** is what one process prepares at a time: a part of a large input, or several small inputs. It is cut by size
-alone, so that it does not depend on who prepares it.
+A **chunk** is what one task reads: a part of a large input, or several small inputs. Chunks depend only on the sizes
+of the inputs and on `--part-bytes`, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -15,81 +15,96 @@ from typing import Any, NamedTuple
 
 from mmldlm import __version__
 from mmldlm.data.prepare.documents import Document, Format, Part, Problem
-from mmldlm.data.prepare.inputs import described, find_inputs, reader
+from mmldlm.data.prepare.inputs import describe_sources, find_inputs, get_reader
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
 
 
-class LotPart(NamedTuple):
-    """A part of an input and its format; "" for an embedded corpus, which is one part, and its path the name."""
+class ChunkPart(NamedTuple):
+    """A part of an input with its format.
+
+    An embedded corpus is a single part with the format "", and its name as the path.
+    """
 
     format: Format | str
     part: Part
 
 
-Lot = tuple[LotPart, ...]
+Chunk = tuple[ChunkPart, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`options` are those that are recorded in a store, `sources` all that it is made of, with their hashes."""
+    """A preparation of `chunks` with the `options` that its store records.
+
+    `sources` describes all inputs with their hashes, as in the store's manifest.
+    """
 
     version: str
     options: dict[str, Any]
     sources: list[dict[str, Any]]
-    lots: list[Lot]
+    chunks: list[Chunk]
 
     @property
     def identity(self) -> str:
+        """Hash of the plan: preparations with the same identity produce the same store."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        lots = [[[format, asdict(part)] for format, part in lot] for lot in self.lots]
-        found = {"version": self.version, "options": self.options, "sources": self.sources, "lots": lots}
-        return json.dumps(found, ensure_ascii=False) + "\n"
+        """Return the contents of `plan.json`, in which chunks have the key `lots`."""
+        chunks = [[[format, asdict(part)] for format, part in chunk] for chunk in self.chunks]
+        values = {"version": self.version, "options": self.options, "sources": self.sources, "lots": chunks}
+        return json.dumps(values, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        found = json.loads(text)
-        lots = [tuple(LotPart(format, Part(**part)) for format, part in lot) for lot in found.pop("lots")]
-        return cls(**found, lots=lots)
+        """Return the plan that `to_json` wrote."""
+        values = json.loads(text)
+        chunks = [tuple(ChunkPart(format, Part(**part)) for format, part in chunk) for chunk in values.pop("lots")]
+        return cls(**values, chunks=chunks)
 
 
 def make_plan(config: PrepareConfig) -> Plan:
-    """DataError where an input cannot be read. All of each is read once, for its hash."""
+    """Find the inputs of `config`, hash them and cut them into chunks.
+
+    Raises:
+        DataError: An input does not exist or cannot be read.
+    """
     options = json.loads(json.dumps(config.recorded()))
     if config.corpus:
-        return Plan(
-            __version__, options, python_docs.sources(config.corpus), [(LotPart("", Part(config.corpus, 0, 0)),)]
-        )
+        chunk = (ChunkPart("", Part(config.corpus, 0, 0)),)
+        return Plan(__version__, options, python_docs.sources(config.corpus), [chunk])
     inputs = find_inputs(config)
-    sources = described(inputs, config)
-    return Plan(__version__, options, sources, list(_lots(inputs, sources, config)))
+    sources = describe_sources(inputs, config)
+    return Plan(__version__, options, sources, list(_make_chunks(inputs, sources, config)))
 
 
-def _lots(
+def _make_chunks(
     inputs: Sequence[tuple[Path, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
-) -> Iterator[Lot]:
-    """Parts of about `config.part_bytes`; smaller ones together. `sources` begin with the inputs."""
-    lot: list[LotPart] = []
-    held = 0.0
+) -> Iterator[Chunk]:
+    """Yield chunks of about `config.part_bytes`: parts of large inputs, and small inputs joined.
+
+    The first entries of `sources` are those of the inputs; precomputed latents may follow.
+    """
+    chunk: list[ChunkPart] = []
+    chunk_bytes = 0.0
     for (path, format), source in zip(inputs, sources[: len(inputs)], strict=True):
-        parts = reader(format, config).parts(path, config.part_bytes)
+        parts = get_reader(format, config).parts(path, config.part_bytes)
         for part in parts:
-            size = source["bytes"] / len(parts)
-            if lot and held + size > config.part_bytes:
-                yield tuple(lot)
-                lot, held = [], 0.0
-            lot.append(LotPart(format, part))
-            held += size
-    if lot:
-        yield tuple(lot)
+            part_bytes = source["bytes"] / len(parts)
+            if chunk and chunk_bytes + part_bytes > config.part_bytes:
+                yield tuple(chunk)
+                chunk, chunk_bytes = [], 0.0
+            chunk.append(ChunkPart(format, part))
+            chunk_bytes += part_bytes
+    if chunk:
+        yield tuple(chunk)
 
 
-def read_lot(lot: Lot, config: PrepareConfig) -> Iterator[Document | Problem]:
-    """The documents of a lot, in order, as the input has them."""
-    for format, part in lot:
+def read_chunk(chunk: Chunk, config: PrepareConfig) -> Iterator[Document | Problem]:
+    """Yield the documents and problems of a chunk in the order of the input."""
+    for format, part in chunk:
         if format:
-            yield from reader(format, config).read(part, config.field)  # type: ignore[arg-type]
+            yield from get_reader(format, config).read(part, config.field)  # type: ignore[arg-type]
         else:
             yield from python_docs.read_corpus(part.path)

@@ -1,4 +1,4 @@
-"""The first stage: a lot of the input becomes a spool of documents, with what the later stages need to know of them."""
+"""First stage of a preparation: cache the documents of each chunk, with the split and the group of each."""
 
 from __future__ import annotations
 
@@ -12,68 +12,75 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.prepare.dedup import exact_groups, near_duplicate_groups
-from mmldlm.data.prepare.document_cache import Spool, SpoolWriter
+from mmldlm.data.prepare.document_cache import DocumentCache, DocumentCacheWriter
 from mmldlm.data.prepare.documents import Document, Problem
-from mmldlm.data.prepare.inputs import completed
-from mmldlm.data.prepare.latent_pairing import Uses
+from mmldlm.data.prepare.inputs import complete_documents
+from mmldlm.data.prepare.latent_pairing import LatentUses
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.plan import Lot, read_lot
+from mmldlm.data.prepare.plan import Chunk, read_chunk
 from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import Problems, StageProgress
+from mmldlm.data.prepare.report import ProblemLog, StageProgress
 from mmldlm.data.shard_writer import SPLITS
 
 TRAIN = SPLITS.index("train")
-LEFT_OUT = 255  # in place of a split
-DOCUMENTS = "documents"
+EXCLUDED = 255  # the split of documents that are not in the store
+DOCUMENTS = "documents"  # the unit of progress
 _SPLITS, _GROUPS = "splits.npy", "groups.npy"
-_GROUPS_AT_ONCE = 1 << 22
+_MAX_GROUPS_IN_MEMORY = 1 << 22
 _SAMPLE_BITS = 20
 
 
-def count_lot(lot: Lot, config: PrepareConfig, each: Callable[[], None], shown: StageProgress) -> int:
-    """Documents and problems of a lot; `each` is called before each of them."""
+def count_chunk(chunk: Chunk, config: PrepareConfig, on_document: Callable[[], None], progress: StageProgress) -> int:
+    """Return the number of documents and problems of a chunk, calling `on_document` before each is counted."""
     count = 0
-    for _ in shown.over(read_lot(lot, config), DOCUMENTS):
-        each()
+    for _ in progress.track(read_chunk(chunk, config), DOCUMENTS):
+        on_document()
         count += 1
     return count
 
 
-def spool_lot(
-    lot: Lot,
+def cache_chunk(
+    chunk: Chunk,
     config: PrepareConfig,
     latents: LatentFile | None,
-    first: int,
+    first_position: int,
     folder: Path,
-    told: Counter[str],
-    each: Callable[[], None],
-    shown: StageProgress,
+    reported: Counter[str],
+    on_document: Callable[[], None],
+    progress: StageProgress,
 ) -> dict[str, Any]:
-    """Fill `folder`; the result has the shapes of latents that came along. `each` is called before each document.
+    """Read a chunk into a document cache in `folder`, with the splits and groups of its documents.
 
-    `latents` are precomputed ones; `first` is the place of the lot's first document in the whole input.
+    Args:
+        latents: Precomputed latents to attach to the documents.
+        first_position: Position of the chunk's first document in the whole input.
+        reported: Problems reported so far by kind; updated.
+        on_document: Called before each document or problem is processed.
+
+    Returns:
+        The result of the task, as JSON values: counts, the shapes of imported latents, and problems.
     """
-    splits, groups, uses = bytearray(), array("Q"), Uses()
-    shapes: dict[tuple[int, ...], None] = {}
+    splits, groups, uses = bytearray(), array("Q"), LatentUses()
+    shapes: dict[tuple[int, ...], None] = {}  # a set in the order of insertion
     origins: Counter[str] = Counter()
-    with SpoolWriter(folder) as spool, Problems(config, folder, told) as problems:
-        stream = completed(read_lot(lot, config), config, latents, first)
-        for found, row in shown.over(stream, DOCUMENTS):
-            each()
+    with DocumentCacheWriter(folder) as cache, ProblemLog(config, folder, reported) as problems:
+        items = complete_documents(read_chunk(chunk, config), config, latents, first_position)
+        for item, row in progress.track(items, DOCUMENTS):
+            on_document()
             if row is not None:
-                uses.add(row, -1 if isinstance(found, Problem) else len(spool), found)
-            if isinstance(found, Problem):
-                problems.add(found)
+                uses.add(row, -1 if isinstance(item, Problem) else len(cache), item)
+            if isinstance(item, Problem):
+                problems.add(item)
                 continue
-            group = found.group or exact_groups([found.text])[0]
-            splits.append(split_of(group, config))
-            groups.append(_number(group))
-            spool.add(found)
-            if found.latents is not None:
-                shapes.setdefault(found.latents.shape)
+            group = item.group or exact_groups([item.text])[0]
+            splits.append(assign_split(group, config))
+            groups.append(_hash64(group))
+            cache.add(item)
+            if item.latents is not None:
+                shapes.setdefault(item.latents.shape)
             if config.corpus:
-                origins[found.source.split("/")[0]] += 1
-        result = {"documents": len(spool), "shapes": list(shapes), "origins": origins, **problems.result()}
+                origins[item.source.split("/")[0]] += 1
+        result = {"documents": len(cache), "shapes": list(shapes), "origins": origins, **problems.result()}
     if latents:
         result.update(uses.save(folder))
     np.save(folder / _SPLITS, np.frombuffer(splits, np.uint8), allow_pickle=False)
@@ -81,104 +88,119 @@ def spool_lot(
     return result
 
 
-def split_of(group: str, config: PrepareConfig) -> int:
-    """By a hash of the group and the seed, so that a document's split does not depend on the others'."""
-    place = _number(f"{config.seed}:{group}") / 2**64
-    if place < config.test_fraction:
+def assign_split(group: str, config: PrepareConfig) -> int:
+    """Return the index in `SPLITS` of a group of documents.
+
+    It is a function of the hash of seed and group, so a document's split does not depend on the other documents.
+    """
+    fraction = _hash64(f"{config.seed}:{group}") / 2**64
+    if fraction < config.test_fraction:
         return SPLITS.index("test")
-    return SPLITS.index("validation") if place < config.test_fraction + config.validation_fraction else TRAIN
+    return SPLITS.index("validation") if fraction < config.test_fraction + config.validation_fraction else TRAIN
 
 
-def _number(text: str) -> int:
+def _hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class Corpus:
-    """All lots as they were spooled: `folders` in order. Holds numbers of one lot at a time, unless said otherwise.
+    """All cached chunks. Holds the splits and groups of one chunk at a time, unless a method says otherwise.
 
-    `decided` is where the splits of lots lie that could not be settled by the lot alone.
+    Args:
+        folders: The folders of the cached chunks, in order.
+        splits_folder: Where splits are stored that differ from those in `folders`: of near-duplicates, which depend on
+            other chunks, and of documents that are excluded later.
     """
 
-    def __init__(self, folders: Sequence[Path], decided: Path):
-        self._folders, self._decided = folders, decided
+    def __init__(self, folders: Sequence[Path], splits_folder: Path):
+        self._folders, self._splits_folder = folders, splits_folder
 
-    def splits(self, lot: int) -> np.ndarray:
-        """uint8 [n] of a lot: which of `SPLITS` each document is in, or that it is left out."""
-        path = self._decided / f"{lot:05d}.npy"
-        return np.load(path if path.exists() else self._folders[lot] / _SPLITS, allow_pickle=False)
+    def splits(self, chunk: int) -> np.ndarray:
+        """Return the split of each document of a chunk: uint8 [n], an index in `SPLITS` or `EXCLUDED`."""
+        path = self._splits_folder / f"{chunk:05d}.npy"
+        return np.load(path if path.exists() else self._folders[chunk] / _SPLITS, allow_pickle=False)
 
-    def _decide(self, lot: int, splits: np.ndarray) -> None:
-        np.save(self._decided / f"{lot:05d}.npy", splits, allow_pickle=False)
+    def _save_splits(self, chunk: int, splits: np.ndarray) -> None:
+        np.save(self._splits_folder / f"{chunk:05d}.npy", splits, allow_pickle=False)
 
-    def leave_out(self, lot: int, numbers: Sequence[int]) -> None:
-        """These documents of a lot."""
-        splits = self.splits(lot)
-        splits[list(numbers)] = LEFT_OUT
-        self._decide(lot, splits)
+    def exclude(self, chunk: int, indices: Sequence[int]) -> None:
+        """Exclude the documents of a chunk at `indices` from the store."""
+        splits = self.splits(chunk)
+        splits[list(indices)] = EXCLUDED
+        self._save_splits(chunk, splits)
 
-    def count(self, lot: int) -> int:
-        """Documents of a lot."""
-        return int((self.splits(lot) != LEFT_OUT).sum())
+    def num_documents(self, chunk: int) -> int:
+        """Return the number of documents of a chunk that are not excluded."""
+        return int((self.splits(chunk) != EXCLUDED).sum())
 
-    def _groups(self, lot: int) -> np.ndarray:
-        return np.load(self._folders[lot] / _GROUPS, allow_pickle=False)
+    def _groups(self, chunk: int) -> np.ndarray:
+        return np.load(self._folders[chunk] / _GROUPS, allow_pickle=False)
 
-    def _lots(self) -> range:
+    def _chunks(self) -> range:
         return range(len(self._folders))
 
-    def documents(self, lot: int) -> Iterator[tuple[int, Document]]:
-        """Of a lot, each with its split, but those that are left out."""
-        for split, document in zip(self.splits(lot).tolist(), Spool(self._folders[lot]).documents(), strict=True):
-            if split != LEFT_OUT:
+    def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
+        """Yield the split and the document for each document of a chunk that is not excluded."""
+        documents = DocumentCache(self._folders[chunk]).documents()
+        for split, document in zip(self.splits(chunk).tolist(), documents, strict=True):
+            if split != EXCLUDED:
                 yield split, document
 
     def split_sizes(self) -> dict[str, int]:
-        """Documents in each split."""
-        sizes = np.zeros(LEFT_OUT + 1, np.int64)
-        for lot in self._lots():
-            sizes += np.bincount(self.splits(lot), minlength=len(sizes))
+        """Return the number of documents in each split."""
+        sizes = np.zeros(EXCLUDED + 1, np.int64)
+        for chunk in self._chunks():
+            sizes += np.bincount(self.splits(chunk), minlength=len(sizes))
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
-    def exact_grouping(self) -> dict[str, int | str]:
-        """Statistics of groups of equal texts; those whose numbers lie in one range are counted at a time."""
-        count = sum(self.split_sizes().values())
-        ranges = -(-count // _GROUPS_AT_ONCE) or 1
-        groups = largest = 0
-        for index in range(ranges):
-            low, high = index * 2**64 // ranges, (index + 1) * 2**64 // ranges - 1
-            parts = []
-            for lot in self._lots():
-                found = self._groups(lot)[self.splits(lot) != LEFT_OUT]
-                parts.append(found[(found >= np.uint64(low)) & (found <= np.uint64(high))])
-            sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
-            groups += len(sizes)
-            largest = max(largest, int(sizes.max(initial=0)))
-        return {"method": "exact", "documents": count, "groups": groups, "largest_group": largest}
+    def exact_group_statistics(self) -> dict[str, int | str]:
+        """Return statistics of the groups of equal texts.
 
-    def decide_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
-        """Decide on the splits of all lots, alike of near-duplicates: statistics. Holds all texts."""
+        To bound memory, groups are counted one range of their hashes at a time.
+        """
+        num_documents = sum(self.split_sizes().values())
+        num_ranges = -(-num_documents // _MAX_GROUPS_IN_MEMORY) or 1
+        num_groups = largest = 0
+        for index in range(num_ranges):
+            low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
+            parts = []
+            for chunk in self._chunks():
+                groups = self._groups(chunk)[self.splits(chunk) != EXCLUDED]
+                parts.append(groups[(groups >= np.uint64(low)) & (groups <= np.uint64(high))])
+            sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
+            num_groups += len(sizes)
+            largest = max(largest, int(sizes.max(initial=0)))
+        return {"method": "exact", "documents": num_documents, "groups": num_groups, "largest_group": largest}
+
+    def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
+        """Assign all documents to splits again, near-duplicates to the same one, and return statistics.
+
+        Holds all texts in memory.
+        """
         keys, statistics = near_duplicate_groups(
-            [document.text for lot in self._lots() for _, document in self.documents(lot)]
+            [document.text for chunk in self._chunks() for _, document in self.documents(chunk)]
         )
-        decided = iter([split_of(key, config) for key in keys])
-        for lot in self._lots():
-            splits = self.splits(lot)
-            for number in np.flatnonzero(splits != LEFT_OUT).tolist():
-                splits[number] = next(decided)
-            self._decide(lot, splits)
+        new_splits = iter([assign_split(key, config) for key in keys])
+        for chunk in self._chunks():
+            splits = self.splits(chunk)
+            for index in np.flatnonzero(splits != EXCLUDED).tolist():
+                splits[index] = next(new_splits)
+            self._save_splits(chunk, splits)
         return statistics
 
-    def training_sample(self, most: int) -> Iterator[Document]:
-        """All training documents, in order; of more than about `most`, those of the groups with the lowest numbers.
+    def training_sample(self, max_documents: int) -> Iterator[Document]:
+        """Yield the training documents in order; if there are more than `max_documents`, a sample of at most that many.
 
-        So they do not depend on how the input is cut, and copies of a text are taken together or not at all.
+        The sample consists of the groups with the lowest hashes. It is thus independent of how the input is cut into
+        chunks, and contains all copies of a text or none.
         """
+        # Hashes are compared by their leading bits, whose histogram gives the threshold without sorting all hashes.
         histogram = np.zeros(1 << _SAMPLE_BITS, np.int64)
-        for lot in self._lots():
-            chosen = self._groups(lot)[self.splits(lot) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
-            histogram += np.bincount(chosen.astype(np.int64), minlength=len(histogram))
-        below = int(np.searchsorted(np.cumsum(histogram), most, side="right"))
-        for lot in self._lots():
-            taken = (self._groups(lot) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < below
-            chosen = np.flatnonzero(taken & (self.splits(lot) == TRAIN))
-            yield from Spool(self._folders[lot]).documents(chosen.tolist())
+        for chunk in self._chunks():
+            prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
+            histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
+        threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
+        for chunk in self._chunks():
+            is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
+            indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
+            yield from DocumentCache(self._folders[chunk]).documents(indices.tolist())

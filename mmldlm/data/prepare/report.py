@@ -1,4 +1,4 @@
-"""What a preparation tells its user: progress, and every document that it could not use."""
+"""What a preparation reports to the user: its progress, and every document that it could not use."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from mmldlm.data.manifest import Manifest
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.errors import DataError
-from mmldlm.utils.progress import Progress, say
+from mmldlm.utils.progress import Progress, print_status
 
-FILE = "problems.jsonl"
-_SHOWN_PER_KIND = 10
+PROBLEMS_FILE = "problems.jsonl"
+_MAX_SHOWN_PER_KIND = 10
 
 
-class Problems:
-    """Those of a lot, in `folder`. The first of each kind are told on stderr, as `told`, of all lots, counts them.
+class ProblemLog:
+    """The problems of one task, written to `folder`; the first ten of each kind are also printed to stderr.
 
-    Stops at once beyond `--max-problems`; what else the options do not allow is for `settle`.
+    Use as a context manager. More than `--max-problems` stop the task at once; `check_problem_budget` checks the rest.
+
+    Args:
+        reported: Number of problems by kind over all tasks of this process; updated.
     """
 
-    def __init__(self, config: PrepareConfig, folder: Path, told: Counter[str]):
+    def __init__(self, config: PrepareConfig, folder: Path, reported: Counter[str]):
         self.counts: Counter[str] = Counter()
         self.serious, self.first = 0, ""
-        self._config, self._told = config, told
-        self._file = (folder / FILE).open("w", encoding="utf-8")
+        self._config, self._reported = config, reported
+        self._file = (folder / PROBLEMS_FILE).open("w", encoding="utf-8")
 
-    def __enter__(self) -> Problems:
+    def __enter__(self) -> ProblemLog:
         return self
 
     def __exit__(
@@ -43,13 +46,18 @@ class Problems:
         self._file.close()
 
     def add(self, problem: Problem) -> None:
+        """Write and count a problem.
+
+        Raises:
+            DataError: There are more than `--max-problems`, not counting harmless ones.
+        """
         self._file.write(json.dumps(asdict(problem), ensure_ascii=False) + "\n")
         self.counts[problem.kind] += 1
-        self._told[problem.kind] += 1
-        if self._told[problem.kind] <= _SHOWN_PER_KIND:
-            say(f"{problem} ({problem.kind})")
-        elif self._told[problem.kind] == _SHOWN_PER_KIND + 1:
-            say(f"more of kind {problem.kind}: shown in problems.jsonl of the store")
+        self._reported[problem.kind] += 1
+        if self._reported[problem.kind] <= _MAX_SHOWN_PER_KIND:
+            print_status(f"{problem} ({problem.kind})")
+        elif self._reported[problem.kind] == _MAX_SHOWN_PER_KIND + 1:
+            print_status(f"more of kind {problem.kind}: see problems.jsonl of the store")
         if not problem.harmless:
             self.serious += 1
             self.first = self.first or str(problem)
@@ -57,18 +65,26 @@ class Problems:
             raise DataError(_too_many(problem, self._config))
 
     def result(self) -> dict[str, Any]:
+        """Return the counts as JSON values: by kind, of serious problems, and the first of these."""
         return {"problems": self.counts, "serious": self.serious, "first": self.first}
 
 
-def settle(config: PrepareConfig, results: Sequence[dict[str, Any]]) -> None:
-    """At the end of a stage, with the results of all lots: DataError for more problems than are allowed."""
+def check_problem_budget(config: PrepareConfig, results: Sequence[dict[str, Any]]) -> None:
+    """Check the problems of all tasks of a stage against `--on-problem` and `--max-problems`.
+
+    Args:
+        results: The results of the tasks, each with the values of `ProblemLog.result`.
+
+    Raises:
+        DataError: There are more serious problems than the options allow.
+    """
     serious = sum(result["serious"] for result in results)
     if not serious:
         return
     first = next(result["first"] for result in results if result["serious"])
     if config.on_problem == "error":
         more = f" and {serious - 1} more" if serious > 1 else ""
-        raise DataError(f"{first}{more}; mend the input, or pass --on-problem skip to leave them out")
+        raise DataError(f"{first}{more}; fix the input, or pass --on-problem skip to leave them out")
     if serious > config.max_problems:
         raise DataError(_too_many(first, config))
 
@@ -78,27 +94,30 @@ def _too_many(problem: Problem | str, config: PrepareConfig) -> str:
 
 
 class StageProgress(Progress):
-    """The stages of a preparation, and the time spent on each. Of several processes, the first one tells how far it is;
-    the others, when they begin a stage."""
+    """Progress over the stages of a preparation, and the time spent on each.
+
+    With several processes, rank 0 reports its progress regularly; the others only report the stages that they begin.
+    """
 
     def __init__(self, shown: bool, rank: int, world_size: int, interval: float):
-        several = world_size > 1
-        super().__init__(shown, None if rank else interval, f"rank {rank}: " if several else "", plain=several)
+        is_parallel = world_size > 1
+        super().__init__(shown, None if rank else interval, f"rank {rank}: " if is_parallel else "", plain=is_parallel)
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Adds the time within to what this process has spent on `what`."""
-        began = time.perf_counter()
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the duration of the block to the time that this process has spent on `stage`."""
+        start = time.perf_counter()
         yield
-        self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - began
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
 
-    def times(self) -> None:
-        self.line(", ".join(f"{what} {seconds:.2f} s" for what, seconds in self._seconds.items()))
+    def print_times(self) -> None:
+        """Print the seconds spent on each stage on one line."""
+        self.line(", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self._seconds.items()))
 
 
 def summary(manifest: Manifest) -> str:
-    """The table printed at the end."""
+    """Return the table of splits that is printed at the end."""
     rows = [f"{'split':<12}{'samples':>10}{'tokens':>12}{'characters':>12}{'char/token':>12}{'mean length':>13}"]
     for name, split in manifest.splits.items():
         rows.append(

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmldlm.data.nearest import neighbors_of
+from mmldlm.data.nearest import nearest_neighbors
 from mmldlm.diffusion.noise import trained_modes
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import MmldlmError, UsageError
 from mmldlm.evaluation import cosine
-from mmldlm.inference.conditions import encoded, encoder_of
-from mmldlm.inference.generate import can_guide, sample
+from mmldlm.inference.conditions import encode_or_raise, load_run_encoder
+from mmldlm.inference.generate import sample, supports_guidance
 from mmldlm.inference.interpolate import interpolate
 from mmldlm.run.load import LoadedRun
 from mmldlm.settings.fields import build, dump, setting
@@ -51,7 +51,7 @@ class Writing(Asked):
 
 @dataclass(frozen=True)
 class Finding(Asked):
-    neighbors: int = setting(5, "nearest documents", at_least=1, at_most=50)
+    neighbours: int = setting(5, "nearest documents", at_least=1, at_most=50)
     split: str = setting("train", "where they are looked for")
 
 
@@ -65,11 +65,11 @@ class Api:
     """Answers one request at a time, whichever thread it comes from: there is one model, and it takes all cores."""
 
     def __init__(self, run: LoadedRun):
-        self.run, self.encoder = run, encoder_of(run)
+        self.run, self.encoder = run, load_run_encoder(run)
         self._lock = Lock()
         self._answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "write": self._write,
-            "neighbours": self._neighbours,
+            "neighbours": self._neighbors,
             "interpolate": self._interpolate,
         }
 
@@ -93,7 +93,7 @@ class Api:
             "run": str(run.folder),
             "weights": str(run),
             "modes": list(trained_modes(run.config.mode, run.config.mode_schedule)),
-            "guidance": can_guide(run),
+            "guidance": supports_guidance(run),
             "max_length": manifest.max_length,
             "splits": {name: split.samples for name, split in manifest.splits.items()},
             "encoder": manifest.encoder["name"],
@@ -113,7 +113,7 @@ class Api:
         """Texts from the latent of `text`, each with the cosine of its own latent to that one."""
         (text,), asked = self._texts(request, "text"), self._read(Writing, request)
         self._check_length(asked.length)
-        latents = encoded(self.encoder, [text])
+        latents = encode_or_raise(self.encoder, [text])
         made, texts = sample(self.run, "l2t", asked.sampling, asked.seed, latents, None, asked.count, asked.length)
         similar = cosine(self.encoder.encode(texts), latents)
         found = zip(texts, made.lengths, similar.tolist(), strict=True)
@@ -126,7 +126,7 @@ class Api:
         split = store.split(asked.split)
         made, _ = sample(self.run, "t2l", asked.sampling, asked.seed, texts=[text])
         found, own = made.latents.numpy(), self.encoder.encode([text])
-        rows = neighbors_of(store, split, np.concatenate([found, own]), asked.neighbors)
+        rows = nearest_neighbors(store, split, np.concatenate([found, own]), asked.neighbours)
         listed = [self._documents(split, near) for near in rows]
         return {"cosine": _finite(float(cosine(found, own)[0])), "found": listed[0], "own": listed[1]}
 
@@ -134,7 +134,7 @@ class Api:
         """Texts between the latents of the texts `a` and `b`."""
         ends, asked = self._texts(request, "a", "b"), self._read(Between, request)
         self._check_length(asked.length)
-        latents = encoded(self.encoder, ends)
+        latents = encode_or_raise(self.encoder, ends)
         _, texts = interpolate(self.run, asked.sampling, asked.seed, latents, asked.points, asked.length)
         shares = np.linspace(0, 1, asked.points).tolist()
         return {"points": [{"share": share, "text": text} for share, text in zip(shares, texts, strict=True)]}

@@ -21,7 +21,7 @@ from typing import Any
 
 from mmldlm.errors import MmldlmError
 from mmldlm.tools.demo.api import Api, Busy
-from mmldlm.utils.short_repr import cut, shown
+from mmldlm.utils.short_repr import short_repr, truncate
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
@@ -104,27 +104,27 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:
             traceback.print_exc()
             why = f"a bug, see the terminal: {type(error).__name__}: {' '.join(str(error).split())}"
-            status, kind, content = HTTPStatus.INTERNAL_SERVER_ERROR, JSON, _json({"error": cut(why, 500)})
+            status, kind, content = HTTPStatus.INTERNAL_SERVER_ERROR, JSON, _json({"error": truncate(why, 500)})
         self._send(status, kind, content)
 
     def _check_sender(self) -> None:
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
         if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
-            raise _Refused(HTTPStatus.FORBIDDEN, f"Host: expected {self.server.hosts[0]}, found {shown(hosts)}")
+            raise _Refused(HTTPStatus.FORBIDDEN, f"Host: expected {self.server.hosts[0]}, found {short_repr(hosts)}")
         if origin is not None and origin.lower() not in [f"http://{host}" for host in self.server.hosts]:
-            raise _Refused(HTTPStatus.FORBIDDEN, f"Origin: expected this page, found {shown(origin)}")
+            raise _Refused(HTTPStatus.FORBIDDEN, f"Origin: expected this page, found {short_repr(origin)}")
 
     def _get(self) -> tuple[HTTPStatus, str, bytes]:
         if self.path == "/":
             return HTTPStatus.OK, HTML, self.server.page
         if self.path == "/api/run":
             return HTTPStatus.OK, JSON, _json(self.server.api.about())
-        raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {shown(self.path)}")
+        raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {short_repr(self.path)}")
 
     def _post(self) -> tuple[HTTPStatus, str, bytes]:
         folder, _, name = self.path.rpartition("/")
         if folder != "/api" or not self.server.api.knows(name):
-            raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {shown(self.path)}")
+            raise _Refused(HTTPStatus.NOT_FOUND, f"nothing at {short_repr(self.path)}")
         if self.headers.get_content_type() != JSON:
             raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Type: expected {JSON}")
         return HTTPStatus.OK, JSON, _json(self.server.api.answer(name, self._body()))
@@ -139,7 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:  # no JSON or no UTF-8, or too deep
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"expected JSON ({cut(' '.join(str(error).split()))})") from None
+            raise _Refused(
+                HTTPStatus.BAD_REQUEST, f"expected JSON ({truncate(' '.join(str(error).split()))})"
+            ) from None
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)

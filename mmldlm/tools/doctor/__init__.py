@@ -1,1 +1,1 @@
-"""`mmldlm doctor`: what would stop a run, or slow it, found before it starts."""
+"""`mmldlm doctor`: find what would stop or slow a run before it starts."""

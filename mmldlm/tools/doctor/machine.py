@@ -1,4 +1,4 @@
-"""Checks of this machine alone: devices, driver, backend, shared memory, open files."""
+"""Checks of this machine: devices, driver, backend, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mmldlm.tools.doctor.findings import Finding, fail, ok, warn
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 MIB = 2**20
-SHARED_MIB_PER_PROCESS = 256  # batches of loader workers, NCCL's buffers between processes of one machine
-OPEN_FILES = 4096
+SHARED_MEMORY_MIB_PER_PROCESS = 256  # batches of loader workers, and NCCL's buffers within a machine
+MIN_OPEN_FILES = 4096
 
 
 def device_type(choice: DeviceChoice) -> str:
-    """`cuda` or `cpu`: what a run would use, where it was not chosen."""
+    """Return `choice`, or for "auto" the device that a run would use: `cuda` or `cpu`."""
     return choice if choice != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
-    """Findings for a run of `processes` on this machine."""
+    """Check this machine for a run with `processes` processes."""
     device = device_type(choice)
     return [
         check_gpus(processes) if device == "cuda" else check_cores(processes),
@@ -39,18 +39,20 @@ def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
 
 
 def check_gpus(processes: int) -> Finding:
-    """One GPU a process, which torch can use."""
+    """Check that there is one GPU per process and that torch can use it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
         count = torch.cuda.device_count() if usable else 0
     driver = driver_version()
-    built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-    found = f"{count} for {processes} process{'es' * (processes > 1)}, driver {driver or 'none'}, {built}"
+    torch_build = (
+        f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+    )
+    found = f"{count} for {processes} process{'es' * (processes > 1)}, driver {driver or 'none'}, {torch_build}"
     if not usable:
         reason = str(caught[0].message).splitlines()[0] if caught else ""
         remedy = "install a torch that is built for CUDA" if not torch.version.cuda else "install the NVIDIA driver"
-        return fail("GPUs", found, reason or (remedy if driver else f"no GPU driver answers; {remedy}"))
+        return fail("GPUs", found, reason or (remedy if driver else f"no GPU driver found; {remedy}"))
     if count < processes:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f"; CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else ""
@@ -60,17 +62,17 @@ def check_gpus(processes: int) -> Finding:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None where nvidia-smi finds none."""
+    """Return the version of the NVIDIA driver; None if nvidia-smi finds none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.partition("\n")[0].strip() or None if found.returncode == 0 else None
+    return result.stdout.partition("\n")[0].strip() or None if result.returncode == 0 else None
 
 
 def check_cores(processes: int) -> Finding:
-    """At least one core a process; and no GPU that torch overlooks."""
+    """Check that there is one core per process, and no GPU that torch cannot use."""
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} for {processes} process{'es' * (processes > 1)}, no GPU"
     if not torch.cuda.is_available() and (driver := driver_version()):
@@ -85,6 +87,7 @@ def check_cores(processes: int) -> Finding:
 
 
 def check_backend(device: str) -> Finding:
+    """Check that torch has the communication backend of the device."""
     backend = backend_of(device)
     version = backend_version(backend)
     if version is None:
@@ -95,20 +98,22 @@ def check_backend(device: str) -> Finding:
 
 
 def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:
-    name, least = "shared memory", processes * SHARED_MIB_PER_PROCESS
+    """Check the free space of the tmpfs in `folder`."""
+    name, needed = "shared memory", processes * SHARED_MEMORY_MIB_PER_PROCESS
     try:
         free = shutil.disk_usage(folder).free // MIB
     except OSError as error:
         return warn(name, f"{folder}: {error.strerror}", "mount a tmpfs there: loader workers and NCCL need it")
-    if free < least:
-        return warn(name, f"{free:,} MiB free in {folder}, {least:,} advised", "in a container: --shm-size=8g")
+    if free < needed:
+        return warn(name, f"{free:,} MiB free in {folder}, {needed:,} advised", "in a container: --shm-size=8g")
     return ok(name, f"{free:,} MiB free in {folder}")
 
 
 def check_open_files() -> Finding:
+    """Check the limit of open files per process."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed to a process"
-    if limit != resource.RLIM_INFINITY and limit < OPEN_FILES:
-        advice = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-        return warn("open files", f"{found}, {OPEN_FILES:,} advised", f"ulimit -n {advice}")
+    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed per process"
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        advice = MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MIN_OPEN_FILES)
+        return warn("open files", f"{found}, {MIN_OPEN_FILES:,} advised", f"ulimit -n {advice}")
     return ok("open files", found)

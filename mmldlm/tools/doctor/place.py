@@ -1,4 +1,4 @@
-"""Where this doctor stands among the nodes, as scripts/launch_node.sh is told it."""
+"""`NodeEnv`: this node among all nodes, from the environment variables of scripts/launch_node.sh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmldlm.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeEnv:
     """Node `node` of `nodes`, with `processes` on each; node 0 listens at `host:port`."""
 
     node: int = 0
@@ -19,21 +19,27 @@ class Place:
     port: int = 29500
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], processes: int | None, devices: int) -> Place:
-        """By NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT; UsageError naming what is amiss.
+    def from_environment(cls, environment: Mapping[str, str], processes: int | None, devices: int) -> NodeEnv:
+        """Read NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
 
-        `processes` stands above NPROC_PER_NODE; without either there are as many as `devices`.
+        Args:
+            environment: Environment variables.
+            processes: Processes per node; overrides NPROC_PER_NODE.
+            devices: Processes per node if neither is given.
+
+        Raises:
+            UsageError: A variable is missing or has an invalid value.
         """
-        nodes = _number(environment, "NNODES", 1, 10**6, 1)
+        nodes = _read_int(environment, "NNODES", 1, 10**6, 1)
         host = environment.get("MASTER_ADDR", "")
         if nodes > 1 and not host:
             raise UsageError("MASTER_ADDR: expected the address of node 0, since NNODES is above 1; found nothing")
         return cls(
-            node=_number(environment, "NODE_RANK", 0, nodes - 1, None if nodes > 1 else 0),
+            node=_read_int(environment, "NODE_RANK", 0, nodes - 1, None if nodes > 1 else 0),
             nodes=nodes,
-            processes=processes or _number(environment, "NPROC_PER_NODE", 1, 10**6, devices),
+            processes=processes or _read_int(environment, "NPROC_PER_NODE", 1, 10**6, devices),
             host=host or cls.host,
-            port=_number(environment, "MASTER_PORT", 1, 65535, cls.port),
+            port=_read_int(environment, "MASTER_PORT", 1, 65535, cls.port),
         )
 
     def __str__(self) -> str:
@@ -43,8 +49,8 @@ class Place:
         return f"node {self.node} of {self.nodes}, {processes} on each, node 0 at {self.host}:{self.port}"
 
 
-def _number(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None) -> int:
+def _read_int(environment: Mapping[str, str], name: str, minimum: int, maximum: int, default: int | None) -> int:
     text = environment.get(name) or ("" if default is None else str(default))
-    if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
-        raise UsageError(f"{name}: expected a whole number from {least} to {most}, found {text or 'nothing'}")
+    if not (text.isascii() and text.isdigit()) or not minimum <= int(text) <= maximum:
+        raise UsageError(f"{name}: expected a whole number from {minimum} to {maximum}, found {text or 'nothing'}")
     return int(text)

@@ -1,6 +1,6 @@
-"""Looking at runs from outside: what their folders say, without torch, on any machine that sees the files."""
+"""Read runs from outside, from their folders: without torch, on any machine that sees the files."""
 
 from mmldlm.tools.history.run_history import History, Series
-from mmldlm.tools.history.run_status import Exit, Process, State
+from mmldlm.tools.history.run_status import ExitReport, RankProcess, RunState
 
-__all__ = ["Exit", "History", "Process", "Series", "State"]
+__all__ = ["ExitReport", "History", "RankProcess", "RunState", "Series"]

@@ -1,4 +1,4 @@
-"""How a run stands or ended, from what its processes left in its folder, and from those that are on this machine."""
+"""State of a run, from the files that its processes left in its folder and from the processes of this machine."""
 
 from __future__ import annotations
 
@@ -15,29 +15,37 @@ import psutil
 
 from mmldlm.errors import ExitCode
 
-Name = Literal["running", "silent", "finished", "stopped", "failed", "killed"]
-OPEN = ("running", "silent")  # the other names are of runs that have ended
+StateName = Literal["running", "silent", "finished", "stopped", "failed", "killed"]
+ACTIVE_STATES = ("running", "silent")  # the other states are of runs that have ended
 
-_OPENING_S = 5.0  # that a lock file may be empty before its holder is written into it
-_CLOCK_SLACK_S = 60.0  # by which a process may seem to be younger than what it wrote, where a clock was set
+_LOCK_WRITE_TIMEOUT_S = 5.0  # a new lock file may be empty for so long, until its owner is written into it
+_CLOCK_TOLERANCE_S = 60.0  # a process may seem to be younger than the files it wrote if a clock was set
 
 
 @dataclass(frozen=True)
-class State:
-    """`silent`: nothing speaks against its running, but there is no news. `killed`: gone, without a word."""
+class RunState:
+    """State of a run.
 
-    name: Name
-    code: int | None = None  # exit code, of a run that left one
+    Attributes:
+        name: `silent` is a run that seems to be active, but has no news; `killed` one whose process is gone without an
+            exit report.
+        code: Exit code, if the run left one.
+        cause: Reason for the state.
+    """
+
+    name: StateName
+    code: int | None = None
     cause: str = ""
 
     @property
-    def is_open(self) -> bool:
-        return self.name in OPEN
+    def is_active(self) -> bool:
+        """True if the run has not ended."""
+        return self.name in ACTIVE_STATES
 
 
 @dataclass(frozen=True)
-class Exit:
-    """The words with which a rank ended."""
+class ExitReport:
+    """Exit report of a rank, as in `exit.json`."""
 
     rank: int
     code: int
@@ -46,91 +54,98 @@ class Exit:
     time: float
 
     @property
-    def is_good(self) -> bool:
+    def is_clean(self) -> bool:
+        """True if the rank finished, or was stopped and saved."""
         return self.code in (ExitCode.DONE, ExitCode.STOPPED)
 
 
 @dataclass(frozen=True)
-class Process:
-    """A process of a run; `known_at`, in unix seconds, it was there, so a younger one only has its number."""
+class RankProcess:
+    """The process of a rank.
+
+    It existed at `seen_at`, in Unix seconds: a process that was created later only reuses its pid.
+    """
 
     rank: int
     host: str
     pid: int
-    known_at: float
+    seen_at: float
 
     def state(self) -> Literal["elsewhere", "running", "stopped", "gone"]:
-        """As this machine has it; "stopped" is SIGSTOP or a debugger."""
+        """Return the state on this machine; "stopped" is SIGSTOP or a debugger."""
         if self.host != socket.gethostname():
             return "elsewhere"
         try:
             process = psutil.Process(self.pid)
-            if process.create_time() > self.known_at + _CLOCK_SLACK_S:
+            if process.create_time() > self.seen_at + _CLOCK_TOLERANCE_S:
                 return "gone"
             status = process.status()
         except psutil.NoSuchProcess:
             return "gone"
-        except psutil.Error:  # of another user, where such are hidden
+        except psutil.Error:  # a process of another user, on systems that hide those
             return "running"
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return "gone"
         return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
 
 
-def read_exits(run_dir: Path) -> list[Exit]:
-    """Last words of the ranks, those of `exit.json`, which are the run's, first."""
-    found = [_exit(path) for path in [run_dir / "exit.json", *sorted(run_dir.glob("exit.rank*.json"))]]
-    return [words for words in found if words is not None]
+def read_exits(run_dir: Path) -> list[ExitReport]:
+    """Return the exit reports of the ranks, starting with `exit.json`, which is the report of the run."""
+    reports = [_read_exit(path) for path in [run_dir / "exit.json", *sorted(run_dir.glob("exit.rank*.json"))]]
+    return [report for report in reports if report is not None]
 
 
-def _exit(path: Path) -> Exit | None:
+def _read_exit(path: Path) -> ExitReport | None:
     record = read_json(path)
     try:
-        return Exit(
+        return ExitReport(
             int(record["rank"]), int(record["code"]), int(record["step"]), str(record["cause"]), float(record["time"])
         )
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def read_holder(run_dir: Path) -> Process | None:
-    """Rank 0 by the run's lock file; None where the run has ended in good order, or has no such file."""
+def read_lock_owner(run_dir: Path) -> RankProcess | None:
+    """Return rank 0 as named in the run's lock file; None if the run has ended cleanly or has no such file."""
     record = read_json(run_dir / "run.lock")
     try:
         started = datetime.fromisoformat(record["started"]).timestamp()
-        return Process(0, str(record["host"]), int(record["pid"]), started)
+        return RankProcess(0, str(record["host"]), int(record["pid"]), started)
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def was_released(run_dir: Path) -> bool:
-    """Whether the run's lock was given back, as at every end but a kill; False where there is no lock file."""
+def lock_was_released(run_dir: Path) -> bool:
+    """Return whether the run's lock was released, as at every end but a kill; False without a lock file."""
     try:
-        found = (run_dir / "run.lock").stat()
+        info = (run_dir / "run.lock").stat()
     except OSError:
         return False
-    return not found.st_size and time.time() - found.st_mtime > _OPENING_S
+    return not info.st_size and time.time() - info.st_mtime > _LOCK_WRITE_TIMEOUT_S
 
 
-def read_processes(run_dir: Path, holder: Process | None) -> list[Process]:
-    """Those of all ranks, if the start-up report is by `holder`; otherwise `holder` alone, if there is one."""
-    if holder is None:
+def read_processes(run_dir: Path, lock_owner: RankProcess | None) -> list[RankProcess]:
+    """Return the processes of all ranks if the start-up report is of the lock owner's start, otherwise only the owner.
+
+    Without a lock owner there are none.
+    """
+    if lock_owner is None:
         return []
     path = run_dir / "startup.json"
     try:
-        written = path.stat().st_mtime
+        written_at = path.stat().st_mtime
         ranks = [(str(rank["host"]), int(rank["pid"])) for rank in read_json(path)["ranks"]]
     except (OSError, KeyError, TypeError, ValueError):
-        return [holder]
-    if ranks[:1] != [(holder.host, holder.pid)]:  # it is of an earlier start
-        return [holder]
-    return [holder, *(Process(rank, host, pid, written) for rank, (host, pid) in enumerate(ranks) if rank)]
+        return [lock_owner]
+    if ranks[:1] != [(lock_owner.host, lock_owner.pid)]:  # the report is of an earlier start
+        return [lock_owner]
+    return [lock_owner, *(RankProcess(rank, host, pid, written_at) for rank, (host, pid) in enumerate(ranks) if rank)]
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A mapping in JSON; empty where the file is missing, torn or something else."""
+    """Return the JSON object in `path`; empty if the file is missing, torn or holds something else."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

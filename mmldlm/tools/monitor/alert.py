@@ -1,4 +1,4 @@
-"""What a run needs attention for, and what to do about it."""
+"""`Alert`: a condition of a run that needs attention, and the advice for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alert:
-    """`name` is one of the headings of the troubleshooting in docs/review.md."""
+    """`name` is a heading of the troubleshooting section in docs/review.md, `found` is the observation."""
 
     name: str
     found: str

@@ -10,20 +10,20 @@ from mmldlm.tools.monitor.snapshot import Snapshot
 
 Check = Callable[[Snapshot], Alert | None]
 
-# Of every run that did not end in good order: they tell how it came to that.
-ALWAYS: tuple[Check, ...] = (
-    health_alerts.ended_badly,
+# Checks of active runs and of runs that ended with an error, where they show the cause.
+COMMON_CHECKS: tuple[Check, ...] = (
+    health_alerts.ended_with_error,
     health_alerts.rank_lost,
-    curve_alerts.not_finite,
-    curve_alerts.skipped,
-    curve_alerts.overflow,
+    curve_alerts.nonfinite_loss,
+    curve_alerts.skipped_steps,
+    curve_alerts.fp16_overflow,
     curve_alerts.rising_loss,
     curve_alerts.gradient_norm,
     health_alerts.memory,
     health_alerts.disk,
 )
-# Of a run that goes on.
-OPEN: tuple[Check, ...] = (
+# Checks of active runs only.
+ACTIVE_CHECKS: tuple[Check, ...] = (
     health_alerts.no_news,
     health_alerts.data_bound,
     health_alerts.busy_cores,
@@ -33,9 +33,9 @@ OPEN: tuple[Check, ...] = (
 )
 
 
-def alerts(look: Snapshot) -> list[Alert]:
-    """What the run needs attention for; nothing if it has finished, or was stopped and saved."""
-    if look.state.name in ("finished", "stopped"):
+def alerts(snapshot: Snapshot) -> list[Alert]:
+    """Return the alerts of a run; none if it has finished, or was stopped and saved."""
+    if snapshot.state.name in ("finished", "stopped"):
         return []
-    checks = ALWAYS + OPEN if look.state.is_open else ALWAYS
-    return [alert for check in checks if (alert := check(look)) is not None]
+    checks = COMMON_CHECKS + ACTIVE_CHECKS if snapshot.state.is_active else COMMON_CHECKS
+    return [alert for check in checks if (alert := check(snapshot)) is not None]

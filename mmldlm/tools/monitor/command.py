@@ -1,4 +1,4 @@
-"""`mmldlm monitor RUN [RUN ...]`: watch runs from outside; docs/review.md says what to do about what it says."""
+"""`mmldlm monitor RUN [RUN ...]`: watch runs from outside; docs/review.md explains the alerts."""
 
 from __future__ import annotations
 
@@ -17,48 +17,55 @@ from mmldlm.settings.fields import build, leaves, set_dotted
 from mmldlm.tools.history.run_history import History
 from mmldlm.tools.monitor.alert import Alert
 from mmldlm.tools.monitor.alerts import alerts
-from mmldlm.tools.monitor.json_view import summary
+from mmldlm.tools.monitor.json_view import snapshot_to_dict
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
-from mmldlm.tools.monitor.terminal import View
-from mmldlm.utils.short_repr import shown
+from mmldlm.tools.monitor.terminal import TerminalView
+from mmldlm.utils.short_repr import short_repr
 
-_LATE_S = 0.05  # after the moment at which silence would be too long
+_STALL_MARGIN_S = 0.05  # after the stall timeout, so that the next snapshot sees it exceeded
 
 
 def _parser() -> argparse.ArgumentParser:
     rows = "\n".join(f"  {key:<17} {field.default!s:>6}  {field.metadata['doc']}" for key, field in leaves(Thresholds))
     parser = argparse.ArgumentParser(
         "mmldlm monitor",
-        description="Watch runs: curves, speed, and alerts with advice. Ends with the last of them, or by Ctrl-C.",
-        epilog=f"exit code: 0, or {int(ExitCode.ALERT)} where a run has an alert or ended badly\n\nthresholds:\n{rows}",
+        description="Watch runs: curves, speed, and alerts with advice. Ends when all runs have ended, or on Ctrl-C.",
+        epilog=f"exit code: 0, or {int(ExitCode.ALERT)} if a run has an alert or failed\n\nthresholds:\n{rows}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--interval", type=float, default=10.0, metavar="S", help="seconds between looks (%(default)g)")
-    parser.add_argument("--once", action="store_true", help="look once")
-    parser.add_argument("--json", action="store_true", help="as JSON: a list of runs, one line a look")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--threshold", action="append", default=[], metavar="KEY=VALUE", help="of an alert, as listed below"
+        "--interval", type=float, default=10.0, metavar="S", help="seconds between snapshots (%(default)g)"
+    )
+    parser.add_argument("--once", action="store_true", help="take one snapshot and exit")
+    parser.add_argument("--json", action="store_true", help="print JSON: a list of runs, one line per snapshot")
+    parser.add_argument(
+        "--threshold", action="append", default=[], metavar="KEY=VALUE", help="threshold of an alert, as listed below"
     )
     return parser
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where looks are shown: in place on a terminal, one behind the other elsewhere."""
+    """Prints snapshots: in place on a terminal, one after the other elsewhere."""
 
     as_json: bool
     once: bool
 
-    def show(self, found: Sequence[tuple[Snapshot, list[Alert]]]) -> None:
+    def show(self, snapshots: Sequence[tuple[Snapshot, list[Alert]]]) -> None:
+        """Print one snapshot of each run with its alerts."""
         if self.as_json:
-            print(json.dumps([summary(look, alerts) for look, alerts in found], allow_nan=False), flush=True)
+            runs = [snapshot_to_dict(snapshot, alerts) for snapshot, alerts in snapshots]
+            print(json.dumps(runs, allow_nan=False), flush=True)
             return
         terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         columns, rows = shutil.get_terminal_size((120, 40)) if terminal else (121, 0)
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         color = terminal and "NO_COLOR" not in os.environ
-        text = "\n\n".join("\n".join(View(*one, columns - 1, unicode, color).lines()) for one in found)
+        text = "\n\n".join(
+            "\n".join(TerminalView(snapshot, alerts, columns - 1, unicode, color).lines())
+            for snapshot, alerts in snapshots
+        )
         if self.once:
             print(text, flush=True)
         elif terminal:
@@ -69,24 +76,28 @@ class Output:
 
 
 def watch(histories: Sequence[History], interval_s: float, thresholds: Thresholds, output: Output) -> int:
-    """Look until every run has ended, or once; the exit code is that of the last look."""
+    """Show snapshots until every run has ended, or one with `output.once`; return the exit code of the last one."""
     if not (output.once or output.as_json) and sys.stdout.isatty():
         print("\x1b[2J", end="")
     while True:
-        looks = [Snapshot(history, interval_s, thresholds) for history in histories]
-        found = [(look, alerts(look)) for look in looks]
-        output.show(found)
-        if output.once or not any(look.state.is_open for look in looks):
-            return ExitCode.ALERT if any(alerts for _, alerts in found) else ExitCode.DONE
-        time.sleep(_pause_s(looks, interval_s))
+        snapshots = [Snapshot(history, interval_s, thresholds) for history in histories]
+        with_alerts = [(snapshot, alerts(snapshot)) for snapshot in snapshots]
+        output.show(with_alerts)
+        if output.once or not any(snapshot.state.is_active for snapshot in snapshots):
+            return ExitCode.ALERT if any(alerts for _, alerts in with_alerts) else ExitCode.DONE
+        time.sleep(_pause_s(snapshots, interval_s))
         for history in histories:
             history.refresh()
 
 
-def _pause_s(looks: Sequence[Snapshot], interval_s: float) -> float:
-    """To the next look: the interval, or less where a run would count as silent before."""
-    left = [look.patience_s - look.news_age_s for look in looks if look.state.is_open and look.news_age_s is not None]
-    return min([interval_s, *(seconds + _LATE_S for seconds in left if seconds > 0)])
+def _pause_s(snapshots: Sequence[Snapshot], interval_s: float) -> float:
+    """Return the seconds to the next snapshot: the interval, or less if a run would become silent before."""
+    until_silent = [
+        snapshot.stall_timeout_s - snapshot.news_age_s
+        for snapshot in snapshots
+        if snapshot.state.is_active and snapshot.news_age_s is not None
+    ]
+    return min([interval_s, *(seconds + _STALL_MARGIN_S for seconds in until_silent if seconds > 0)])
 
 
 def _thresholds(assignments: Sequence[str]) -> Thresholds:
@@ -95,14 +106,14 @@ def _thresholds(assignments: Sequence[str]) -> Thresholds:
     for assignment in assignments:
         if assignment.partition("=")[0] not in known:
             raise UsageError(
-                f"--threshold {shown(assignment)}: expected KEY=VALUE, KEY being one of {', '.join(known)}"
+                f"--threshold {short_repr(assignment)}: expected KEY=VALUE, KEY being one of {', '.join(known)}"
             )
         set_dotted(tree, assignment)
     return build(Thresholds, tree)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`mmldlm monitor`; lets `MmldlmError` pass."""
+    """Run `mmldlm monitor`; an `MmldlmError` propagates."""
     options = _parser().parse_args(argv)
     if not 0.1 <= options.interval <= 86_400:
         raise UsageError(f"--interval {options.interval:g}: expected 0.1 to 86400 seconds")

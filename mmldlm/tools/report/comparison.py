@@ -1,4 +1,4 @@
-"""Runs side by side: those that differ in their seed alone as one group, and each group against a baseline."""
+"""Comparison of runs: runs that differ only in their seed form a group, and each group is compared with a baseline."""
 
 from __future__ import annotations
 
@@ -9,150 +9,181 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmldlm.settings.fields import flatten
-from mmldlm.tools.report.ratio_interval import Ratio, Sample, ratio
-from mmldlm.tools.report.run_summary import Run, better
+from mmldlm.tools.report.ratio_interval import RatioEstimate, SeedStats, ratio_of_means
+from mmldlm.tools.report.run_summary import RunSummary, better_direction
 
-PER_RUN = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
+PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
 ABSENT = "(absent)"
 
-# What decides how a run went beside its config, by key of its start-up report.
-_SURROUNDINGS = ("engine", "world_size", "nodes", "optimizer", "attention", "compile", "git", "data_manifest")
-_FIRST = ("validation/", "quality/", "loss/")  # of the metrics, in this order
+# Keys of the start-up report that influence a run besides its config.
+_ENVIRONMENT_KEYS = ("engine", "world_size", "nodes", "optimizer", "attention", "compile", "git", "data_manifest")
+_FIRST_PREFIXES = ("validation/", "quality/", "loss/")  # metrics that are listed first, in this order
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs of one config, by the name of the first."""
+class RunGroup:
+    """Runs of one config, named after the first of them."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunSummary, ...]
 
     @property
     def name(self) -> str:
+        """Name of the first run."""
         return self.runs[0].name
 
     @property
     def title(self) -> str:
+        """Name of the first run and the number of the others."""
         return self.name if len(self.runs) == 1 else f"{self.name} and {len(self.runs) - 1} more"
 
     @property
-    def seeds(self) -> int:
+    def num_seeds(self) -> int:
+        """Number of different seeds."""
         return len(self.by_seed())
 
-    def by_seed(self) -> list[list[Run]]:
-        """Runs of equal seed, which are no independent samples, together."""
-        seeds: dict[str, list[Run]] = {}
+    def by_seed(self) -> list[list[RunSummary]]:
+        """Return one list of runs per seed, since runs of equal seed are not independent samples."""
+        seeds: dict[str, list[RunSummary]] = {}
         for run in self.runs:
             seeds.setdefault(f"of {run.path}" if run.seed is None else str(run.seed), []).append(run)
         return list(seeds.values())
 
 
 @dataclass(frozen=True)
-class Row:
-    """A metric of the baseline, and of each other group, by name, with its ratio to that."""
+class MetricComparison:
+    """One metric of the baseline and of other groups.
+
+    Attributes:
+        key: Tag of the metric.
+        baseline: Statistics of the baseline.
+        others: Per name of another group, its statistics and their ratio to the baseline.
+    """
 
     key: str
-    baseline: Sample
-    others: Mapping[str, tuple[Sample, Ratio]]
+    baseline: SeedStats
+    others: Mapping[str, tuple[SeedStats, RatioEstimate]]
 
     def verdict(self, name: str) -> Literal["better", "worse", ""]:
-        """Of group `name`, where the interval of its ratio leaves no doubt."""
-        sample, found = self.others[name]
-        wanted = better(self.key)
-        if not wanted or found.interval is None or found.interval[0] <= 1 <= found.interval[1]:
+        """Return whether group `name` is better or worse; "" if the interval of its ratio contains 1."""
+        stats, ratio = self.others[name]
+        direction = better_direction(self.key)
+        if not direction or ratio.interval is None or ratio.interval[0] <= 1 <= ratio.interval[1]:
             return ""
-        return "better" if (sample.mean > self.baseline.mean) == (wanted == "higher") else "worse"
+        return "better" if (stats.mean > self.baseline.mean) == (direction == "higher") else "worse"
 
 
-def grouped(runs: Sequence[Run], baseline: Run) -> list[Group]:
-    """The groups, that of `baseline` first and begun by it. A run whose config is not known is alone."""
-    found: dict[str, list[Run]] = {}
-    for run in [baseline, *(each for each in runs if each is not baseline)]:
-        shared = {key: value for key, value in run.config.items() if key not in PER_RUN}
+def group_runs(runs: Sequence[RunSummary], baseline: RunSummary) -> list[RunGroup]:
+    """Return the groups of `runs`, the first of which starts with `baseline`.
+
+    A run whose config is unknown forms a group of its own.
+    """
+    groups: dict[str, list[RunSummary]] = {}
+    for run in [baseline, *(other for other in runs if other is not baseline)]:
+        shared = {key: value for key, value in run.config.items() if key not in PER_RUN_SETTINGS}
         identity = json.dumps(shared, sort_keys=True, default=str) if shared else str(run.path)
-        found.setdefault(identity, []).append(run)
-    return [Group(tuple(each)) for each in found.values()]
+        groups.setdefault(identity, []).append(run)
+    return [RunGroup(tuple(members)) for members in groups.values()]
 
 
-def common_step(groups: Sequence[Group]) -> int:
-    """The last step that every run which has begun its curves has reached."""
+def common_step(groups: Sequence[RunGroup]) -> int:
+    """Return the last step that all runs with at least one record have reached."""
     return min((run.last_step for group in groups for run in group.runs if run.last_step), default=0)
 
 
-def compare(groups: Sequence[Group], until: int) -> list[Row]:
-    """Every merit that the baseline, the first group, has in common with another, over the steps up to `until`.
+def compare_groups(groups: Sequence[RunGroup], max_step: int) -> list[MetricComparison]:
+    """Compare every scored metric that the first group, the baseline, shares with another.
 
-    Evaluations are compared where they were made alike, at the same step.
+    Curves are compared over the steps up to `max_step`; evaluations only if they have the same settings and step.
     """
-    alike = [group for group in groups if _evaluated(group) and _evaluated(group) == _evaluated(groups[0])]
-    curves = [(group.name, _means(group, [_merits(run.values(until)) for run in group.runs])) for group in groups]
-    evaluations = [(group.name, _means(group, [_merits(run.evaluation) for run in group.runs])) for group in alike]
-    return _rows(curves) + _rows(evaluations)
+    comparable = [
+        group
+        for group in groups
+        if _evaluation_settings(group) and _evaluation_settings(group) == _evaluation_settings(groups[0])
+    ]
+    curves = [
+        (group.name, _seed_stats(group, [_scored_metrics(run.final_values(max_step)) for run in group.runs]))
+        for group in groups
+    ]
+    evaluations = [
+        (group.name, _seed_stats(group, [_scored_metrics(run.evaluation_metrics) for run in group.runs]))
+        for group in comparable
+    ]
+    return _compare_metrics(curves) + _compare_metrics(evaluations)
 
 
-def _rows(samples: Sequence[tuple[str, Mapping[str, Sample]]]) -> list[Row]:
-    """One of each metric that the first of named groups has in common with another."""
-    if not samples:
+def _compare_metrics(groups: Sequence[tuple[str, Mapping[str, SeedStats]]]) -> list[MetricComparison]:
+    """Compare each metric that the first of the (name, metrics) pairs shares with another."""
+    if not groups:
         return []
-    (_, own), *theirs = samples
-    rows = []
-    for key in sorted(own, key=_place):
-        found = {name: (each[key], ratio(each[key], own[key])) for name, each in theirs if key in each}
-        rows += [Row(key, own[key], found)] if found else []
-    return rows
+    (_, baseline), *others = groups
+    comparisons = []
+    for key in sorted(baseline, key=_sort_key):
+        shared = {
+            name: (metrics[key], ratio_of_means(metrics[key], baseline[key]))
+            for name, metrics in others
+            if key in metrics
+        }
+        comparisons += [MetricComparison(key, baseline[key], shared)] if shared else []
+    return comparisons
 
 
-def _place(key: str) -> tuple[int, bool]:
-    """Of a metric among the others, whose order is kept where this is equal."""
-    first = [prefix for prefix in _FIRST if key.startswith(prefix)]
-    return _FIRST.index(first[0]) if first else len(_FIRST), "/total" not in key
+def _sort_key(key: str) -> tuple[int, bool]:
+    """Return the rank of a metric; metrics of equal rank keep their order."""
+    prefixes = [prefix for prefix in _FIRST_PREFIXES if key.startswith(prefix)]
+    return _FIRST_PREFIXES.index(prefixes[0]) if prefixes else len(_FIRST_PREFIXES), "/total" not in key
 
 
-def _merits(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if better(key)}
+def _scored_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if better_direction(key)}
 
 
-def _evaluated(group: Group) -> dict[str, Any] | None:
-    """How the evaluations of a group were made; None where they were not, or not all alike."""
-    found = [run.evaluated for run in group.runs if run.evaluation]
-    return found[0] if found and all(each == found[0] for each in found) else None
+def _evaluation_settings(group: RunGroup) -> dict[str, Any] | None:
+    """Return the evaluation settings of a group; None if it has no evaluation or its runs disagree."""
+    settings = [run.evaluation_settings for run in group.runs if run.evaluation_metrics]
+    return settings[0] if settings and all(other == settings[0] for other in settings) else None
 
 
-def _means(group: Group, values: Sequence[Mapping[str, float]]) -> dict[str, Sample]:
-    """A sample of each key over the seeds of a group; `values` has those of each of its runs."""
-    of_run = dict(zip((run.path for run in group.runs), values, strict=True))
-    keys = dict.fromkeys(key for each in values for key in each)
-    found = {}
+def _seed_stats(group: RunGroup, values: Sequence[Mapping[str, float]]) -> dict[str, SeedStats]:
+    """Return the statistics of each key over the seeds of a group; `values` has one mapping per run."""
+    values_by_path = dict(zip((run.path for run in group.runs), values, strict=True))
+    keys = dict.fromkeys(key for run_values in values for key in run_values)
+    stats = {}
     for key in keys:
-        of_seeds = [[of_run[run.path][key] for run in runs if key in of_run[run.path]] for runs in group.by_seed()]
-        found[key] = Sample.of([statistics.fmean(each) for each in of_seeds if each])
-    return found
+        per_seed = [
+            [values_by_path[run.path][key] for run in runs if key in values_by_path[run.path]]
+            for runs in group.by_seed()
+        ]
+        stats[key] = SeedStats.from_values([statistics.fmean(seed_values) for seed_values in per_seed if seed_values])
+    return stats
 
 
-def config_differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """By key, the value in each group, of settings in which groups differ; those of one run each aside."""
-    return _differing([{k: v for k, v in group.runs[0].config.items() if k not in PER_RUN} for group in groups])
+def config_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
+    """Return the settings in which groups differ, as key -> value per group, without `PER_RUN_SETTINGS`."""
+    return _differing(
+        [{k: v for k, v in group.runs[0].config.items() if k not in PER_RUN_SETTINGS} for group in groups]
+    )
 
 
-def surroundings_differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """The same of engine, processes, versions and data, by the latest start of each group's first run."""
-    return _differing([_surroundings(group.runs[0]) for group in groups])
+def environment_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
+    """Return the differences in engine, processes, versions and data, by the latest start of each group's first run."""
+    return _differing([_environment(group.runs[0]) for group in groups])
 
 
-def _surroundings(run: Run) -> dict[str, Any]:
+def _environment(run: RunSummary) -> dict[str, Any]:
     report = run.history.startup
     versions = report.get("versions")
-    kept: dict[str, Any] = {key: report[key] for key in _SURROUNDINGS if key in report}
-    return flatten({**kept, "versions": versions} if isinstance(versions, Mapping) else kept)
+    environment: dict[str, Any] = {key: report[key] for key in _ENVIRONMENT_KEYS if key in report}
+    return flatten({**environment, "versions": versions} if isinstance(versions, Mapping) else environment)
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    known = [each for each in settings if each]
+    known = [values for values in settings if values]
     if len(known) < 2:
         return {}
-    keys = dict.fromkeys(key for each in known for key in each)
-    rows = {key: [each.get(key, ABSENT) if each else "(unknown)" for each in settings] for key in keys}
+    keys = dict.fromkeys(key for values in known for key in values)
+    rows = {key: [values.get(key, ABSENT) if values else "(unknown)" for values in settings] for key in keys}
     return {
         key: row
         for key, row in rows.items()
-        if any(each.get(key, ABSENT) != known[0].get(key, ABSENT) for each in known)
+        if any(values.get(key, ABSENT) != known[0].get(key, ABSENT) for values in known)
     }

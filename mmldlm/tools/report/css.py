@@ -1,4 +1,4 @@
-"""The look of a report, light and dark."""
+"""Style sheet of a report, light and dark."""
 
 STYLE = """
 :root {

@@ -1,4 +1,4 @@
-"""The figures of a report, by matplotlib: each as a PNG, and as an SVG whose colors are those of the page."""
+"""Figures of a report, drawn with matplotlib: each as a PNG and as an SVG that uses the color variables of the page."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 
 from mmldlm.errors import UsageError
 from mmldlm.tools.history.run_history import Series
-from mmldlm.tools.report.comparison import Group
-from mmldlm.tools.report.run_summary import MEASURED, EventKind, Run, is_control
-from mmldlm.utils.short_repr import cut
+from mmldlm.tools.report.comparison import RunGroup
+from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, EventKind, RunSummary, is_metric_baseline
+from mmldlm.utils.short_repr import truncate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colors of the PNGs, which an SVG has as variables of the page, and their words there.
+# Colors of the PNGs, and the CSS variables of the page that replace them in the SVGs.
 COLORS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a4fd8", "#7a5145")
 INK, SOFT, GRID, BAD = "#1f2933", "#65717e", "#e1e6eb", "#c81e3a"
-VARIABLES = {INK: "ink", SOFT: "soft", GRID: "line", BAD: "bad"} | {c: f"run{i}" for i, c in enumerate(COLORS)}
+CSS_VARIABLES = {INK: "ink", SOFT: "soft", GRID: "line", BAD: "bad"} | {c: f"run{i}" for i, c in enumerate(COLORS)}
 
-MARKS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, word
+EVENT_MARKERS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, label
     "checkpoint": ("|", 7, "checkpoint"),
     "resume": ("^", 6, "resumed"),
     "micro_batch": ("v", 6, "micro-batch halved"),
@@ -35,13 +35,13 @@ MARKS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, word
     "stop": ("s", 5.5, "stopped"),
     "failure": ("X", 9, "failed or killed"),
 }
-TITLES = {
+PANEL_TITLES = {
     "speed/tokens_per_s": "tokens per second",
     "speed/samples_per_s": "samples per second",
     "speed/tflops_per_s": "useful TFLOPs per second",
     "speed/mfu": "MFU: useful FLOPs over the device's peak",
-    "speed/step_s": "seconds a step",
-    "speed/data_wait_s": "seconds a step waits for data",
+    "speed/step_s": "seconds per step",
+    "speed/data_wait_s": "seconds per step waiting for data",
     "speed/cores_of_others": "cores that other processes keep busy",
     "memory/resident_mib": "resident memory, MiB",
     "memory/cuda_allocated_mib": "CUDA memory allocated, MiB",
@@ -51,16 +51,18 @@ TITLES = {
     "optim/loss_scale": "loss scale of fp16",
     "health/skipped_steps": "skipped steps so far",
 }
-_OF_ONE_MODE = ("_l2t", "_t2l", "_joint")  # ends of the names of losses
-_LOGARITHMIC = ("optim/grad_norm", "optim/loss_scale")
-_MOST_PANELS = 12
-_MOST_MARKS = 200  # of one kind on one curve
-_DPI = 150  # of PNGs
-_POINTS, _FEW_POINTS = 60, 40  # of a curve that are drawn as they are; longer ones are cut into parts
-_CROWD = 3  # curves in one panel above which they are drawn with few points and without their spread
-_LONGEST_LABEL = 48
+_MODE_SUFFIXES = ("_l2t", "_t2l", "_joint")  # of the names of losses of one mode
+_LOG_SCALE_TAGS = ("optim/grad_norm", "optim/loss_scale")
+_MAX_PANELS = 12
+_MAX_MARKERS = 200  # per kind of event and curve
+_PNG_DPI = 150
+_MAX_UNBINNED_POINTS = 60  # longer curves are binned
+_MIN_BINS = 40
+_MAX_BINS = 200
+_MAX_DETAILED_RUNS = 3  # with more runs, curves have `_MIN_BINS` bins and no spread
+_MAX_LABEL_LENGTH = 48
 
-_SETTINGS: Any = {
+_RC_PARAMS: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -88,110 +90,118 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; a tag that no run has is left out."""
+    """One pair of axes; a tag that a run lacks is not drawn.
+
+    Attributes:
+        title: Title of the panel.
+        train_tag: Tag in training records, or "".
+        held_out_tag: Tag in records of held-out documents, or "".
+        log_scale: Logarithmic y-axis.
+        from_zero: The y-axis starts at 0.
+    """
 
     title: str
-    train: str = ""  # tag of training records
-    validation: str = ""  # tag of records of what is measured on held-out documents
-    logarithmic: bool = False
+    train_tag: str = ""
+    held_out_tag: str = ""
+    log_scale: bool = False
     from_zero: bool = False
 
 
 @dataclass(frozen=True)
-class Drawing:
-    name: str  # of the file, without its ending
+class RenderedFigure:
+    """A figure as SVG. `name` is the file name of its PNG without the suffix."""
+
+    name: str
     title: str
-    about: str
+    caption: str
     svg: str
-    left_out: Sequence[str] = ()
+    omitted_panels: Sequence[str] = ()
 
 
 def require_matplotlib() -> None:
-    """UsageError where it is not installed."""
+    """Raise UsageError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UsageError("the report needs matplotlib: pip install mmldlm[report]") from None
 
 
-def draw(groups: Sequence[Group], folder: Path) -> list[Drawing]:
-    """All figures that the runs have numbers for; PNGs into `folder`."""
+def draw_figures(groups: Sequence[RunGroup], folder: Path) -> list[RenderedFigure]:
+    """Draw all figures for which the runs have data, and write their PNGs into `folder`."""
     import matplotlib
 
-    drawings = []
-    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+    figures = []
+    with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # in the name of a run
-        for name, title, about, panels in plan([run for group in groups for run in group.runs]):
+        for name, title, caption, panels in plan_figures([run for group in groups for run in group.runs]):
             if not panels:
                 continue
-            drawn = figure(groups, panels[:_MOST_PANELS])
-            _write_png(drawn, folder / f"{name}.png")
-            drawings.append(Drawing(name, title, about, _svg(drawn, name), [p.title for p in panels[_MOST_PANELS:]]))
-    return drawings
+            figure = build_figure(groups, panels[:_MAX_PANELS])
+            _write_png(figure, folder / f"{name}.png")
+            omitted = [panel.title for panel in panels[_MAX_PANELS:]]
+            figures.append(RenderedFigure(name, title, caption, _render_svg(figure, name), omitted))
+    return figures
 
 
-def plan(runs: Sequence[Run]) -> list[tuple[str, str, str, list[Panel]]]:
-    """(name, title, about, panels) of each figure, by the tags that the runs have."""
+def plan_figures(runs: Sequence[RunSummary]) -> list[tuple[str, str, str, list[Panel]]]:
+    """Return (name, title, caption, panels) of each figure, from the tags that the runs have."""
     train = dict.fromkeys(tag for run in runs for tag in run.history.tags("train"))
-    validation = dict.fromkeys(tag for run in runs for tag in run.history.tags(*MEASURED))
+    held_out = dict.fromkeys(tag for run in runs for tag in run.history.tags(*HELD_OUT_KINDS))
     names = dict.fromkeys(
         [tag.removeprefix("loss/") for tag in train if tag.startswith("loss/")]
-        + [tag.removeprefix("validation/") for tag in validation if not is_control(tag)]
+        + [tag.removeprefix("validation/") for tag in held_out if not is_metric_baseline(tag)]
     )
-    whole = [name for name in names if "/" not in name and not name.endswith(_OF_ONE_MODE)]
+    all_modes = [name for name in names if "/" not in name and not name.endswith(_MODE_SUFFIXES)]
     first = ("total", "text", "latent", "length")
-    whole.sort(key=lambda name: first.index(name) if name in first else len(first))
+    all_modes.sort(key=lambda name: first.index(name) if name in first else len(first))
 
-    def losses(chosen: Sequence[str]) -> list[Panel]:
-        found = []
-        for name in chosen:
-            measured = name if name in validation else f"validation/{name}"
-            found.append(
-                Panel(
-                    _loss_title(name), f"loss/{name}" * (f"loss/{name}" in train), measured * (measured in validation)
-                )
-            )
-        return found
+    def loss_panels(losses: Sequence[str]) -> list[Panel]:
+        panels = []
+        for name in losses:
+            train_tag = f"loss/{name}" if f"loss/{name}" in train else ""
+            held_out_tag = name if name in held_out else f"validation/{name}"  # quality/... is a full tag already
+            panels.append(Panel(_loss_title(name), train_tag, held_out_tag if held_out_tag in held_out else ""))
+        return panels
 
-    def each(prefix: str, from_zero: bool) -> list[Panel]:
+    def tag_panels(prefix: str, from_zero: bool) -> list[Panel]:
         return [
-            Panel(TITLES.get(tag, tag), tag, logarithmic=tag in _LOGARITHMIC, from_zero=from_zero)
+            Panel(PANEL_TITLES.get(tag, tag), tag, log_scale=tag in _LOG_SCALE_TAGS, from_zero=from_zero)
             for tag in train
             if tag.startswith(prefix)
         ]
 
     return [
-        ("loss", "Loss", "Solid: training. Dashed, with dots: validation.", losses(whole)),
+        ("loss", "Loss", "Solid: training. Dashed, with dots: validation.", loss_panels(all_modes)),
         (
             "quality",
             "Quality",
-            "What is measured on held-out documents, beside the training loss of the same mode where there is one.",
-            losses([name for name in names if name not in whole]),
+            "Metrics on held-out documents, with the training loss of the same mode if there is one.",
+            loss_panels([name for name in names if name not in all_modes]),
         ),
-        ("speed", "Speed", "", each("speed/", True)),
-        ("memory", "Memory", "Of the process of rank 0.", each("memory/", True)),
-        ("optimizer", "Learning rate and gradients", "", each("optim/", False) + each("health/", True)),
+        ("speed", "Speed", "", tag_panels("speed/", True)),
+        ("memory", "Memory", "Memory of rank 0's process.", tag_panels("memory/", True)),
+        ("optimizer", "Learning rate and gradients", "", tag_panels("optim/", False) + tag_panels("health/", True)),
     ]
 
 
 def _loss_title(name: str) -> str:
     if name.startswith("quality/"):
         return name.removeprefix("quality/").replace("_", " ")
-    what, _, mode = name.partition("_") if name.endswith(_OF_ONE_MODE) else (name, "", "")
-    return f"{what} loss, {mode}" if mode else name if "/" in name else f"{name} loss"
+    loss, _, mode = name.partition("_") if name.endswith(_MODE_SUFFIXES) else (name, "", "")
+    return f"{loss} loss, {mode}" if mode else name if "/" in name else f"{name} loss"
 
 
-def figure(groups: Sequence[Group], panels: Sequence[Panel]) -> Figure:
-    """All runs in each panel, with a color a group, and what happened to them as marks on their curves."""
+def build_figure(groups: Sequence[RunGroup], panels: Sequence[Panel]) -> Figure:
+    """Draw all runs into each panel, one color per group, with their events as markers on the curves."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     columns = len(panels) if len(panels) < 4 else 2 if len(panels) == 4 else 3
     rows = -(-len(panels) // columns)
-    drawn = Figure(figsize=(10, 0.9 + 2.5 * rows), layout="constrained")
-    axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
+    figure = Figure(figsize=(10, 0.9 + 2.5 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     marked: set[EventKind] = set()
-    crowded = sum(len(group.runs) for group in groups) > _CROWD
+    crowded = sum(len(group.runs) for group in groups) > _MAX_DETAILED_RUNS
     for axis, panel in zip(axes, panels, strict=False):
         for index, group in enumerate(groups):
             for run in group.runs:
@@ -200,49 +210,50 @@ def figure(groups: Sequence[Group], panels: Sequence[Panel]) -> Figure:
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2.5) for i in range(len(groups))]
-    drawn.legend(handles, [_label(group.title) for group in groups], loc="outside upper left", ncols=3)
+    figure.legend(handles, [_label(group.title) for group in groups], loc="outside upper left", ncols=3)
     if marked:
-        kinds = [kind for kind in MARKS if kind in marked]
-        handles = [
-            Line2D([], [], color=_mark_color(kind, INK), marker=MARKS[kind][0], markersize=MARKS[kind][1], linestyle="")
-            for kind in kinds
-        ]
-        drawn.legend(handles, [MARKS[kind][2] for kind in kinds], loc="outside lower left", ncols=6, labelcolor=SOFT)
-    return drawn
+        kinds = [kind for kind in EVENT_MARKERS if kind in marked]
+        handles = []
+        for kind in kinds:
+            marker, size, _ = EVENT_MARKERS[kind]
+            color = _marker_color(kind, INK)
+            handles.append(Line2D([], [], color=color, marker=marker, markersize=size, linestyle=""))
+        labels = [EVENT_MARKERS[kind][2] for kind in kinds]
+        figure.legend(handles, labels, loc="outside lower left", ncols=6, labelcolor=SOFT)
+    return figure
 
 
-def _draw_run(axis: Axes, panel: Panel, run: Run, color: str, crowded: bool) -> set[EventKind]:
-    """The curves of a run, and what happened to it on them; returns the kinds of events that are marked."""
+def _draw_run(axis: Axes, panel: Panel, run: RunSummary, color: str, crowded: bool) -> set[EventKind]:
+    """Draw the curves of a run with its events; return the kinds of events that were drawn."""
     width = 1.0 if crowded else 1.6
-    train, measured = run.curve(panel.train, "train"), run.curve(panel.validation, *MEASURED)
+    train, held_out = run.curve(panel.train_tag, "train"), run.curve(panel.held_out_tag, *HELD_OUT_KINDS)
     if train.steps:
-        steps, middle, low, high = binned(train, _FEW_POINTS if crowded else 200)
-        axis.plot(steps, middle, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
+        steps, mean, low, high = bin_series(train, _MIN_BINS if crowded else _MAX_BINS)
+        axis.plot(steps, mean, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
         if len(steps) < len(train.steps) and not crowded:
             axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-    if measured.steps:
-        dots = "o" if len(measured.steps) <= _POINTS else ""
+    if held_out.steps:
         axis.plot(
-            measured.steps,
-            measured.values,
+            held_out.steps,
+            held_out.values,
             color=color,
             linewidth=width,
             linestyle=(0, (4, 2)),
-            marker=dots,
+            marker="o" if len(held_out.steps) <= _MAX_UNBINNED_POINTS else "",
             markersize=3.5,
         )
     if not train.steps:
         return set()
     marked: set[EventKind] = set()
-    for kind, (marker, size, _) in MARKS.items():
-        at = [event.step for event in run.events if event.kind == kind]
-        at = at[:: -(-len(at) // _MOST_MARKS)] if at else at
-        if at:
+    for kind, (marker, size, _) in EVENT_MARKERS.items():
+        event_steps = [event.step for event in run.events if event.kind == kind]
+        event_steps = event_steps[:: -(-len(event_steps) // _MAX_MARKERS)] if event_steps else event_steps
+        if event_steps:
             marked.add(kind)
             axis.plot(
-                at,
-                np.interp(at, steps, middle),
-                color=_mark_color(kind, color),
+                event_steps,
+                np.interp(event_steps, steps, mean),
+                color=_marker_color(kind, color),
                 linestyle="",
                 marker=marker,
                 markersize=size,
@@ -259,7 +270,7 @@ def _finish(axis: Axes, panel: Panel) -> None:
     axis.set_title(panel.title)
     axis.set_xlabel("step")
     axis.margins(x=0.02)
-    if panel.logarithmic:
+    if panel.log_scale:
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(_plain_number)
@@ -272,36 +283,47 @@ def _plain_number(value: float, _: Any) -> str:
     return f"{value:g}"
 
 
-def _mark_color(kind: EventKind, color: str) -> str:
+def _marker_color(kind: EventKind, color: str) -> str:
     return BAD if kind in ("skip", "failure") else color
 
 
 def _label(name: str) -> str:
-    return cut(f" {name}" if name.startswith("_") else name, _LONGEST_LABEL)  # matplotlib hides those that begin so
+    # matplotlib leaves labels that start with an underscore out of the legend.
+    return truncate(f" {name}" if name.startswith("_") else name, _MAX_LABEL_LENGTH)
 
 
-def binned(series: Series, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(step, mean, lowest, highest) of consecutive parts of a curve, at most so many, of about 8 records each."""
+def bin_series(series: Series, max_bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bin a curve into consecutive parts of about 8 records; short curves keep one bin per record.
+
+    Args:
+        series: The curve.
+        max_bins: Maximum number of bins.
+
+    Returns:
+        Mean step, mean value, lowest value and highest value of each bin, as arrays of shape [bins].
+    """
     count = len(series.steps)
-    parts = count if count <= min(_POINTS, most) else min(max(count // 8, _FEW_POINTS), most)
-    steps, values = (np.array_split(np.asarray(each, float), parts) for each in (series.steps, series.values))
-    middle = np.array([part.mean() for part in values])
+    num_bins = count
+    if count > min(_MAX_UNBINNED_POINTS, max_bins):
+        num_bins = min(max(count // 8, _MIN_BINS), max_bins)
+    steps, values = (np.array_split(np.asarray(data, float), num_bins) for data in (series.steps, series.values))
+    mean = np.array([part.mean() for part in values])
     low, high = np.array([part.min() for part in values]), np.array([part.max() for part in values])
-    return np.array([part.mean() for part in steps]), middle, low, high
+    return np.array([part.mean() for part in steps]), mean, low, high
 
 
 def _write_png(figure: Figure, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure.set_dpi(_DPI)
+    figure.set_dpi(_PNG_DPI)
     file = io.BytesIO()
     FigureCanvasAgg(figure).print_png(file)  # savefig would draw everything twice
-    figure.set_layout_engine("none")  # it is laid out now
+    figure.set_layout_engine("none")  # drawing has computed the layout; keep it for the SVG
     path.write_bytes(file.getvalue())
 
 
-def _svg(figure: Figure, name: str) -> str:
-    """An <svg> for the middle of a page: no address in it, ids of its own, colors by variables of the page."""
+def _render_svg(figure: Figure, name: str) -> str:
+    """Return an <svg> to embed in the page: without URLs, with unique ids and the color variables of the page."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     figure.patch.set_alpha(0)
@@ -309,14 +331,15 @@ def _svg(figure: Figure, name: str) -> str:
     FigureCanvasSVG(figure).print_svg(file)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r"<[^>]*>", lambda tag: _of_page(tag[0], name), text)  # what is no tag are names of runs
+    # Only tags are rewritten: the text between them has names of runs.
+    return re.sub(r"<[^>]*>", lambda tag: _rewrite_tag(tag[0], name), text)
 
 
-def _of_page(tag: str, name: str) -> str:
+def _rewrite_tag(tag: str, name: str) -> str:
     tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag)
     if tag.startswith("<svg"):
         tag = re.sub(r' (width|height)="[^"]*"', "", tag)  # as wide as the page
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", tag)
-    for color, variable in VARIABLES.items():
+    for color, variable in CSS_VARIABLES.items():
         tag = tag.replace(color, f"var(--{variable})")
     return tag

@@ -1,4 +1,4 @@
-"""What a run came to: its final values, each by a rule of its group, and what happened to it."""
+"""Summary of one run: the final value of each curve, by the rule of its group, and its events."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from typing import Any, Literal
 
 from mmldlm.settings.fields import flatten
 from mmldlm.tools.history.run_history import History, Series
-from mmldlm.tools.history.run_status import State, read_json
+from mmldlm.tools.history.run_status import RunState, read_json
 
-TAIL = 0.1  # share of the steps over which a training loss is averaged
+TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
 EventKind = Literal["start", "resume", "skip", "checkpoint", "micro_batch", "stop", "finish", "failure"]
 
-MEASURED = ("validation", "quality")  # the kinds of records of what is measured on held-out documents
+HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
 
-# Keys of evaluation.json that say how it was measured, and others that are no measurement.
-_HOW_EVALUATED = ("step", "weights", "split", "samples", "texts", "times", "seed")
-_NO_METRIC = (*_HOW_EVALUATED, "batch", "documents")
-_CONTROLS = (
+# Keys of evaluation.json that describe the evaluation, and other keys that are not metrics.
+_EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed")
+_NON_METRICS = (*_EVALUATION_SETTINGS, "batch", "documents")
+# Substrings of keys: baselines of other metrics, metrics where higher is better, and metrics where lower is better.
+_METRIC_BASELINES = (
     *("control", "shuffled", "mean_latent", "chance", "unigram", "_true", "_noise"),
     *("standard_error", "texts", "candidates", "_needed"),
 )
-_HIGHER = (
+_HIGHER_IS_BETTER = (
     "accuracy",
     "bleu",
     "chrf",
@@ -42,7 +43,7 @@ _HIGHER = (
     "flops_per_s",
     "mfu",
 )
-_LOWER = (
+_LOWER_IS_BETTER = (
     "loss",
     "validation",
     "bits_per",
@@ -56,11 +57,11 @@ _LOWER = (
     "median_rank",
 )
 
-Better = Literal["higher", "lower", ""]
+Direction = Literal["higher", "lower", ""]
 
 
 def _tail_mean(series: Series) -> float:
-    begin = (1 - TAIL) * series.steps[-1]
+    begin = (1 - TAIL_FRACTION) * series.steps[-1]
     values = [value for step, value in zip(series.steps, series.values, strict=True) if step > begin]
     return statistics.fmean(values)
 
@@ -69,11 +70,11 @@ def _last(series: Series) -> float:
     return series.values[-1]
 
 
-# By group of tags: the kinds of records, what stands for the whole series, and that in words.
-RULES: dict[str, tuple[tuple[str, ...], Callable[[Series], float], str]] = {
+# Per tag prefix: kinds of records, function that reduces the series to one value, and its description.
+SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Series], float], str]] = {
     "loss/": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
-    "validation/": (MEASURED, _last, "last validation"),
-    "quality/": (MEASURED, _last, "last measurement of what the run generates"),
+    "validation/": (HELD_OUT_KINDS, _last, "last validation"),
+    "quality/": (HELD_OUT_KINDS, _last, "last measurement of what the run generates"),
     "speed/": (("train",), lambda series: statistics.median(series.values), "median of the training records"),
     "memory/": (("train",), lambda series: max(series.values), "highest of the training records, of rank 0"),
     "data/": (("train",), _last, "last training record"),
@@ -82,114 +83,123 @@ RULES: dict[str, tuple[tuple[str, ...], Callable[[Series], float], str]] = {
 BEST = "validation/total/best"
 BEST_RULE = "lowest validation/total"
 EVALUATION = "evaluation/"
-EVALUATION_RULE = "evaluation.json, as mmldlm evaluate wrote it"
+EVALUATION_RULE = "evaluation.json, as written by mmldlm evaluate"
 
 
-def better(key: str) -> Better:
-    """Which values of a metric are the better ones; "" where none are, as of a control."""
-    if is_control(key):
+def better_direction(key: str) -> Direction:
+    """Return which values of a metric are better; "" for metrics that are not scored, such as baselines."""
+    if is_metric_baseline(key):
         return ""
-    if any(word in key for word in _HIGHER):
+    if any(part in key for part in _HIGHER_IS_BETTER):
         return "higher"
-    return "lower" if any(word in key for word in _LOWER) else ""
+    return "lower" if any(part in key for part in _LOWER_IS_BETTER) else ""
 
 
-def is_control(key: str) -> bool:
-    """Whether a metric is there for others to be held against."""
-    return key.startswith((EVALUATION, "quality/")) and any(word in key for word in _CONTROLS)
+def is_metric_baseline(key: str) -> bool:
+    """Return whether `key` only serves to judge other metrics, as a baseline, standard error or count does."""
+    return key.startswith((EVALUATION, "quality/")) and any(part in key for part in _METRIC_BASELINES)
 
 
 @dataclass(frozen=True)
 class Event:
+    """An event of a run, at `time` in Unix seconds."""
+
     kind: EventKind
     step: int
-    time: float  # unix seconds
+    time: float
     text: str
 
 
-class Run:
-    """A run as its folder showed it at one moment."""
+class RunSummary:
+    """Snapshot of a run, read from its folder.
+
+    Raises:
+        DataError: `path` is not a run folder.
+    """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.history = History.read(path)
         self.name = self.history.name
         self._curves: dict[tuple[str, ...], Series] = {}
-        # Between two records there may be a validation and a save.
-        usual = (self.history.step_s or 0.0) * self.history.steps_between
-        self.state: State = self.history.state(patience_s=max(600.0, 10 * usual))
+        # There may be a validation and a save between two records.
+        record_interval_s = (self.history.step_s or 0.0) * self.history.steps_per_record
+        self.state: RunState = self.history.state(stall_timeout_s=max(600.0, 10 * record_interval_s))
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """By dotted key; empty where the run's file is missing or being written."""
+        """Settings by dotted key; empty if the file is missing or still being written."""
         return flatten(self.history.config)
 
     @property
     def seed(self) -> int | None:
+        """`run.seed`; None if the config is unknown."""
         return self.config.get("run.seed")
 
     @property
     def last_step(self) -> int:
-        """Of the curves."""
-        steps = [record["step"] for record in self.history.of("train", *MEASURED)]
+        """Last step with a training or validation record."""
+        steps = [record["step"] for record in self.history.by_kind("train", *HELD_OUT_KINDS)]
         return max(steps, default=0)
 
     @cached_property
-    def seconds(self) -> float:
-        """Between the first and the last record of each of its sessions, summed up."""
-        total, began, last = 0.0, None, 0.0
+    def duration_s(self) -> float:
+        """Sum over sessions of the seconds between the first and the last record."""
+        total, session_start, last = 0.0, None, 0.0
         for record in self.history.records:
-            if record["kind"] in ("start", "resume") or began is None:
-                total += last - began if began is not None else 0.0
-                began = record["time"]
+            if record["kind"] in ("start", "resume") or session_start is None:
+                total += last - session_start if session_start is not None else 0.0
+                session_start = record["time"]
             last = record["time"]
-        return total + (last - began if began is not None else 0.0)
+        return total + (last - session_start if session_start is not None else 0.0)
 
     # --- values -----------------------------------------------------------------------------------------------
 
-    def curve(self, tag: str, *kinds: str, until: float = math.inf) -> Series:
-        """The finite values of `tag` in records of `kinds` up to step `until`."""
+    def curve(self, tag: str, *kinds: str, max_step: float = math.inf) -> Series:
+        """Return the finite values of `tag` in records of `kinds` up to `max_step`."""
         key = (tag, *kinds)
         if key not in self._curves:
             steps, values, times = series = self.history.series(tag, *kinds)
-            kept = [index for index, value in enumerate(series.values) if math.isfinite(value)]
-            self._curves[key] = Series([steps[i] for i in kept], [values[i] for i in kept], [times[i] for i in kept])
-        whole = self._curves[key]
-        end = bisect_right(whole.steps, until)
-        return Series(whole.steps[:end], whole.values[:end], whole.times[:end])
+            finite = [index for index, value in enumerate(series.values) if math.isfinite(value)]
+            self._curves[key] = Series(
+                [steps[i] for i in finite], [values[i] for i in finite], [times[i] for i in finite]
+            )
+        curve = self._curves[key]
+        end = bisect_right(curve.steps, max_step)
+        return Series(curve.steps[:end], curve.values[:end], curve.times[:end])
 
-    def values(self, until: float = math.inf) -> dict[str, float]:
-        """What stands for each curve up to step `until`, by tag."""
-        found: dict[str, float] = {}
-        for group, (kinds, rule, _) in RULES.items():
+    def final_values(self, max_step: float = math.inf) -> dict[str, float]:
+        """Return the value of each curve at `max_step` by `SUMMARY_RULES`, by tag."""
+        result: dict[str, float] = {}
+        for prefix, (kinds, reduce, _) in SUMMARY_RULES.items():
             for tag in self.history.tags(*kinds):
-                if tag.startswith(group) and (series := self.curve(tag, *kinds, until=until)).steps:
-                    found[tag] = rule(series)
+                if tag.startswith(prefix) and (series := self.curve(tag, *kinds, max_step=max_step)).steps:
+                    result[tag] = reduce(series)
                     if tag == "validation/total":
-                        found[BEST] = min(series.values)
-        return found
+                        result[BEST] = min(series.values)
+        return result
 
     @cached_property
-    def evaluation(self) -> dict[str, float]:
-        """The numbers of evaluation.json by dotted key; empty where there is none."""
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Finite numbers of evaluation.json by dotted key, prefixed `evaluation/`; empty without the file."""
         numbers = {
             key: float(value)
             for key, value in flatten(self._evaluation).items()
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         }
-        return {EVALUATION + key: value for key, value in numbers.items() if key not in _NO_METRIC}
+        return {EVALUATION + key: value for key, value in numbers.items() if key not in _NON_METRICS}
 
     @cached_property
-    def evaluated(self) -> dict[str, Any]:
-        """How that was measured: two evaluations can be compared where this is equal."""
-        return {key: self._evaluation[key] for key in _HOW_EVALUATED if key in self._evaluation}
+    def evaluation_settings(self) -> dict[str, Any]:
+        """Settings of the evaluation; two evaluations are comparable if these are equal."""
+        return {key: self._evaluation[key] for key in _EVALUATION_SETTINGS if key in self._evaluation}
 
     @property
-    def texts(self) -> list[Any]:
-        """Texts and what was written from their latents, of evaluation.json."""
+    def generated_texts(self) -> list[Any]:
+        """Samples of evaluation.json: held-out texts and the texts generated from their latents."""
         l2t = self._evaluation.get("l2t")
-        found = l2t.get("samples") if isinstance(l2t, Mapping) else None
-        return found if isinstance(found, list) else []
+        samples = l2t.get("samples") if isinstance(l2t, Mapping) else None
+        return samples if isinstance(samples, list) else []
 
     @cached_property
     def _evaluation(self) -> Mapping[str, Any]:
@@ -199,35 +209,37 @@ class Run:
 
     @cached_property
     def events(self) -> list[Event]:
-        """What happened, in order; of a run that broke off, with how."""
-        found = [event for record in self.history.records if (event := _event(record)) is not None]
+        """Events in order; a failed or killed run ends with an event of kind `failure`."""
+        events = [event for record in self.history.records if (event := _event(record)) is not None]
         if self.state.name in ("failed", "killed"):
-            words, last = self.history.exits[:1], self.history.last()
-            step = words[0].step if words else self.history.step
-            when = words[0].time if words else (last["time"] if last else math.nan)
+            exit_reports, last = self.history.exits[:1], self.history.last()
+            step = exit_reports[0].step if exit_reports else self.history.step
+            time = exit_reports[0].time if exit_reports else (last["time"] if last else math.nan)
             code = f" (exit code {self.state.code})" if self.state.code is not None else ""
-            found.append(Event("failure", step, when, f"{self.state.cause}{code}"))
-        return found
+            events.append(Event("failure", step, time, f"{self.state.cause}{code}"))
+        return events
 
 
 def _event(record: Mapping[str, Any]) -> Event | None:
-    kind, step, when = record["kind"], record["step"], record["time"]
+    kind, step, time = record["kind"], record["step"], record["time"]
     get = record.get
     if kind in ("start", "resume"):
         processes = get("world_size", "?")
         text = f"{get('engine', 'unknown engine')}, {processes} process{'es' * (processes != 1)}"
-        return Event(kind, step, when, text + (f" of steps up to {get('total_steps')}" if get("total_steps") else ""))
+        return Event(kind, step, time, text + (f" of steps up to {get('total_steps')}" if get("total_steps") else ""))
     if kind == "skip":
         norm = get("optim/grad_norm")
-        found = f", gradient norm {norm:.4g}" if isinstance(norm, int | float) and math.isfinite(norm) else ""
-        return Event("skip", step, when, f"step left out, reason: {get('reason', 'unknown')}{found}")
+        norm_text = f", gradient norm {norm:.4g}" if isinstance(norm, int | float) and math.isfinite(norm) else ""
+        return Event("skip", step, time, f"step skipped, reason: {get('reason', 'unknown')}{norm_text}")
     if kind == "checkpoint":
         stall = get("stall_s")
-        waited = f", training waited {stall:.2g} s" if isinstance(stall, int | float) else ""
-        return Event("checkpoint", step, when, f"{Path(str(get('path', ''))).name}{waited}")
+        stall_text = f", training waited {stall:.2g} s" if isinstance(stall, int | float) else ""
+        return Event("checkpoint", step, time, f"{Path(str(get('path', ''))).name}{stall_text}")
     if kind == "micro_batch":
-        return Event("micro_batch", step, when, f"out of memory: {get('before')} -> {get('micro_batch_size')} samples")
+        return Event("micro_batch", step, time, f"out of memory: {get('before')} -> {get('micro_batch_size')} samples")
     if kind == "end":
-        by = get("stopped_by")
-        return Event("stop", step, when, f"stopped by {by}, saved") if by else Event("finish", step, when, "finished")
+        stopped_by = get("stopped_by")
+        if stopped_by:
+            return Event("stop", step, time, f"stopped by {stopped_by}, saved")
+        return Event("finish", step, time, "finished")
     return None

@@ -1,4 +1,4 @@
-"""Latents that others have computed: files of them with ids, and the encoder that stands for them in a store.
+"""Files of precomputed latents, which belong to documents by id or by position.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -20,26 +20,40 @@ from mmldlm.data.prepare.readers.tables import read_latent_table
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import sha256
 
-POSITION = "position"  # in place of a file of ids: row i belongs to the i-th document
-IDS_NEEDED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
+POSITION = "position"  # instead of a file of ids: row i belongs to the i-th document
+_IDS_REQUIRED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
 
 
 class LatentFile:
-    """Latents by id: `.npy` or `.safetensors` [n, C] or [n, M, C] with a file of ids, or a `.parquet` that has both.
+    """Latents by id: `.npy` or `.safetensors` [n, C] or [n, M, C] with a file of ids, or a `.parquet` with both.
 
-    Rows are read when they are asked for, but those of `.parquet`, which are held in memory.
+    Rows are read on demand, except those of `.parquet`, which are held in memory.
+
+    Attributes:
+        rows: Row of the latents by id, in the order of the rows.
+        shape: Shape [M, C] of the latents of a sample.
+        by_position: True if row i belongs to the i-th document.
     """
 
     def __init__(self, path: Path | str, ids: str | None = None):
-        """DataError where a file cannot be read, counts differ or an id occurs twice; UsageError without ids."""
+        """Open the file and read the ids.
+
+        Args:
+            path: The file of latents.
+            ids: The file of ids, or `POSITION`; None for `.parquet`.
+
+        Raises:
+            DataError: A file cannot be read, the counts differ or an id occurs twice.
+            UsageError: The suffix is unknown, or `ids` is missing or superfluous.
+        """
         self.path, self.by_position = Path(path), ids == POSITION
         if not self.path.is_file():
             raise DataError(f"{self.path}: no such file; expected latents in .npy, .safetensors or .parquet")
         if (self.path.suffix == ".parquet") == (ids is not None):
             raise UsageError(
-                f"--latent-ids {ids}: {self.path} has its own, in the column 'id'"
+                f"--latent-ids {ids}: {self.path} contains its ids, in the column 'id'"
                 if ids
-                else f"--encoder precomputed:{self.path} needs {IDS_NEEDED}"
+                else f"--encoder precomputed:{self.path} needs {_IDS_REQUIRED}"
             )
         if self.path.suffix not in (".npy", ".safetensors", ".parquet"):
             raise UsageError(f"--encoder precomputed:{self.path}: expected .npy, .safetensors or .parquet")
@@ -48,7 +62,7 @@ class LatentFile:
         if self.path.suffix == ".parquet":
             names, self._rows = read_latent_table(self.path)
         else:
-            self._rows = _mapped(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
+            self._rows = _map_array(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
         shape = tuple(self._rows.shape)
         if len(shape) not in (2, 3) or 0 in shape:
             raise DataError(f"{self.path}: shape {list(shape)}, expected [n, C] or [n, M, C]")
@@ -61,26 +75,32 @@ class LatentFile:
         for row, name in enumerate(names):
             if (first := self.rows.setdefault(name, row)) != row:
                 raise DataError(
-                    f"{self.path}: id {name!r} of row {row} is that of row {first} already; expected each once"
+                    f"{self.path}: id {name!r} of row {row} is already used by row {first}; expected each once"
                 )
         self._ids = None if ids is None or self.by_position else Path(ids)
 
     @property
     def revision(self) -> str:
-        """SHA-256 over the contents of the files."""
+        """Return the SHA-256 over the contents of the files."""
         parts = [sha256(path) for path in (self.path, self._ids) if path]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def attach(
-        self, found: Iterator[Document | Problem], first: int = 0
+        self, documents: Iterator[Document | Problem], first_position: int = 0
     ) -> Iterator[tuple[Document | Problem, int | None]]:
-        """The documents with their latents, and the rows of these; a problem in the place of each that has none.
+        """Attach latents to documents by their `key`, or by their position in the input.
 
-        Documents are known by `key`, or by their place among all that is found, problems counted, from `first` on. That
-        no two have the same row is for `pairing` to see, as it takes all documents.
+        `latent_pairing` checks that no row is used twice, as that takes the documents of all chunks.
+
+        Args:
+            documents: Documents and problems, which both have a position.
+            first_position: Position of the first of them.
+
+        Returns:
+            Pairs of the document with its latents and their row, or of a problem and None.
         """
-        for place, item in enumerate(found, first):
-            key = str(place) if self.by_position else getattr(item, "key", "")
+        for position, item in enumerate(documents, first_position):
+            key = str(position) if self.by_position else getattr(item, "key", "")
             if isinstance(item, Problem):
                 yield item, None
             elif not key:
@@ -99,7 +119,7 @@ class LatentFile:
 
 
 class _Tensor:
-    """The tensor `latents`, or the only one, of a safetensors file; sliced without reading the rest."""
+    """The tensor `latents`, or the only tensor, of a safetensors file; slices are read without the rest."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -116,34 +136,34 @@ class _Tensor:
     def __getitem__(self, rows: slice) -> np.ndarray:
         try:
             return self._slice[rows]
-        except (SafetensorError, TypeError) as error:  # a type that NumPy does not have, such as bfloat16
+        except (SafetensorError, TypeError) as error:  # a type that NumPy lacks, such as bfloat16
             raise DataError(
                 f"{self._path}: cannot read row {rows.start} ({error}); expected float16 or float32"
             ) from None
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _map_array(path: Path) -> np.ndarray:
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: not a readable array ({error})") from None
-    if not isinstance(found, np.ndarray):
+    if not isinstance(array, np.ndarray):
         raise DataError(f"{path}: an archive of arrays, expected one array")
-    return found
+    return array
 
 
 def _read_ids(path: Path) -> list[str]:
-    """Ids in the order of rows: a JSON list, lines of text, or an array of integers or text."""
+    """Read the ids in the order of the rows from a JSON list, lines of text, or an array of integers or text."""
     try:
         if path.suffix == ".npy":
             array = np.load(path, allow_pickle=False)
-            found = array.tolist() if array.ndim == 1 and array.dtype.kind in "iuU" else None
+            ids = array.tolist() if array.ndim == 1 and array.dtype.kind in "iuU" else None
         elif path.suffix == ".json":
-            found = json.loads(path.read_text(encoding="utf-8"))
+            ids = json.loads(path.read_text(encoding="utf-8"))
         else:
-            found = path.read_text(encoding="utf-8").splitlines()
+            ids = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"--latent-ids {path}: cannot be read ({error})") from None
-    if not isinstance(found, list) or not all(isinstance(name, (str, int)) and name != "" for name in found):
+    if not isinstance(ids, list) or not all(isinstance(name, (str, int)) and name != "" for name in ids):
         raise DataError(f"--latent-ids {path}: expected ids, text or integers, one for each latent and none empty")
-    return [str(name) for name in found]
+    return [str(name) for name in ids]

@@ -1,8 +1,8 @@
-"""The embedded corpora `python-docs` and `simple-docs`: English sentences from docstrings that every installation has.
+"""The embedded corpora `python-docs` and `simple-docs`: English sentences from docstrings of installed packages.
 
-Sources are the running Python's standard library and the project's own dependencies, read with `ast`
-and never imported. Code, doctests, lists, tables and markup are dropped or cleaned away; a document is
-one sentence. `simple-docs` keeps the short sentences that are made of common words only, but for near copies.
+The sources are the standard library of the running Python and the dependencies of this project, which are parsed with
+`ast` and never imported. Code, doctests, lists, tables and markup are removed; a document is one sentence.
+`simple-docs` consists of the short sentences that contain only common words, without near copies.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 from mmldlm.data.prepare.documents import Document
 
 PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
-EXTRACTION = 1  # raise when the rules below change, so that prepared stores are seen to be of other data
+EXTRACTION_VERSION = 1  # recorded in stores; increment when the rules below change
 
-# Import name and distribution, in the order read. A fixed list of what this project installs in any case,
-# so that extras and whatever else is in the environment do not change the corpus.
+# Distribution by import name, in the order of reading. The list is fixed and contains only required dependencies, so
+# that extras and other packages of the environment do not change the corpus.
 PACKAGES = {
     "torch": "torch",
     "numpy": "numpy",
@@ -58,22 +58,23 @@ STANDARD_LIBRARY = "python"
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "site-packages", "dist-packages", "lib2to3", "idlelib",
                     "__pycache__", "third_party", "_internal_test"}  # fmt: skip
 _DOCUMENTING_CALLS = {"add_docstr", "add_newdoc", "_add_docstr"}
-SIMPLE_WORDS = 16  # longest sentence of simple-docs
-COMMON_WORDS = 1500  # size of its vocabulary
-NEAR_COPY = 0.9  # share of two texts' words that they have in common, in the same order, from which on one is left out
-_MOST_OWN_WORDS = 2  # that a text of simple-docs may have beside those it shares with a near copy
+MAX_SIMPLE_WORDS = 16  # of a sentence of simple-docs
+NUM_COMMON_WORDS = 1500  # size of the vocabulary of simple-docs
+NEAR_COPY_OVERLAP = 0.9  # two texts are near copies if this fraction of their words is common, in the same order
+# Words that a near copy may have in addition to the common ones: at most 2 for texts of up to `MAX_SIMPLE_WORDS`.
+_MAX_EXTRA_WORDS = 2
 
 
 def sources(corpus: str) -> list[dict[str, Any]]:
-    """Return one entry for each package that `corpus` is read from, with its version, None where it is absent."""
-    found: list[dict[str, Any]] = [{"package": STANDARD_LIBRARY, "version": platform.python_version()}]
+    """Return one entry for each package that `corpus` is read from, with its version, None if it is absent."""
+    packages: list[dict[str, Any]] = [{"package": STANDARD_LIBRARY, "version": platform.python_version()}]
     for distribution in PACKAGES.values():
         try:
             version: str | None = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             version = None
-        found.append({"package": distribution, "version": version})
-    return [{"corpus": corpus, "extraction": EXTRACTION, **source} for source in found]
+        packages.append({"package": distribution, "version": version})
+    return [{"corpus": corpus, "extraction": EXTRACTION_VERSION, **source} for source in packages]
 
 
 def read_corpus(corpus: str) -> Iterator[Document]:
@@ -82,42 +83,48 @@ def read_corpus(corpus: str) -> Iterator[Document]:
 
 
 def read_simple_docs() -> Iterator[Document]:
-    """Yield the sentences of `python-docs` with at most `SIMPLE_WORDS` words, all among the `COMMON_WORDS` commonest.
+    """Yield the sentences of `python-docs` with at most `MAX_SIMPLE_WORDS` words, all of them common.
 
-    Words are compared without case. They are counted over all of `python-docs`, ties in alphabetical order.
-    A near copy of an earlier sentence is left out, so that no held-out sentence has one in training.
+    Common are the `NUM_COMMON_WORDS` most frequent words of `python-docs`, without case and with ties in alphabetical
+    order. Near copies of earlier sentences are omitted, so that no held-out sentence has a near copy in training.
     """
     documents = list(read_python_docs())
-    counts = Counter(word for document in documents for word in words_of(document.text))
-    common = set(sorted(counts, key=lambda word: (-counts[word], word))[:COMMON_WORDS])
+    counts = Counter(word for document in documents for word in split_words(document.text))
+    common = set(sorted(counts, key=lambda word: (-counts[word], word))[:NUM_COMMON_WORDS])
     yield from without_near_copies(document for document in documents if _is_simple(document.text, common))
 
 
 def _is_simple(text: str, common: set[str]) -> bool:
-    parts = [words_of(part) for part in text.split()]
-    return len(parts) <= SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts)
+    parts = [split_words(part) for part in text.split()]
+    return len(parts) <= MAX_SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts)
 
 
 def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the documents of which no earlier one has `NEAR_COPY` of the words of both in common, in the same order."""
-    seen: set[int] = set()  # hashes of each text's length and what is left of it without up to `_MOST_OWN_WORDS` words
+    """Yield the documents that are not near copies of an earlier one (see `NEAR_COPY_OVERLAP`).
+
+    Two texts are near copies if removing up to `_MAX_EXTRA_WORDS` words from each leaves equal sequences of at least
+    the required length. `seen` has the hashes of all such sequences of each document, with the document's length.
+    """
+    seen: set[int] = set()
     for document in documents:
-        words = words_of(document.text)
-        left = [part for own in range(_MOST_OWN_WORDS + 1) for part in combinations(words, len(words) - own)]
-        others = [(part, len(part) + own) for part in left for own in range(_MOST_OWN_WORDS + 1)]
-        near = ((part, other) for part, other in others if 2 * len(part) >= NEAR_COPY * (len(words) + other))
+        words = split_words(document.text)
+        subsequences = [
+            part for extra in range(_MAX_EXTRA_WORDS + 1) for part in combinations(words, len(words) - extra)
+        ]
+        others = [(part, len(part) + extra) for part in subsequences for extra in range(_MAX_EXTRA_WORDS + 1)]
+        near = ((part, length) for part, length in others if 2 * len(part) >= NEAR_COPY_OVERLAP * (len(words) + length))
         if seen.isdisjoint(map(hash, near)):
-            seen.update(hash((part, len(words))) for part in left)
+            seen.update(hash((part, len(words))) for part in subsequences)
             yield document
 
 
-def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation."""
+def split_words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation."""
     return _WORD.findall(text.lower())
 
 
 def read_python_docs() -> Iterator[Document]:
-    """Every sentence once, at its first occurrence, in a fixed order; `source` is `PACKAGE/file.py`."""
+    """Yield every sentence once, at its first occurrence, in a fixed order; `source` is `PACKAGE/file.py`."""
     seen: set[str] = set()
     for package, folder in _folders():
         for path in _python_files(folder):
@@ -131,9 +138,10 @@ def read_python_docs() -> Iterator[Document]:
 
 
 def _folders() -> Iterator[tuple[str, Path]]:
+    """Yield the name and folder of the standard library and of each installed package in `PACKAGES`."""
     yield STANDARD_LIBRARY, Path(sysconfig.get_paths()["stdlib"])
     for module, distribution in PACKAGES.items():
-        spec = importlib.util.find_spec(module)  # of a top-level name: finds it without running it
+        spec = importlib.util.find_spec(module)  # does not import a top-level module
         if spec is not None and spec.submodule_search_locations:
             yield distribution, Path(next(iter(spec.submodule_search_locations)))
 
@@ -147,33 +155,34 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and cleaned text of each docstring of a file, of each text handed to `add_docstr` and the like."""
-    collecting = gc.isenabled()
-    gc.disable()  # a tree is a million young objects without a cycle: collecting amid them takes half the time
+    """Yield the line and text of each docstring of a file, including those passed to `add_docstr` and the like."""
+    gc_was_enabled = gc.isenabled()
+    gc.disable()  # a syntax tree is many objects without cycles: garbage collection would take half of the time
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes of other people's strings
+            warnings.simplefilter("ignore")  # invalid escapes in strings of the packages
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError, RecursionError):
         return
     finally:
-        if collecting:
+        if gc_was_enabled:
             gc.enable()
     if path.parts[-2:] == ("pydoc_data", "topics.py"):
         for node in ast.walk(tree):
             yield from _text(node)
         return
     yield from _first_text(tree.body)
-    yield from _texts_within(tree.body)
+    yield from _nested_texts(tree.body)
 
 
-def _texts_within(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+def _nested_texts(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of the functions and classes in `body`, and the texts of documenting calls."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from _first_text(statement.body)
-            yield from _texts_within(statement.body)
+            yield from _nested_texts(statement.body)
         elif isinstance(statement, ast.If | ast.Try):
-            yield from _texts_within(statement.body + statement.orelse)
+            yield from _nested_texts(statement.body + statement.orelse)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             yield from _call_texts(statement.value)
 
@@ -205,7 +214,7 @@ _FENCE = re.compile(r"\s*(```|~~~)")
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The English sentences of a docstring's prose, cleaned of markup."""
+    """Yield the English sentences of a docstring without markup."""
     for paragraph in _paragraphs(text.expandtabs().splitlines()):
         cleaned = _clean(" ".join(paragraph.split()))
         for sentence in _SENTENCE_END.split(cleaned):
@@ -215,7 +224,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def _paragraphs(lines: list[str]) -> Iterator[str]:
-    """Runs of lines of equal indentation that are neither code, list, table, heading nor directive."""
+    """Yield runs of lines with equal indentation that are not code, list, table, heading or directive."""
     paragraph: list[str] = []
     indent, fenced, until_blank = 0, False, False
     skip_deeper_than: int | None = None
@@ -242,12 +251,12 @@ def _paragraphs(lines: list[str]) -> Iterator[str]:
         if stripped.startswith(">>>") or _TABLE_BORDER.match(stripped):
             paragraph, until_blank = [], True
         elif _UNDERLINE.match(stripped):
-            paragraph = []  # the lines before it were a heading
+            paragraph = []  # the lines before the underline are a heading
         elif _LIST_ITEM.match(stripped) or _NOT_PROSE.match(stripped):
             if paragraph:
                 yield " ".join(paragraph)
                 paragraph = []
-            skip_deeper_than = depth  # and what continues it
+            skip_deeper_than = depth  # continuation lines of the item
         else:
             paragraph.append(stripped)
             indent = depth
@@ -264,6 +273,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])(?<![.][.])[\"')]?\s+(?=[\"'(]?[A-Z])")
 
 
 def _clean(text: str) -> str:
+    """Remove markup; full stops of abbreviations become NUL, so that they do not end a sentence."""
     text = _ROLE.sub(lambda match: _last_part(match[1]), text)
     text = _TARGET.sub(r"\1", text)
     text = _LINK.sub(r"\1", text)
@@ -273,12 +283,11 @@ def _clean(text: str) -> str:
     text = re.sub(r"\|(\w+)\|", r"\1", text)
     text = text.replace("\u2019", "'").replace("\u201c", '"').replace("\u201d", '"').replace("--", " - ")
     text = re.sub(r"\s+", " ", text).replace(" - - ", " - ")
-    # \0 stands for a full stop that ends no sentence.
     return _ABBREVIATION.sub(lambda match: match[0].replace(".", "\0"), text)
 
 
 def _last_part(role: str) -> str:
-    """What a reader sees of a cross-reference: the title, or the last name after a tilde."""
+    """Return the visible text of a cross-reference: its title, or the last part of the name after a tilde."""
     role = role.split("<")[0].strip() if "<" in role else role
     return role.rsplit(".", 1)[-1] if role.startswith("~") else role.lstrip("!.")
 
@@ -291,17 +300,17 @@ _FUNCTION_WORDS = frozenset(
     )
 )
 _FORBIDDEN = re.compile(r"[\\{}<>=|@$^~#_*%\[\]\0/;]|https?:|::|\(\)|\.\w+\(|TODO|FIXME|XXX|Copyright|\w\.\w+\.\w")
-_STRANGE = re.compile(r"[^\x20-\x7e\u00c0-\u017f\u2013\u2014]")
+_NOT_LATIN = re.compile(r"[^\x20-\x7e\u00c0-\u017f\u2013\u2014]")
 
 
 def is_prose(sentence: str) -> bool:
-    """Whether it reads like an English sentence: from capital to full stop, mostly plain lower-case words."""
+    """Return whether a text looks like an English sentence: capital, full stop, mostly plain lower-case words."""
     words = sentence.split()
     if not (4 <= len(words) <= 60 and 20 <= len(sentence) <= 400):
         return False
     if not (sentence[0].isupper() and sentence[-1] in ".!?" and not sentence.endswith("..")):
         return False
-    if _FORBIDDEN.search(sentence) or _STRANGE.search(sentence):
+    if _FORBIDDEN.search(sentence) or _NOT_LATIN.search(sentence):
         return False
     if sentence.count("(") != sentence.count(")") or sentence.count('"') % 2:
         return False

@@ -1,7 +1,7 @@
-"""Documents from tables: Parquet, Arrow files, and the folders that Hugging Face `datasets` writes. The extra `tables`.
+"""Readers of tables: Parquet, Arrow files, and the folders that Hugging Face `datasets` saves. Need the extra `tables`.
 
-Each format is a pair of functions: `*_parts` cuts an input into stretches of whole row groups or record batches, and
-`read_*` reads one stretch.
+Each format is a pair of functions: `*_parts` cuts an input into parts of whole row groups or record batches, and
+`read_*` reads one part.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 from mmldlm.data.prepare.documents import Document, Part, Problem, ProblemKind
 from mmldlm.errors import DataError, UsageError
 
-_ROWS = 1024  # decoded at a time
+_BATCH_ROWS = 1024  # decoded to Python values at a time
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns beside the text that a table's documents bring along; None where they bring none."""
+    """Names of the columns other than the text; None if a table has no such column."""
 
     tokens: str | None = None
     latents: str | None = None
@@ -34,7 +34,11 @@ NO_COLUMNS = Columns()
 
 
 def pyarrow() -> Any:
-    """The library; UsageError naming the extra where it is not installed."""
+    """Import and return pyarrow.
+
+    Raises:
+        UsageError: It is not installed; the message names the extra.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -44,69 +48,73 @@ def pyarrow() -> Any:
 
 
 def parquet_parts(path: Path, target_bytes: int) -> list[Part]:
-    """Stretches of whole row groups, of about `target_bytes` uncompressed."""
-    with _reading(path) as library, library.parquet.ParquetFile(path) as file:
+    """Cut a Parquet file into parts of whole row groups, of about `target_bytes` uncompressed."""
+    with _pyarrow_reading(path) as library, library.parquet.ParquetFile(path) as file:
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
     return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
 
 
 def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
-    """The documents of these rows of a Parquet file; `line` is the row, from 1."""
-    with _reading(part.path) as library, library.parquet.ParquetFile(part.path) as file:
-        names = _names(part.path, file.schema_arrow, field, columns)
-        groups, first, row = list[int](), part.start, 0
+    """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
+    with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(part.path) as file:
+        names = _column_names(part.path, file.schema_arrow, field, columns)
+        groups, first_row, row = list[int](), part.start, 0
         for index in range(file.metadata.num_row_groups):
-            rows = file.metadata.row_group(index).num_rows
-            if row < part.stop and row + rows > part.start:
-                first = row if not groups else first
+            num_rows = file.metadata.row_group(index).num_rows
+            if row < part.stop and row + num_rows > part.start:
+                first_row = row if not groups else first_row
                 groups.append(index)
-            row += rows
-        batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=names)
-        yield from _documents(part, first, batches, field, columns)
+            row += num_rows
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=names)
+        yield from _documents(part, first_row, batches, field, columns)
 
 
 def arrow_parts(path: Path, target_bytes: int) -> list[Part]:
-    """Stretches of whole record batches, of about `target_bytes`."""
-    with _reading(path):
-        return _join(path, ((batch.num_rows, batch.nbytes) for batch in _batches(path)), target_bytes)
+    """Cut an Arrow file into parts of whole record batches, of about `target_bytes`."""
+    with _pyarrow_reading(path):
+        return _join(path, ((batch.num_rows, batch.nbytes) for batch in _record_batches(path)), target_bytes)
 
 
 def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
-    """The documents of these rows of an Arrow file, of the stream or of the file kind; `line` is the row, from 1."""
-    with _reading(part.path):
-        yield from _documents(part, 0, _batches(Path(part.path)), field, columns)
+    """Yield the documents and problems of a part of an Arrow file (stream or file format); their `line` is the row."""
+    with _pyarrow_reading(part.path):
+        yield from _documents(part, 0, _record_batches(Path(part.path)), field, columns)
 
 
 def is_datasets_folder(path: Path) -> bool:
-    """Whether `save_to_disk` of a Dataset or a DatasetDict wrote this folder."""
+    """Return whether a folder was written by `save_to_disk` of a Dataset or a DatasetDict."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
 def datasets_parts(path: Path, target_bytes: int) -> list[Part]:
-    """Stretches of all shards of a folder of `save_to_disk`, those of a DatasetDict split after split."""
+    """Cut the shards of a folder of `save_to_disk` into parts; the splits of a DatasetDict follow each other."""
     return [part for shard in _shards(path) for part in arrow_parts(shard, target_bytes)]
 
 
 def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
-    """Ids and latents [n, C] or [n, M, C] of a Parquet file with the columns `id` and `latents`."""
+    """Return the ids and the latents [n, C] or [n, M, C] of a Parquet file with the columns `id` and `latents`.
+
+    Raises:
+        DataError: The file cannot be read, or latents have different shapes.
+    """
     columns = Columns(latents="latents", key="id")
-    with _reading(path) as library, library.parquet.ParquetFile(path) as file:
-        names = _names(str(path), file.schema_arrow, None, columns)
+    with _pyarrow_reading(path) as library, library.parquet.ParquetFile(path) as file:
+        names = _column_names(str(path), file.schema_arrow, None, columns)
         ids, latents = list[str](), list[np.ndarray]()
-        for batch in file.iter_batches(batch_size=_ROWS, columns=names):
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
             ids += map(str, _values(batch.column(batch.schema.get_field_index("id"))))
             for value in _values(batch.column(batch.schema.get_field_index("latents"))):
-                found = _array(value)
-                if found is None or (latents and found.shape != latents[0].shape):
-                    shape = "nothing" if found is None else list(found.shape)
-                    raise DataError(
-                        f"{path}: id {ids[len(latents)]!r}: latents of {shape}, expected as the others have"
-                    )
-                latents.append(found)
+                array = _to_array(value)
+                if array is None or (latents and array.shape != latents[0].shape):
+                    shape = "none" if array is None else list(array.shape)
+                    expected = list(latents[0].shape) if latents else "[C] or [M, C]"
+                    raise DataError(f"{path}: id {ids[len(latents)]!r}: latents {shape}, expected {expected}")
+                latents.append(array)
     return ids, np.stack(latents) if latents else np.empty((0, 0), np.float32)
 
 
 def _shards(folder: Path) -> list[Path]:
+    """Return the Arrow files of a folder of `save_to_disk` in order."""
     if (folder / "dataset_dict.json").is_file():
         splits = _json_list(folder / "dataset_dict.json", "splits")
         return [shard for split in splits for shard in _shards(folder / str(split))]
@@ -114,7 +122,7 @@ def _shards(folder: Path) -> list[Path]:
     if not state.is_file():
         raise DataError(f"{folder}: no dataset_dict.json and no state.json; expected a folder of save_to_disk")
     if _json_list(state, "_indices_data_files", []):
-        # Its rows are a selection of those in the shards, in another order.
+        # The rows of the dataset are a reordered selection of the rows in the shards.
         raise DataError(
             f"{state}: the dataset was saved with an indices mapping; expected none: save it again with "
             "flatten_indices() or a newer `datasets`"
@@ -131,8 +139,8 @@ def _shards(folder: Path) -> list[Path]:
 
 def _json_list(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        values = found[key] if default is None else found.get(key) or default
+        content = json.loads(path.read_text(encoding="utf-8"))
+        values = content[key] if default is None else content.get(key) or default
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         values = None
     if not isinstance(values, list):
@@ -141,8 +149,8 @@ def _json_list(path: Path, key: str, default: list[Any] | None = None) -> list[A
 
 
 @contextmanager
-def _reading(path: Path | str) -> Iterator[Any]:
-    """The library; DataError where it cannot read the file."""
+def _pyarrow_reading(path: Path | str) -> Iterator[Any]:
+    """Return pyarrow, and convert its errors within the block to a `DataError` that names the file."""
     library = pyarrow()
     try:
         yield library
@@ -150,8 +158,8 @@ def _reading(path: Path | str) -> Iterator[Any]:
         raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:200]})") from None
 
 
-def _batches(path: Path) -> Iterator[Any]:
-    """Record batches of a file, mapped: what is not looked at is not read."""
+def _record_batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of a memory-mapped file; columns that are not accessed are not read."""
     library = pyarrow()
     with library.memory_map(str(path)) as source:
         if source.read(6) == b"ARROW1":
@@ -162,11 +170,11 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from library.ipc.open_stream(source)
 
 
-def _join(path: Path, pieces: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
-    """Neighboring pieces of (rows, bytes) joined while they stay within `target_bytes`."""
+def _join(path: Path, groups: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
+    """Join neighboring groups of rows, given as (rows, bytes), into parts of at most `target_bytes` if possible."""
     parts: list[Part] = []
     start = stop = size = 0
-    for rows, bytes_ in pieces:
+    for rows, bytes_ in groups:
         if stop > start and size + bytes_ > target_bytes:
             parts.append(Part(str(path), start, stop))
             start, size = stop, 0
@@ -174,10 +182,11 @@ def _join(path: Path, pieces: Iterable[tuple[int, int]], target_bytes: int) -> l
     return [*parts, Part(str(path), start, stop)] if stop > start else parts
 
 
-def _names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
-    """The columns to read; DataError where one is missing or of a type that cannot be what it is taken for.
+def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
+    """Return the names of the columns to read. The text column may be missing if there are tokens.
 
-    The text column may be missing where there are tokens.
+    Raises:
+        DataError: A column is missing or has the wrong type.
     """
     types = pyarrow().types
     kinds = {
@@ -187,20 +196,20 @@ def _names(path: str, schema: Any, field: str | None, columns: Columns) -> list[
         columns.key: ("text or integers", lambda kind: _is_text(types, kind) or types.is_integer(kind)),
     }
     names = []
-    for name, (expected, fits) in kinds.items():
+    for name, (expected, is_expected) in kinds.items():
         if name is None or (name == field and columns.tokens and field not in schema.names):
             continue
         if name not in schema.names:
             raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
-        kind = _stored(schema.field(name).type)
-        if not fits(kind):
+        kind = _storage_type(schema.field(name).type)
+        if not is_expected(kind):
             raise DataError(f"{path}: column {name!r} is {kind}, expected {expected}")
         names.append(name)
     return names
 
 
-def _stored(kind: Any) -> Any:
-    """The type as it is stored, below an extension such as those of `datasets`."""
+def _storage_type(kind: Any) -> Any:
+    """Return the type that is stored under an extension type, such as those of `datasets`."""
     return getattr(kind, "storage_type", kind)
 
 
@@ -209,40 +218,40 @@ def _is_text(types: Any, kind: Any) -> bool:
     return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_string_view))
 
 
-def _items(types: Any, kind: Any) -> Any | None:
-    """The type of a list's items; None of what is no list."""
-    listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return _stored(kind.value_type) if listed else None
+def _item_type(types: Any, kind: Any) -> Any | None:
+    """Return the type of the items of a list type, None for other types."""
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return _storage_type(kind.value_type) if is_list else None
 
 
-def _is_list(types: Any, kind: Any, of: Callable[[Any], bool], depth: int) -> bool:
-    """Whether lists, at most `depth` of them within each other, hold what `of` says."""
-    items = _items(types, kind)
-    return items is not None and (of(items) or (depth > 1 and _is_list(types, items, of, depth - 1)))
+def _is_list(types: Any, kind: Any, is_item: Callable[[Any], bool], depth: int) -> bool:
+    """Return whether `kind` is a type of lists, nested at most `depth` deep, of items that fulfill `is_item`."""
+    items = _item_type(types, kind)
+    return items is not None and (is_item(items) or (depth > 1 and _is_list(types, items, is_item, depth - 1)))
 
 
 def _documents(
     part: Part, row: int, batches: Iterable[Any], field: str, columns: Columns
 ) -> Iterator[Document | Problem]:
-    """The documents of `part` from batches of which the first begins at `row`."""
-    for whole in batches:
-        begin, end = max(part.start - row, 0), min(part.stop - row, whole.num_rows)
-        for at in range(begin, end, _ROWS):
-            batch = whole.slice(at, min(_ROWS, end - at))
-            names = _names(part.path, batch.schema, field, columns)
-            found = {name: _values(batch.column(batch.schema.get_field_index(name))) for name in names}
+    """Yield the documents and problems of `part` from record batches, the first of which begins at `row`."""
+    for record_batch in batches:
+        start, stop = max(part.start - row, 0), min(part.stop - row, record_batch.num_rows)
+        for offset in range(start, stop, _BATCH_ROWS):
+            batch = record_batch.slice(offset, min(_BATCH_ROWS, stop - offset))
+            names = _column_names(part.path, batch.schema, field, columns)
+            values_by_column = {name: _values(batch.column(batch.schema.get_field_index(name))) for name in names}
             for index in range(batch.num_rows):
-                values = {name: column[index] for name, column in found.items()}
-                yield _document(part.path, row + at + index + 1, values, field, columns)
-        row += whole.num_rows
+                values = {name: column[index] for name, column in values_by_column.items()}
+                yield _document(part.path, row + offset + index + 1, values, field, columns)
+        row += record_batch.num_rows
         if row >= part.stop:
             return
 
 
 def _values(column: Any) -> Any:
-    """A column's values as Python has them, but lists as Arrow's scalars, and what is not UTF-8 as the error."""
+    """Return Python values of a column, except lists (Arrow scalars) and text that is not UTF-8 (the exception)."""
     column = getattr(column, "storage", column)
-    if _items(pyarrow().types, column.type) is not None:
+    if _item_type(pyarrow().types, column.type) is not None:
         return column
     try:
         return column.to_pylist()
@@ -258,6 +267,7 @@ def _text_or_error(value: Any) -> Any:
 
 
 def _document(path: str, line: int, values: dict[str, Any], field: str, columns: Columns) -> Document | Problem:
+    """Return the document of a row, or its first problem; `values` is by column."""
     text = values.get(field)
     tokens = latents = None
     key = ""
@@ -267,7 +277,7 @@ def _document(path: str, line: int, values: dict[str, Any], field: str, columns:
     elif columns.tokens is None and not (text or "").strip():
         problem = "empty", "empty document"
     if columns.tokens is not None:
-        tokens = _array(values[columns.tokens])
+        tokens = _to_array(values[columns.tokens])
         if tokens is None or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             problem = problem or ("invalid", f"column {columns.tokens!r} holds nothing, expected a list of integers")
         elif not len(tokens):
@@ -275,7 +285,7 @@ def _document(path: str, line: int, values: dict[str, Any], field: str, columns:
         else:
             tokens = tokens.astype(np.int64)
     if columns.latents is not None:
-        latents = _array(values[columns.latents])
+        latents = _to_array(values[columns.latents])
         if latents is None or latents.ndim not in (1, 2) or not latents.size:
             reason = f"column {columns.latents!r} holds no latent, expected floats [C] or [M, C]"
             problem = problem or ("no_latent", reason)
@@ -288,14 +298,14 @@ def _document(path: str, line: int, values: dict[str, Any], field: str, columns:
     return Problem(path, line, *problem) if problem else Document(text or "", path, line, "", tokens, latents, key)
 
 
-def _array(value: Any) -> np.ndarray | None:
-    """[n] or [n, m] of a list scalar; None where it is null or its lists are of unequal lengths."""
+def _to_array(value: Any) -> np.ndarray | None:
+    """Convert a list scalar to an array [n] or [n, m]; None if it is null or its lists have different lengths."""
     items = value.values
     if items is None:
         return None
     items = getattr(items, "storage", items)
-    if _items(pyarrow().types, items.type) is None:
+    if _item_type(pyarrow().types, items.type) is None:
         return items.to_numpy(zero_copy_only=False)
-    rows = [_array(item) for item in items]
+    rows = [_to_array(item) for item in items]
     lengths = {None if row is None else len(row) for row in rows}
     return np.stack(rows) if len(lengths) == 1 and None not in lengths else None  # type: ignore[arg-type]
