@@ -49,7 +49,7 @@ class LossScale:
         """Return (scale, steps without overflow) for a checkpoint; synchronizes the host."""
         return float(self.scale), int(self._growth_tracker)
 
-    def load_state(self, scale: float, growth_tracker: int) -> None:
+    def restore(self, scale: float, growth_tracker: int) -> None:
         """Restore the state that `get_state` returned."""
         self.scale.fill_(min(max(scale, MIN_SCALE), MAX_SCALE))
         self._growth_tracker.fill_(growth_tracker)

@@ -170,7 +170,7 @@ class RunContext:
             runtime.enable_ema(restored.ema)
         self.state = restored.state
         if runtime.loss_scale is not None and self.state.loss_scale is not None:
-            runtime.loss_scale.load_state(self.state.loss_scale, self.state.steps_at_scale)
+            runtime.loss_scale.restore(self.state.loss_scale, self.state.steps_at_scale)
         else:
             self.state.loss_scale, self.state.steps_at_scale = None, 0
         if config.resume == "auto" and self.state.step:

@@ -133,7 +133,7 @@ def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) 
         if step == 100:  # through a checkpoint
             scale, good = ours.get_state()
             ours = LossScale(torch.device("cpu"))
-            ours.load_state(scale, good)
+            ours.restore(scale, good)
         theirs.scale(parameter.sum()).backward()
         assert parameter.grad is not None
         if torch.rand((), generator=generator) < 0.15:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import struct
 import subprocess
@@ -25,10 +24,7 @@ from typing import Any
 
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 900
-WORDS = (
-    "rose tulip soil water seed wave tide salt reef whale "
-    "flour oven knife butter simmer chord tempo violin drum"
-).split()
+WORDS = [
     "rose",
     "tulip",
     "soil",
