@@ -310,7 +310,8 @@ def test_an_installed_package_has_no_benchmarks(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == (
-        f"mmldlm: error: bench: there is no benchmarks/ in {tmp_path}; run it in a checkout that was installed with pip -e\n"
+        f"mmldlm: error: bench: there is no benchmarks/ in {tmp_path}; "
+        "run it in a checkout that was installed with pip -e\n"
     )
 
 
