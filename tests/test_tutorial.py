@@ -19,7 +19,6 @@ from waiting import PATIENCE_S, wait_until
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "tutorial.md"
 
-# Of commands that go on until Ctrl-C: what they have said by then, and their exit code.
 # What a command says before it is interrupted, and how it may end then; TensorBoard has a moment between its line and
 # its handler of Ctrl-C.
 UNTIL: dict[str, tuple[str, set[int]]] = {

@@ -88,7 +88,8 @@ def main() -> int:
             folder.mkdir()
         with ThreadPoolExecutor(2) as pool:
             if options.head:
-                subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", options.head], check=True)
+                verify = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", options.head]
+                subprocess.run(verify, check=True, stdout=subprocess.DEVNULL)
             head = Path(scratch) / "head"
             with worktree(options.head, head) if options.head else _here() as head:
                 found = list(pool.map(record, (base, head), folders, [tuple(options.only)] * 2))
