@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -186,8 +187,8 @@ class Recorder:
     def engines(self) -> dict[str, Any]:
         """The curve of the mixed run on two processes."""
         found = {}
-        for number, engine in enumerate(ENGINES):
-            options = ["--num_processes", "2", "--main_process_port", str(29_700 + number)]
+        for engine in ENGINES:
+            options = ["--num_processes", "2", "--main_process_port", str(_free_port())]
             file = f"accelerate_configs/{engine}.yaml"
             launcher = [str(BIN / "accelerate"), "launch", "--config_file", file, *options]
             found[engine] = self.curve(f"engine-{engine}", ["distributed.timeout_s=300"], launcher)
@@ -316,6 +317,12 @@ class Recorder:
 
         with ThreadPoolExecutor(2) as pool:
             return dict(zip(map(" ".join, BAD), pool.map(one, BAD), strict=True))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _documents(count: int) -> list[str]:
