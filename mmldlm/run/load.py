@@ -17,7 +17,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import DataError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.contents import check_compatible, match_training_data, saved_ema, saved_tensors
+from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_model, build_objective
 
 

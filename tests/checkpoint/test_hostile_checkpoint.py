@@ -30,7 +30,7 @@ from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.store import Store
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
-from mmldlm.run.contents import identity, metadata_files, restore
+from mmldlm.run.compatibility import identity, metadata_files, restore
 from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
 

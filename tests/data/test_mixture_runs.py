@@ -22,7 +22,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.sampler import count_draws
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
-from mmldlm.run.contents import LATENTS_NAME, saved_latent_stats
+from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.tools.doctor.run import check_store
