@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ if __name__ == "__main__":  # before the imports below import torch
 
     configure_openmp_spinning(os.environ)
 
+from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, UsageError, run_command
@@ -35,12 +37,17 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
     """
     with trainer_cls(config, launch) as trainer:
         for step, micro_batches in trainer.steps():
-            noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
-            totals = trainer.sync(step, noised)  # one all-reduce: denominators of the losses, requests to stop or save
-            for batch in trainer.accumulate(noised):
-                trainer.backward(trainer.loss(batch, totals))
-            result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
-            trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
+            train_step(trainer, step, micro_batches)
+
+
+def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> None:
+    """Run one optimizer step, counted from 0, on this rank's micro-batches (collective)."""
+    noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
+    totals = trainer.sync(step, noised)  # one all-reduce: denominators of the losses, requests to stop or save
+    for batch in trainer.accumulate(noised):
+        trainer.backward(trainer.loss(batch, totals))
+    result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
+    trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
