@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import cli, train
+from mmldlm.batch import Batch
 from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
