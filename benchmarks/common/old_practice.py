@@ -1,6 +1,6 @@
-"""Our trainer with what others do and it does not offer: the steps of the ladder that no setting takes.
+"""Our trainer with the practices of other trainers: the steps of the ladder for which there is no setting.
 
-The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_old_practice.py).
+The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_variants.py).
 
 Shapes: B samples, N tokens of an unpadded micro-batch, L positions of a padded sample, M latent tokens, H heads,
 K width of a head, P masked tokens, V vocabulary.
@@ -30,7 +30,7 @@ IGNORED = -100  # target of a position without loss
 
 
 class PaddedLayout(PackedLayout):
-    """B samples of L positions each; those behind a sample's own tokens are padding, which nothing attends to."""
+    """B samples of L positions each; those after a sample's own tokens are padding, which nothing attends to."""
 
     def __init__(self, real: PackedLayout, length: int):
         super().__init__((length,) * real.num_samples, real.latent_tokens, real.device)
@@ -38,14 +38,14 @@ class PaddedLayout(PackedLayout):
 
     @cached_property
     def keys(self) -> Tensor:
-        """bool [B, 1, 1, M + L]: which rows of the joint sequence may be attended to."""
+        """Mask bool [B, 1, 1, M + L] of the rows of the joint sequence that may be attended to."""
         lengths = torch.tensor(self.real_lengths, device=self.device)
         real = torch.arange(-self.latent_tokens, self.max_length, device=self.device) < lengths[:, None]
         return real[:, None, None]
 
 
 def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
-    """`joint_attention` over rectangles, with a mask of keys."""
+    """Compute `joint_attention` over rectangles, with a mask of keys."""
     samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
     rows = [latent_qkv.unflatten(0, (samples, m)), text_qkv.unflatten(0, (samples, length))]
     q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
@@ -67,7 +67,7 @@ mmdit.joint_attention = _attention  # the network has no place for a mask
 
 
 def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
-    """The same micro-batch in B x L positions."""
+    """Return the micro-batch padded to B x L positions."""
     layout = noised.layout
     place = layout.sample_of_token * length + layout.position
     tokens = noised.noised_tokens.new_full((layout.num_samples * length,), pad_id)
@@ -80,9 +80,9 @@ def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
 
 
 class WholeBackbone(nn.ModuleList):
-    """Blocks that are recomputed all at once: a loop over them meets one block, which is all of them.
+    """Blocks that are recomputed all at once: a loop over them gets one block, which runs all of them.
 
-    The names of the parameters stay.
+    The names of the parameters are unchanged.
     """
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:  # type: ignore[override]
@@ -143,7 +143,7 @@ class OldPractice(Trainer):
         positions: Tensor,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In place of the network: what it gives for `targets`, by way of logits."""
+        """Stand in for the network: return what it returns for `targets`, computed from logits."""
         rows, labels = positions, targets
         if "head" in self.practices:
             rows = torch.arange(len(tokens), device=tokens.device)
