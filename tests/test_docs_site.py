@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import ROOT
+
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: bash scripts/setup.sh --dev")
-ROOT = Path(__file__).resolve().parents[1]
 LOADED = re.compile(
     r"""(?:<(?:script|img|iframe)[^>]*\ssrc=|<link[^>]*\shref=|url\(|@import\s)["']?((?:https?:)?//[^"')>\s]+)"""
 )

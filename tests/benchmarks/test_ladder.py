@@ -22,11 +22,11 @@ from benchmarks.common.counting import OTHER, PARTS, WAIT
 from benchmarks.ladder import regressions
 from mmldlm import cli
 from mmldlm.errors import DataError
+from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.quick
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: bash scripts/setup.sh --dev")
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["reference", "old", "trainer"]
 Result = dict[str, Any]
 
