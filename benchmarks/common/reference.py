@@ -13,7 +13,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from mmldlm.run.contents import data_shape
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,6 +22,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.mmdit import DataShape
+from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective
 
 
