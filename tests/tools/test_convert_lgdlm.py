@@ -11,7 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from predecessor_folders import (
+
+from mmldlm import cli
+from mmldlm.data.store import Store
+from mmldlm.tools.convert.command import write_parquet
+from mmldlm.tools.convert.lgdlm import read_samples
+from mmldlm.tools.convert.samples import Sample
+from tests.helpers.lgdlm_folders import (
     Samples,
     make_samples,
     write_base,
@@ -22,12 +28,6 @@ from predecessor_folders import (
     write_texts,
     write_unified,
 )
-
-from mmldlm import cli
-from mmldlm.data.store import Store
-from mmldlm.tools.convert.command import write_parquet
-from mmldlm.tools.convert.lgdlm import read_samples
-from mmldlm.tools.convert.samples import Sample
 
 pytestmark = pytest.mark.quick
 parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `tables` is not installed")
