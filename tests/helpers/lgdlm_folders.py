@@ -142,9 +142,8 @@ def write_unified(folder: Path, samples: Samples) -> Path:
         order = np.random.default_rng(number).permutation(len(rows))
         name = f"tokens/train/tokens_latent{number:04d}_batch0000"
         np.save(folder / f"{name}.npy", np.stack([samples.ids[rows[order]], samples.masks[rows[order]]], 1))
-        meta = [
-            {"latent_path": f"/elsewhere/{path}", "latent_file": Path(path).name, "latent_idx": int(i)} for i in order
-        ]
+        source = f"/elsewhere/{path}" if number == 0 else "latents/chunk.npy"
+        meta = [{"latent_path": source, "latent_file": Path(path).name, "latent_idx": int(i)} for i in order]
         (folder / f"{name}_meta.json").write_text(json.dumps(meta))
     (folder / "tokens/train/global_index.json").write_text("{}")
     return folder

@@ -176,7 +176,7 @@ def _meta_rows(path: Path, count: int) -> list[tuple[str, int]]:
         if isinstance(content, dict):
             content = next(content[key] for key in ("latent_idx", "samples", "meta", "items") if key in content)
         entries = [entry if isinstance(entry, dict) else {"latent_idx": entry} for entry in content]
-        rows = [(entry.get("latent_path") or entry.get("latent_file") or "", entry["latent_idx"]) for entry in entries]
+        rows = [(_latents_name(entry), entry["latent_idx"]) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
         rows = [("", None)]
     if not all(isinstance(name, str) and type(index) is int and index >= 0 for name, index in rows):
@@ -184,6 +184,12 @@ def _meta_rows(path: Path, count: int) -> list[tuple[str, int]]:
     if len(rows) != count:
         raise DataError(f"{meta}: {len(rows)} latent_idx, expected {count}, the rows of {path.name}")
     return rows
+
+
+def _latents_name(entry: dict[str, Any]) -> str:
+    """Return the path or name of the file whose rows `latent_idx` counts: always that of `latent_file`, if given."""
+    path, name = entry.get("latent_path") or "", entry.get("latent_file") or ""
+    return path if not name or Path(path).name == name else name
 
 
 def _numbered(tokens: Path, folder: Path, index: int) -> tuple[Path | None, bool]:
