@@ -74,14 +74,14 @@ def worker(arguments: list[str], out: Path) -> None:
     from mmldlm.config import load_config
     from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
-    from mmldlm.trainer.trainer import Trainer
+    from mmldlm.trainer.trainer import StepResult, Trainer
 
     class Measured(Trainer):
         held = 0
 
-        def update(self, lr: float) -> torch.Tensor:
-            self.held = tensor_bytes(self.runtime.unwrapped_model)
-            return super().update(lr)
+        def update(self, step: int) -> StepResult:
+            self.held = tensor_bytes(self.engine.unwrapped_model)
+            return super().update(step)
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
@@ -91,7 +91,7 @@ def worker(arguments: list[str], out: Path) -> None:
             train_step(run, step, micro_batches)
             collectives = entries()[before:]
         assert not run.state.skipped_steps
-        if run.runtime.is_main:
+        if run.engine.is_main:
             names, counts = Counter(), Counter()
             for entry in collectives:
                 name, size = entry["profiling_name"].split(":", 1)[-1], size_of(entry)

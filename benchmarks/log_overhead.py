@@ -89,8 +89,8 @@ def direct(task: Task, steps: int, folder: Path) -> dict[str, float]:
     spent: dict[str, float] = defaultdict(float)
     with training_of(AS_IT_IS, task, folder) as training:
         training.components.loader.steps = _timed_steps(training.components.loader.steps, spent)  # type: ignore[method-assign]
-        training.finish_step = _timed(training.finish_step, spent, FINISH)  # type: ignore[method-assign]
-        training.meter.add = _timed(training.meter.add, spent, METER)  # type: ignore[method-assign]
+        training.end_step = _timed(training.end_step, spent, FINISH)  # type: ignore[method-assign]
+        training.log.add = _timed(training.log.add, spent, METER)  # type: ignore[method-assign]
         with closing(training.steps()) as micro_batches:
             for _ in range(CADENCE):
                 train_step(training, *next(micro_batches))
@@ -122,15 +122,14 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
     """Return seconds of what a validation computes and writes."""
     spent: dict[str, list[float]] = defaultdict(list)
     with training_of(AS_IT_IS, task, folder) as training:
-        parts, config, runtime, tracker = training.components, training.config, training.runtime, training.tracker
+        parts, config, engine, tracker = training.components, training.config, training.engine, training.tracker
         with closing(training.steps()) as micro_batches:
             train_step(training, *next(micro_batches))
-        run = training._as_loaded_run()
         for number in range(REPEATS):
-            with training._eval_mode("validation"):
-                losses = validation_losses(parts.objective, parts.store, parts.validation_ids, config, runtime)
-                figure_data = _once(spent[NUMBERS], collect_figure_data, run, runtime)
-                texts = _once(spent[TEXTS], text_samples, run, runtime, figure_data)
+            with training._eval_mode("validation") as run:
+                losses = validation_losses(parts.objective, parts.store, parts.validation_ids, config, engine)
+                figure_data = _once(spent[NUMBERS], collect_figure_data, run, engine)
+                texts = _once(spent[TEXTS], text_samples, run, engine, figure_data)
                 _once(spent[LOSSES_WRITTEN], tracker.validation, CADENCE, losses.values, losses.bin_losses)
                 for tag, rows in texts.items():
                     _once(spent[TEXTS_WRITTEN], tracker.samples, CADENCE, rows, tag)

@@ -182,7 +182,7 @@ def train(config: RunConfig) -> None:
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
             if not config.checkpoint.every_steps:
-                run.saved_at = run.state.step
+                run.checkpointer.saved_at = run.state.step
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,14 +24,18 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.model.flops import ModelFlops
 from mmldlm.run.factory import build_model, build_objective
+from mmldlm.trainer.trainer import Trainer
 
 PARTS = {  # by the method of a run
     "corrupt": "corrupt, transfer",
-    "forward": "forward",
+    "sync": "corrupt, transfer",
+    "accumulate": "corrupt, transfer",
+    "loss": "forward",
     "backward": "backward",
     "update": "clip, optimizer",
-    "finish_step": "logging",
+    "end_step": "logging",
 }
+PART_NAMES = tuple(dict.fromkeys(PARTS.values()))
 WAIT, OTHER = "data wait", "other"
 
 _ATEN = torch.ops.aten
@@ -59,13 +63,14 @@ def watched(run: Open, around: Callable[[str], AbstractContextManager[None]]) ->
 
         return wrapped
 
-    for name, part in PARTS.items():
+    parts = {name: part for name, part in PARTS.items() if hasattr(run.verbs, name)}
+    for name, part in parts.items():
         setattr(run.verbs, name, wrap(getattr(run.verbs, name), part))
     run.feed.batch = wrap(run.feed.batch, WAIT)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name in PARTS:
+        for name in parts:
             delattr(run.verbs, name)
         del run.feed.batch
 
@@ -86,7 +91,7 @@ def parts_of(run: Open, steps: range) -> dict[str, float]:
             start = clock()
             run.step(number)
             total = clock() - start
-            for part in (WAIT, *PARTS.values()):
+            for part in (WAIT, *PART_NAMES):
                 seconds[part].append(step[part])
             seconds[OTHER].append(total - sum(step.values()))
     return {part: fmean(values) for part, values in seconds.items()}
@@ -117,7 +122,7 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.operators += 1
         self.syncs += self._waits(func.overloadpacket, args, kwargs)
-        if self.part == PARTS["forward"]:
+        if self.part == PARTS["loss"]:
             if func.overloadpacket in _PRODUCTS and out.shape[-1] == self.vocab_size:
                 self.rows += out.shape[:-1].numel()
             if "linear_cross_entropy" in func.name():  # its products are not dispatched one by one
@@ -146,7 +151,8 @@ class _Counter(TorchDispatchMode):
 def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Counts:
     """Count over `steps`, after one step in which the optimizer makes its state."""
     run.step(steps[0])
-    run.verbs.defer_fetch = True  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
+    if isinstance(run.verbs, Trainer):
+        run.verbs.log.defer_fetch = True  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
     counter, real = _Counter(vocab_size, device_type, _step_counts(run.optimizer)), 0
 
     @contextmanager

@@ -8,7 +8,7 @@ K width of a head, P masked tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.batch import Batch, PackedLayout
+from mmldlm.batch import PackedLayout
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model import mmdit
 from mmldlm.model.attention import Backend
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepTotals, Trainer
 
 Practice = Literal["recompute", "reads", "head", "padding"]
 IGNORED = -100  # target of a position without loss
@@ -114,24 +114,24 @@ class OldPractice(Trainer):
     def __enter__(self) -> OldPractice:
         super().__enter__()
         if "recompute" in self.practices:
-            model = self.runtime.unwrapped_model
+            model = self.engine.unwrapped_model
             model.blocks = WholeBackbone(model.blocks)
         return self
 
-    def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
-        noised, totals = super().corrupt(step, micro_batches)
+    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         if "padding" in self.practices:
-            manifest = self.store.manifest
+            manifest = self.components.store.manifest
             noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
-        return noised, totals
+        return super().accumulate(noised)
 
-    def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
         if not self.practices & {"head", "reads"}:
-            return super().forward(batch, totals)
-        loss, sums = self.components.objective(self._with_logits, batch, totals)
+            return super().loss(batch, totals)
+        loss, sums = self.components.objective(self._with_logits, batch, totals.counts)
         if "reads" in self.practices:
             self._read(loss, sums)
-        return loss, sums
+        self.log.add(loss, sums, batch)
+        return loss
 
     def _with_logits(
         self,
@@ -148,7 +148,7 @@ class OldPractice(Trainer):
         if "head" in self.practices:
             rows = torch.arange(len(tokens), device=tokens.device)
             labels = torch.full_like(tokens, IGNORED).index_copy(0, positions, targets)
-        logits, latent, length_logits, *_ = self.runtime.forward(tokens, latents, t_text, t_latent, layout, rows)
+        logits, latent, length_logits, *_ = self.engine.forward(tokens, latents, t_text, t_latent, layout, rows)
         nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         if "reads" in self.practices:
             self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]

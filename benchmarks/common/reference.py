@@ -22,7 +22,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.mmdit import DataShape
-from mmldlm.run.contents import data_shape
+from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective
 
 
@@ -125,9 +125,9 @@ class ReferenceRun:
 
     def step(self) -> None:
         (noised,) = self.corrupt(self.feed.step, [self.feed.batch()])
-        self.backward(self.forward(noised))
+        self.backward(self.loss(noised))
         self.update()
-        self.finish_step()
+        self.end_step()
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
         config = self.config
@@ -140,7 +140,7 @@ class ReferenceRun:
             for batch in micro_batches
         ]
 
-    def forward(self, noised: NoisedBatch) -> Tensor:
+    def loss(self, noised: NoisedBatch) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
             loss, self.read = reference_loss(
                 self.model, noised, self.config.loss.latent_weight, self.model.shape.max_length
@@ -155,5 +155,5 @@ class ReferenceRun:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def finish_step(self) -> None:
+    def end_step(self) -> None:
         """The values were read in the forward pass."""

@@ -110,13 +110,13 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
     with training_of(variant, task, folder) as training:
         training.components.loader.steps = feed.steps  # type: ignore[method-assign]
         with closing(training.steps()) as steps:
-            runtime = training.runtime
+            engine = training.engine
             yield Open(
                 training,
                 feed,
                 lambda: train_step(training, *next(steps)),
-                runtime.unwrapped_model,
-                runtime.unwrapped_optimizer,
+                engine.unwrapped_model,
+                engine.unwrapped_optimizer,
             )
 
 
