@@ -33,7 +33,7 @@ from benchmarks.common.counting import (
     parts_of,
     useful_flops,
 )
-from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, timed, warm_up
+from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, warm_up
 from benchmarks.common.report import (
     ROOT,
     add_settings,
@@ -236,18 +236,11 @@ def measure_steps(
             next_step += options.rounds * len(rows)
             for name, run in runs.items():
                 values[name]["parts"] = run.call(parts_of, range(next_step, next_step + len(rows)))
-            next_step += len(rows)
+            next_step = math.ceil((next_step + len(rows)) / every) * every  # counting begins after a record
             print_status("counting")
             for variant in fitting:
-                run = runs[variant.name]
-                for _ in range(-run.call(_num_steps) % every):  # counting begins after a record
-                    run.call(timed, next_step)
-                values[variant.name] |= count(run, variant, next_step, len(rows), vocab_size)
+                values[variant.name] |= count(runs[variant.name], variant, next_step, len(rows), vocab_size)
     return comparison
-
-
-def _num_steps(run: Open) -> int:
-    return run.steps
 
 
 def _num_parameters(run: Open) -> int:

@@ -86,14 +86,13 @@ class Open:
         optimizer: torch.optim.Optimizer,
     ):
         self.verbs, self.feed, self.model, self.optimizer = verbs, feed, model, optimizer
-        self._step, self.steps = step, 0
+        self._step = step
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def step(self, number: int) -> None:
         """Take one step, on the micro-batch and with the noise of its number."""
         self.feed.step = number
         self._step()
-        self.steps += 1
 
 
 @contextmanager
