@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -64,29 +65,30 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     complete: dict[str, list[float]] = defaultdict(list)
     kind, saved = "", 0
     with Trainer(config, read_launcher_env(os.environ)) as run:
-        log_checkpoint = run.log_checkpoint
+        log_checkpoints = run._log_checkpoints
 
-        def record(checkpoints: list[SavedCheckpoint]) -> None:
+        def record(checkpoints: Sequence[SavedCheckpoint]) -> None:
             for checkpoint in checkpoints:
                 stalls[kind].append(checkpoint.stall_s)
                 complete[kind].append(checkpoint.seconds)
-            log_checkpoint(checkpoints)
+            log_checkpoints(checkpoints)
 
-        run.log_checkpoint = record  # type: ignore[method-assign]
+        run._log_checkpoints = record  # type: ignore[method-assign]
         for number, micro_batches in run.steps():
             start = time.perf_counter()
             train_step(run, number, micro_batches)
             steps[kind].append(time.perf_counter() - start)
             if run.state.step % INTERVAL or run.state.step == total:
                 continue
-            run.log_checkpoint(run.checkpointer.finish())  # none is unfinished when the next begins
+            run._log_checkpoints(run.checkpointer.finish())  # none is unfinished when the next begins
             kind = KINDS[saved % len(KINDS)]
             saved += 1
             if kind == "torch.save":
                 stalls[kind].append(plain_save(run, folder))
                 complete[kind].append(stalls[kind][-1])
             else:
-                run.checkpointer.asynchronous = kind == KINDS[0]
+                checkpoint = replace(config.checkpoint, async_=kind == KINDS[0])
+                run.checkpointer.config = replace(config, checkpoint=checkpoint)
                 run.save()
         kind = "end"
         size = run.components.trainable

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common.counting import (
     OTHER,
-    PARTS,
+    PART_NAMES,
     WAIT,
     compiled_regions_of,
     counts_of,
@@ -33,7 +33,7 @@ from benchmarks.common.counting import (
     parts_of,
     useful_flops,
 )
-from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, timed, warm_up
+from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, warm_up
 from benchmarks.common.report import (
     ROOT,
     add_settings,
@@ -236,18 +236,11 @@ def measure_steps(
             next_step += options.rounds * len(rows)
             for name, run in runs.items():
                 values[name]["parts"] = run.call(parts_of, range(next_step, next_step + len(rows)))
-            next_step += len(rows)
+            next_step = math.ceil((next_step + len(rows)) / every) * every  # counting begins after a record
             print_status("counting")
             for variant in fitting:
-                run = runs[variant.name]
-                for _ in range(-run.call(_num_steps) % every):  # counting begins after a record
-                    run.call(timed, next_step)
-                values[variant.name] |= count(run, variant, next_step, len(rows), vocab_size)
+                values[variant.name] |= count(runs[variant.name], variant, next_step, len(rows), vocab_size)
     return comparison
-
-
-def _num_steps(run: Open) -> int:
-    return run.steps
 
 
 def _num_parameters(run: Open) -> int:
@@ -365,7 +358,7 @@ def table(result: Values) -> str:
             *(f"{row[key]:.1%}" if row.get(key) else "" for key in ("gpu_busy", "mfu")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    parts = (WAIT, *PARTS, OTHER)
+    parts = (WAIT, *PART_NAMES, OTHER)
     lines += ["", f"| ms of a step | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
     for name, row in rows.items():
         if "parts" in row:

@@ -16,7 +16,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -168,8 +168,9 @@ def _measure(store: Path, settings: Sequence[str]) -> Memory:
             load_config(None, [f"run.dir={folder}/{name}", f"data.path={store}", *COMMON, *given])
             for name, given in (("first", (*FIRST, *with_libraries)), ("run", settings))
         )
-        train(first)
-        measured = peak_mib(partial(train, config))
+        with (Path(folder) / "output.txt").open("w") as output, redirect_stdout(output), redirect_stderr(output):
+            train(first)
+            measured = peak_mib(partial(train, config))
     estimated = estimate(config, Store.open(store), world_size=1)
     on_host = estimated.checkpoint_mib if config.checkpoint.every_steps and not torch.cuda.is_available() else 0.0
     return Memory(measured, estimated.total_mib + estimated.kernels_mib + on_host)
@@ -181,7 +182,7 @@ def train(config: RunConfig) -> None:
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
             if not config.checkpoint.every_steps:
-                run.saved_at = run.state.step
+                run.checkpointer.saved_at = run.state.step
 
 
 def main(argv: Sequence[str] | None = None) -> int:

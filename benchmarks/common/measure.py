@@ -137,6 +137,7 @@ def open_runs(openers: Mapping[str, Opener]) -> Iterator[dict[str, LocalRun | Pr
     """Open all runs: on a CPU each in its own process, on a GPU all in this one."""
     with ExitStack() as stack:
         if torch.cuda.is_available():
+            stack.callback(gc.unfreeze)
             yield {name: LocalRun(stack.enter_context(opener())) for name, opener in openers.items()}
             return
         if torch.get_num_threads() == 1 and hasattr(os, "sched_setaffinity"):

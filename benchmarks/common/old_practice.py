@@ -119,9 +119,10 @@ class OldPractice(Trainer):
         return self
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
-        manifest = self.components.store.manifest
-        for batch in super().accumulate(noised):
-            yield pad(batch, manifest.pad_id, manifest.max_length) if "padding" in self.practices else batch
+        if "padding" in self.practices:
+            manifest = self.components.store.manifest
+            noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
+        return super().accumulate(noised)
 
     def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
         if not self.practices & {"head", "reads"}:

@@ -86,7 +86,7 @@ class Open:
         optimizer: torch.optim.Optimizer,
     ):
         self.verbs, self.feed, self.model, self.optimizer = verbs, feed, model, optimizer
-        self._step, self.steps = step, 0
+        self._step = step
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def defer_fetch(self) -> None:
@@ -98,7 +98,6 @@ class Open:
         """Take one step, on the micro-batch and with the noise of its number."""
         self.feed.step = number
         self._step()
-        self.steps += 1
 
 
 @contextmanager

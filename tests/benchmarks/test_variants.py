@@ -47,10 +47,12 @@ def loss_and_gradients(run: Open) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for step in range(2):
         run.feed.step = step
-        (noised,), totals = run.verbs.corrupt(step, [run.feed.batch()])
-        loss, sums = run.verbs.forward(noised, totals)
-        run.verbs.backward(loss)
-        values |= {f"loss {step}": loss.detach(), f"sums {step}": sums}
+        noised = run.verbs.corrupt(step, [run.feed.batch()])
+        totals = run.verbs.sync(step, noised)
+        for batch in run.verbs.accumulate(noised):
+            loss = run.verbs.loss(batch, totals)
+            run.verbs.backward(loss)
+            values[f"loss {step}"] = loss.detach()
     return values | {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
 
 
@@ -135,6 +137,6 @@ def test_loss_of_the_reference(tiny_store: Path, tmp_path: Path, streams: int) -
         for step in range(2):
             run.feed.step = step
             (noised,) = run.verbs.corrupt(step, [run.feed.batch()])
-            loss = run.verbs.forward(noised)
+            loss = run.verbs.loss(noised)
             torch.testing.assert_close(loss, loss_by_samples(run, step), rtol=1e-4, atol=1e-5)
             assert run.verbs.read["loss"] == float(loss.detach())
