@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from tiny_run import TINY
 
 from mmldlm import train
 from mmldlm.run.load import LoadedRun, load_run
-from mmldlm.tools.demo.api import Api
-from mmldlm.tools.demo.server import DemoServer
+from mmldlm.tools.demo import Demo, Page, import_gradio
 
 SETTINGS = ["train.steps=20", "optim.lr=1e-2", "optim.warmup_steps=0", "validation.every=0", "checkpoint.every_steps=0"]
 
@@ -33,11 +31,9 @@ def short_run(short_run_dir: Path) -> LoadedRun:
 
 
 @pytest.fixture(scope="session")
-def server(short_run: LoadedRun) -> Iterator[DemoServer]:
-    """What `mmldlm demo` serves, in a thread of this process."""
-    with DemoServer(Api(short_run), 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
-        thread.start()
-        yield serving
-        serving.shutdown()
-        thread.join()
+def demo_page(short_run: LoadedRun) -> Iterator[Page]:
+    """The page of `mmldlm demo`, served by this process."""
+    page = Page(import_gradio(), Demo(short_run))
+    page.launch(0)
+    yield page
+    page.blocks.close()
