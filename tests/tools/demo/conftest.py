@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mmldlm.run.load import LoadedRun
+from mmldlm.tools.demo import Demo, Page, import_gradio
+
+
+@pytest.fixture(scope="session")
+def demo_page(short_run: LoadedRun) -> Iterator[Page]:
+    """The page of `mmldlm demo`, served by this process."""
+    page = Page(import_gradio(), Demo(short_run))
+    page.launch(0)
+    yield page
+    page.blocks.close()
