@@ -27,7 +27,9 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, demo_page: Page) -> Iterator[Any]:
     """The page when it shows what the run writes from a held-out sentence."""
+    browser.goto("about:blank")  # the page before ends its streams, which its console reports
     browser.requested.clear()
+    browser.errors.clear()
     url = demo_page.blocks.local_url
     browser.goto(url)
     browser.get_by_text("From a held-out sentence:").wait_for()
@@ -115,8 +117,7 @@ def test_an_error_is_one_line_on_the_page_until_the_next_answer(page: Any) -> No
 def test_a_narrow_screen_shows_all_forms(page: Any) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     try:
-        page.reload()
-        page.get_by_text("From a held-out sentence:").wait_for()
+        page.wait_for_function("document.documentElement.clientWidth == 390")
         assert page.get_by_role("tab").all_inner_texts() == ["To text", "To latent", "Between"]
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
     finally:
