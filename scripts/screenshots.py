@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
-The other runs are shown beside the first on the page "HPARAMS".
+The other runs appear with the first on the page "HPARAMS".
 
 Give the runs by relative paths: the pages show them. Needs the extra dev and a Chromium (on Debian: apt-get install
 chromium fonts-dejavu-core). Exit codes: 2 without them or without a run, 1 where a page could not be photographed.
