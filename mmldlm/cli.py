@@ -18,7 +18,7 @@ COMMANDS = {
     "data": ("mmldlm.data.inspect_command", "inspect or verify a data store"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
-    "demo": ("mmldlm.tools.demo.command", "sample from a run interactively on a local web page"),
+    "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),

@@ -1,33 +1,35 @@
-"""Photograph the pages of TensorBoard on a run, for docs/review.md.
+"""Photograph the pages of TensorBoard and of `mmldlm demo` on a run, for docs/review.md and docs/sampling.md.
 
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
 The other runs appear with the first on the page "HPARAMS".
 
-Give the runs by relative paths: the pages show them. Needs Chromium (on Debian: apt-get install chromium
-fonts-dejavu-core), which is driven as in the tests; nothing leaves the machine. Exit codes: 2 without it or without
-a run, 1 where a page could not be photographed.
+Give the runs by relative paths: the pages show them. Needs the extra dev and a Chromium (on Debian: apt-get install
+chromium fonts-dejavu-core). Exit codes: 2 without them or without a run, 1 where a page could not be photographed.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 from PIL import Image
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.helpers import browser
-from tests.helpers.ports import free_port
+from playwright.sync_api import Error as BrowserError
+from playwright.sync_api import sync_playwright
 
 # File -> page with what it shows, the window in pixels, and what is to be seen in it: a selector, and how many of it.
 # Without forceSVG a worker draws the lines of the time series, with WebGL, of which a picture may know nothing.
@@ -44,89 +46,121 @@ PAGES: dict[str, Page] = {
     ),
 }  # fmt: skip
 COMPARED: dict[str, Page] = {"tensorboard-hparams": ("#hparams", (2000, 420), "vaadin-grid, table", 1)}
-COUNT = """(function all(root, selector) {
-  const inner = [...root.querySelectorAll("*")].filter((each) => each.shadowRoot).map((each) => each.shadowRoot);
-  return root.querySelectorAll(selector).length + inner.reduce((sum, each) => sum + all(each, selector), 0);
-})(document, %s)"""
-SWITCHES = ("--hide-scrollbars", "--disable-background-networking")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SWITCHES = ("--hide-scrollbars", "--disable-gpu", "--disable-quic", "--disable-background-networking")
 PATIENCE_S = 60
 STILL_S = 3  # for how long a page must not change before it counts as drawn
+DEMO_SIZE = (1100, 980)
+DEMO_TEXTS = ("return a list of the files in the folder.", "an error is raised if the key is not found.")
 COLORS = 256  # of a picture: enough for charts, at half of the bytes
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     print(f"screenshots: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def serve(runs: Sequence[Path], port: int) -> subprocess.Popen[bytes]:
-    """TensorBoard on these runs, when it has read them."""
-    spec = ",".join(f"{run.resolve().name}:{run / 'tensorboard'}" for run in runs)
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir_spec", spec, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--samples_per_plugin", "text=200,images=200,scalars=100000"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", timeout=5) as answer:
-                if sum("loss/total" in tags for tags in json.load(answer).values()) == len(runs):
-                    return server
-        except OSError:
-            pass
-        time.sleep(0.5)
-    stop(server)
-    fail(f"{spec}: TensorBoard does not show every loss after {PATIENCE_S} s; are they folders of runs?")
-    raise AssertionError
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a server of this Python, which is stopped at the end together with the processes that it has started."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_S)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Together with the processes that it has started."""
-    os.killpg(process.pid, signal.SIGTERM)
-    process.wait(timeout=30)
+@contextmanager
+def tensorboard(runs: Sequence[Path]) -> Iterator[str]:
+    """Serve TensorBoard on these runs; yields its address once it has read them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spec, url = ",".join(f"{run.resolve().name}:{run / 'tensorboard'}" for run in runs), f"http://127.0.0.1:{port}/"
+    command = ["tensorboard.main", "--logdir_spec", spec, "--port", str(port), "--host", "127.0.0.1"]
+    with running([*command, "--samples_per_plugin", "text=200,images=200,scalars=100000"]) as server:
+        deadline, num_read = time.monotonic() + PATIENCE_S, 0
+        while num_read < len(runs):
+            if time.monotonic() > deadline or server.poll() is not None:
+                fail(f"{spec}: TensorBoard does not show every loss after {PATIENCE_S} s; are they folders of runs?")
+            time.sleep(0.5)
+            with suppress(OSError), urllib.request.urlopen(f"{url}data/plugin/scalars/tags", timeout=5) as answer:
+                num_read = sum("loss/total" in tags for tags in json.load(answer).values())
+        yield url
 
 
-def photograph(page: browser.Page, url: str, size: tuple[int, int], selector: str, least: int, to: Path) -> None:
-    """The page as it is when it has what it is to show and changes no more; AssertionError where it never does."""
-    page.open("about:blank")  # or only what is behind the # would change
-    page.tell("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False)
-    page.tell("Page.navigate", url=url)  # whose spelling TensorBoard changes
-    page.wait(f"{COUNT % json.dumps(selector)} >= {least}")
-    with tempfile.TemporaryDirectory() as folder:
-        raw, before, deadline = Path(folder) / "page.png", b"", time.monotonic() + PATIENCE_S
-        while (now := taken(page, raw, size)) != before:
-            assert time.monotonic() < deadline, f"{url} never comes to rest"
-            before = now
-            time.sleep(STILL_S)
-        with Image.open(raw) as picture:
-            picture.convert("RGB").quantize(COLORS).save(to, optimize=True)
+@contextmanager
+def demo(run: Path) -> Iterator[str]:
+    """Serve `mmldlm demo` on a run; yields its address."""
+    with running(["mmldlm.cli", "demo", str(run), "--port", "0"]) as server:
+        assert server.stdout is not None
+        url = re.search(r"http://\S+", server.stdout.readline())
+        if url is None:
+            fail(f"{run}: `mmldlm demo` does not start; is it the folder of a run?")
+        yield url[0]
 
 
-def taken(page: browser.Page, to: Path, size: tuple[int, int]) -> bytes:
-    page.picture(to, *size)
-    return to.read_bytes()
+def open_tensorboard(page: Any, url: str, shown: Page) -> None:
+    address, (width, height), selector, least = shown
+    page.set_viewport_size({"width": width, "height": height})
+    page.goto("about:blank")  # or only what is behind the # would change
+    page.goto(f"{url}{address}")
+    page.locator(selector).nth(least - 1).wait_for(state="attached")
+
+
+def open_demo(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": DEMO_SIZE[0], "height": DEMO_SIZE[1]})
+    page.goto(url)
+    page.get_by_role("tab", name="Between").click()
+    for label, text in zip(("From", "To"), DEMO_TEXTS, strict=True):
+        page.get_by_label(label, exact=True).fill(text)
+    page.keyboard.press("Enter")
+    page.get_by_text("1.00", exact=True).wait_for()
+    page.evaluate("document.activeElement.blur()")
+
+
+def photograph(page: Any, to: Path) -> None:
+    """Save the page once it changes no more; AssertionError if it never comes to rest."""
+    before, deadline = b"", time.monotonic() + PATIENCE_S
+    while (now := page.screenshot()) != before:
+        assert time.monotonic() < deadline, f"{page.url} never comes to rest"
+        before = now
+        time.sleep(STILL_S)
+    with Image.open(io.BytesIO(now)) as picture:
+        picture.convert("RGB").quantize(COLORS).save(to, optimize=True)
+    print(f"{to}: {to.stat().st_size / 1000:.0f} kB", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Photograph TensorBoard's pages on a run.")
+    parser = argparse.ArgumentParser(description="Photograph the pages of TensorBoard and of the demo on a run.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run with TensorBoard files")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the PNG files (%(default)s)")
     options = parser.parse_args()
-    if browser.FOUND is None:
+    if CHROMIUM is None:
         fail("no Chromium on this machine; on Debian: apt-get install chromium fonts-dejavu-core")
     options.out.mkdir(parents=True, exist_ok=True)
     try:
-        for runs, pages in ((options.runs[:1], PAGES), (options.runs, COMPARED)):
-            port = free_port()
-            server = serve(runs, port)
-            try:
-                with tempfile.TemporaryDirectory() as profile, browser.browser(Path(profile), *SWITCHES) as page:
-                    for name, (address, size, selector, least) in pages.items():
-                        to = options.out / f"{name}.png"
-                        photograph(page, f"http://127.0.0.1:{port}/{address}", size, selector, least, to)
-                        print(f"{to}: {to.stat().st_size / 1000:.0f} kB", flush=True)
-            finally:
-                stop(server)
-    except (AssertionError, OSError) as error:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+            page = browser.new_page()
+            page.set_default_timeout(PATIENCE_S * 1000)
+            for runs, pages in ((options.runs[:1], PAGES), (options.runs, COMPARED)):
+                with tensorboard(runs) as url:
+                    for name, shown in pages.items():
+                        open_tensorboard(page, url, shown)
+                        photograph(page, options.out / f"{name}.png")
+            with demo(options.runs[0]) as url:
+                open_demo(page, url)
+                photograph(page, options.out / "demo.png")
+            browser.close()
+    except (AssertionError, OSError, BrowserError) as error:
         print(f"screenshots: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,21 +1,17 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from mmldlm.run.load import LoadedRun
-from mmldlm.tools.demo.api import Api
-from mmldlm.tools.demo.server import DemoServer
+from mmldlm.tools.demo import Demo, Page, import_gradio
 
 
 @pytest.fixture(scope="session")
-def server(short_run: LoadedRun) -> Iterator[DemoServer]:
-    """What `mmldlm demo` serves, in a thread of this process."""
-    with DemoServer(Api(short_run), 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
-        thread.start()
-        yield serving
-        serving.shutdown()
-        thread.join()
+def demo_page(short_run: LoadedRun) -> Iterator[Page]:
+    """The page of `mmldlm demo`, served by this process."""
+    page = Page(import_gradio(), Demo(short_run))
+    page.launch(0)
+    yield page
+    page.blocks.close()

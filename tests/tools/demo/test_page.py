@@ -2,130 +2,123 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-import threading
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mmldlm.run.load import LoadedRun
-from mmldlm.tools.demo.api import Api
-from mmldlm.tools.demo.server import DemoServer
-from tests.helpers import browser
-from tests.helpers.browser import Page
-from tests.helpers.paths import ROOT
+from mmldlm.tools.demo import Page
+from tests.helpers.browser import browser_page, needs_browser
 from tests.helpers.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
+pytest.importorskip("gradio", reason="needs the extra demo")
+pytestmark = needs_browser
 
 TEXT = "The rose of soil and water."
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser.browser(tmp_path_factory.mktemp("browser")) as opened:
-        yield opened
+def browser() -> Iterator[Any]:
+    with browser_page() as page:
+        yield page
 
 
-def opened(page: Page, url: str) -> Page:
-    """The page as it is when it has heard of the run, and shows what that writes from a held-out sentence."""
-    page.requests.clear()
-    page.complaints.clear()
-    page.open(url)
-    page.wait("document.querySelector('#run').innerText.includes('step 20')")
-    assert len(listed(page)) == 3
-    assert page.text("#results p").startswith("From a held-out sentence: ")
-    return page
+@pytest.fixture
+def page(browser: Any, demo_page: Page) -> Iterator[Any]:
+    """The page when it shows what the run writes from a held-out sentence."""
+    browser.goto("about:blank")  # the page before ends its streams, which its console reports
+    browser.requested.clear()
+    browser.errors.clear()
+    url = demo_page.blocks.local_url
+    browser.goto(url)
+    browser.get_by_text("From a held-out sentence:").wait_for()
+    assert len(lines(browser)) == 3 and browser.get_by_text("step 20, trained weights").is_visible()
+    yield browser
+    assert browser.errors == []
+    assert browser.requested and all(address.startswith((url, "data:", "blob:")) for address in browser.requested)
 
 
-def listed(page: Page) -> list[str]:
-    """What the lines of the results say, once they are there."""
-    page.wait("document.querySelector('#state').innerText.startsWith('done')")
-    return page.value("[...document.querySelectorAll('#results li .words')].map((each) => each.innerText)")
+def lines(page: Any) -> list[str]:
+    return page.locator(".lines:visible .words").all_inner_texts()
 
 
-def test_a_sentence_is_typed_and_a_generation_read(page: Page, short_run_dir: Path) -> None:
-    """By the command, as a person would: the sentence has the focus, Enter asks."""
-    command = [sys.executable, "-m", "mmldlm.cli", "demo", str(short_run_dir), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as demo:
-        try:
-            assert demo.stdout is not None
-            url = re.search(r"http://[^ ]+", demo.stdout.readline())[0]  # type: ignore[index]
-            opened(page, url)
-            page.type(TEXT)
-            page.press("Enter")
-            texts = listed(page)
-            request = urllib.request.Request(
-                f"{url}api/write", json.dumps({"text": TEXT}).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-                expected = [each["text"] for each in json.load(answer)["texts"]]
-        finally:
-            demo.kill()
-    assert len(texts) == 3 and [text.split() for text in texts] == [text.split() for text in expected]
-    assert page.requests and all(address.startswith(url) for address in page.requests)
-    assert page.complaints == []
+def wait_for_lines(page: Any, count: int) -> list[str]:
+    from playwright.sync_api import expect
+
+    expect(page.locator(".lines:visible .words")).to_have_count(count, timeout=PATIENCE_S * 1000)
+    return lines(page)
 
 
-def test_everything_is_reached_by_the_keyboard(page: Page, server: DemoServer) -> None:
-    opened(page, f"http://127.0.0.1:{server.port}/")
-    page.value("document.querySelector('[role=tab]').focus()")
-    page.press("ArrowRight")
-    page.press("Tab")
-    page.type(TEXT)
-    page.press("Enter")
-    assert len(listed(page)) == 10  # five neighbors of each latent
-    assert re.search(r"cosine -?0\.\d{3} to the encoder", page.text("#results"))
-    page.value("document.querySelector('[aria-selected=true]').focus()")
-    page.press("ArrowRight")
-    page.press("Tab")
-    page.type(TEXT)
-    page.press("Tab")
-    page.type("The wave.")
-    page.press("Enter")
-    lines = listed(page)
-    assert len(lines) == 9 and lines[0] == TEXT and lines[-1] == "The wave."
-    page.value("document.querySelector('[aria-selected=true]').focus()")
-    page.press("ArrowRight")
-    assert page.text("[aria-selected=true]") == "Text from a latent"
-    assert page.complaints == []
+def fill(page: Any, label: str, value: object) -> None:
+    page.get_by_label(label, exact=True).locator("visible=true").fill(str(value))
 
 
-def test_text_is_never_taken_for_html(page: Page, server: DemoServer) -> None:
-    opened(page, f"http://localhost:{server.port}/")
-    hostile = "The rose <b>of</b> <img src=x onerror=document.title='broken'><script>document.title='broken'</script>"
-    page.value("document.querySelector('#tab-interpolate').click()")
-    page.value("document.querySelector('[name=a]').focus()")
-    page.type(hostile)
-    page.press("Tab")
-    page.type("The wave.")
-    page.press("Enter")
-    assert listed(page)[0] == hostile
-    assert page.value("document.querySelectorAll('#results b, #results img, #results script').length") == 0
-    assert page.value("document.title") != "broken" and page.complaints == []
+def test_a_sentence_is_typed_and_a_generation_read(page: Any, demo_page: Page) -> None:
+    """As a person would: the sentence has the focus, Enter asks."""
+    fill(page, "Count", 2)
+    page.get_by_label("Sentence").focus()
+    page.keyboard.type(TEXT)
+    page.keyboard.press("Enter")
+    texts = wait_for_lines(page, 2)
+    expected = re.findall('class="words">(.*?)</span>', demo_page.demo.write(TEXT, count=2))
+    assert [text.split() for text in texts] == [text.split() for text in expected]
+    page.get_by_role("button", name="With the next seed").locator("visible=true").click()
+    page.wait_for_function("text => document.querySelector('.lines .words').innerText != text", arg=texts[0])
+    assert page.get_by_label("Seed").locator("visible=true").input_value() == "1"
 
 
-def test_errors_are_one_line_on_the_page(page: Page, short_run: LoadedRun) -> None:
-    with DemoServer(Api(short_run), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            opened(page, f"http://127.0.0.1:{server.port}/")
-            page.press("Enter")
-            page.wait("!document.querySelector('#error').hidden")
-            assert page.text("#error") == "text: expected a sentence, found nothing"
-            page.type("zzz")
-            page.press("Enter")
-            page.wait("document.querySelector('#error').innerText.includes('zzz')")
-            assert page.text("#error").startswith("the encoder has no latent for 'zzz'")
-        finally:
-            server.shutdown()
-            thread.join()
-    page.press("Enter")
-    page.wait("document.querySelector('#error').innerText.includes('does not answer')")
-    assert page.text("#error") == "The server does not answer: is `mmldlm demo` still running?"
+def test_all_forms_work_by_keyboard(page: Any) -> None:
+    page.get_by_role("tab", name="To latent").focus()
+    page.keyboard.press("Enter")
+    page.get_by_label("Text", exact=True).focus()
+    page.keyboard.type(TEXT)
+    page.keyboard.press("Enter")
+    assert len(wait_for_lines(page, 10)) == 10  # five neighbors of each latent
+    page.get_by_role("tab", name="Between").focus()
+    page.keyboard.press("Enter")
+    page.get_by_label("From").focus()
+    page.keyboard.type(TEXT)
+    page.keyboard.press("Tab")
+    page.keyboard.type("The wave.")
+    page.keyboard.press("Enter")
+    texts = wait_for_lines(page, 9)
+    assert texts[0] == TEXT and texts[-1] == "The wave."
+
+
+HOSTILE = (
+    "<img src=x onerror=document.title='broken'><script>document.title='broken'</script>${document.title='broken'}"
+)
+
+
+def test_text_is_never_taken_for_html_or_code(page: Any) -> None:
+    """In results, and in errors."""
+    page.get_by_role("tab", name="Between").click()
+    fill(page, "From", f"The rose {HOSTILE} {{{{value}}}} `")
+    fill(page, "To", "The wave.")
+    page.keyboard.press("Enter")
+    assert wait_for_lines(page, 9)[0] == f"The rose {HOSTILE} {{{{value}}}} `"
+    page.get_by_role("tab", name="To text").click()
+    fill(page, "Sentence", f"zzz {HOSTILE}")
+    page.keyboard.press("Enter")
+    page.get_by_text("the encoder has no latent for").wait_for()
+    assert page.locator("img[src=x]").count() == 0 and page.title().endswith("mmldlm demo")
+
+
+def test_an_error_is_one_line_on_the_page_until_the_next_answer(page: Any) -> None:
+    page.get_by_label("Sentence").focus()
+    page.keyboard.press("Enter")
+    page.get_by_text("text: expected a sentence, found nothing").wait_for()
+    fill(page, "Sentence", TEXT)
+    page.keyboard.press("Enter")
+    wait_for_lines(page, 3)
+
+
+def test_a_narrow_screen_shows_all_forms(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    try:
+        page.wait_for_function("document.documentElement.clientWidth == 390")
+        assert page.get_by_role("tab").all_inner_texts() == ["To text", "To latent", "Between"]
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    finally:
+        page.set_viewport_size({"width": 1280, "height": 720})

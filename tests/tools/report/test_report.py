@@ -23,7 +23,8 @@ from mmldlm.tools.history import Series
 from mmldlm.tools.report import figures
 from mmldlm.tools.report.comparison import group_runs
 from mmldlm.tools.report.run_summary import RunSummary
-from tests.helpers import browser, report_numbers
+from tests.helpers import report_numbers
+from tests.helpers.browser import browser_page, needs_browser
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
 from tests.helpers.waiting import wait_until
@@ -137,23 +138,23 @@ def test_one_seed_has_no_interval_and_the_shortest_run_says_how_far_is_compared(
 
 
 @contextmanager
-def shown(page: Path, folder: Path) -> Iterator[browser.Page]:
+def shown(path: Path) -> Iterator[Any]:
     """A page as a browser without network shows it."""
-    with browser.browser(folder, "--host-resolver-rules=MAP * ~NOTFOUND") as opened:
-        opened.open(page.resolve().as_uri())
-        yield opened
+    with browser_page("--host-resolver-rules=MAP * ~NOTFOUND") as page:
+        page.goto(path.resolve().as_uri())
+        yield page
 
 
-@pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
-def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+@needs_browser
+def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]]) -> None:
     out, _ = reported
     page = (out / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//[a-z]|<script|<link|<iframe|@import", page, re.IGNORECASE)
     references = re.findall(r'(?:href|src)\s*=\s*"([^"]*)"|url\(([^)]*)\)', page)
     assert references and all((a or b).startswith("#") for a, b in references)
-    with shown(out / "report.html", tmp_path / "browser") as opened:
-        document = opened.value("document.documentElement.outerHTML")
-        assert len(opened.requests) == 1 and opened.complaints == []
+    with shown(out / "report.html") as opened:
+        document = opened.evaluate("document.documentElement.outerHTML")
+        assert len(opened.requested) == 1 and opened.errors == []
     for name in (*names("base"), *names("slow")):
         assert name in document
     for words in ("gradient norm before clipping", "tokens per second", "resident memory, MiB", "checkpoint"):
@@ -288,15 +289,15 @@ def test_what_a_folder_holds_is_text_and_no_page(tmp_path: Path) -> None:
     assert "<img" not in page and page.count("&lt;img") >= 8
 
 
-@pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
+@needs_browser
 def test_a_browser_finds_no_page_in_what_a_folder_holds(tmp_path: Path) -> None:
     run = tmp_path / "<img src=x>"
     run.mkdir()
     MetricsFile(run / "metrics.jsonl", None).write("start", 0, {"total_steps": 9, "engine": "<img src=x>"})
     made(run, out=tmp_path / "out")
-    with shown(tmp_path / "out" / "report.html", tmp_path / "browser") as page:
-        assert "&lt;img" in page.value("document.documentElement.outerHTML")
-        assert page.value("document.querySelectorAll('img').length") == 0
+    with shown(tmp_path / "out" / "report.html") as page:
+        assert "&lt;img" in page.evaluate("document.documentElement.outerHTML")
+        assert page.locator("img").count() == 0
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "start", "st'])
