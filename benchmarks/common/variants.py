@@ -75,7 +75,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
 
 
 class Open:
-    """A variant that is ready to step: its `verbs` hold the methods that `counting.PARTS` names."""
+    """A variant that is ready to step: its `verbs` hold the methods that `counting.METHODS` names."""
 
     def __init__(
         self,
@@ -88,6 +88,11 @@ class Open:
         self.verbs, self.feed, self.model, self.optimizer = verbs, feed, model, optimizer
         self._step = step
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def defer_fetch(self) -> None:
+        """Fetch the numbers of steps late, as on a GPU; the reference reads its own in each step."""
+        if isinstance(self.verbs, Trainer):
+            self.verbs.log.defer_fetch = True
 
     def step(self, number: int) -> None:
         """Take one step, on the micro-batch and with the noise of its number."""

@@ -213,7 +213,7 @@ def _rounds(lengths: np.ndarray, world_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _StepRequest:
-    """What a worker needs to know to load a step."""
+    """Values that a worker needs to load a step."""
 
     position: int  # of the step's first sample in the order
     size: BatchSize
