@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common.counting import (
     OTHER,
-    PART_NAMES,
+    PARTS,
     WAIT,
     compiled_regions_of,
     counts_of,
@@ -358,7 +358,7 @@ def table(result: Values) -> str:
             *(f"{row[key]:.1%}" if row.get(key) else "" for key in ("gpu_busy", "mfu")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    parts = (WAIT, *PART_NAMES, OTHER)
+    parts = (WAIT, *PARTS, OTHER)
     lines += ["", f"| ms of a step | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
     for name, row in rows.items():
         if "parts" in row:

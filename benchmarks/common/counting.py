@@ -24,9 +24,8 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.model.flops import ModelFlops
 from mmldlm.run.factory import build_model, build_objective
-from mmldlm.trainer.trainer import Trainer
 
-PARTS = {  # by the method of a run
+METHODS = {  # part of a step by the method of a run
     "corrupt": "corrupt, transfer",
     "sync": "corrupt, transfer",
     "accumulate": "corrupt, transfer",
@@ -35,13 +34,13 @@ PARTS = {  # by the method of a run
     "update": "clip, optimizer",
     "end_step": "logging",
 }
-PART_NAMES = tuple(dict.fromkeys(PARTS.values()))
+PARTS = tuple(dict.fromkeys(METHODS.values()))
 WAIT, OTHER = "data wait", "other"
 
 _ATEN = torch.ops.aten
 _WAITS = (_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.is_nonzero)
 _PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.linear)
-_ON_HOST = (WAIT, PARTS["corrupt"])  # before anything is on the device
+_ON_HOST = (WAIT, METHODS["corrupt"])  # before anything is on the device
 
 
 def _attention_flops(*args: Any, **kwargs: Any) -> int:
@@ -54,7 +53,7 @@ _ON_CPU = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops} 
 
 @contextmanager
 def watched(run: Open, around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """Surround each of the run's `PARTS` and the wait for data with `around(part)`."""
+    """Surround each of the run's `METHODS` and the wait for data with `around(part)`."""
 
     def wrap(method: Callable, part: str) -> Callable:
         def wrapped(*arguments: object) -> object:
@@ -63,14 +62,14 @@ def watched(run: Open, around: Callable[[str], AbstractContextManager[None]]) ->
 
         return wrapped
 
-    parts = {name: part for name, part in PARTS.items() if hasattr(run.verbs, name)}
-    for name, part in parts.items():
-        setattr(run.verbs, name, wrap(getattr(run.verbs, name), part))
+    methods = [name for name in METHODS if hasattr(run.verbs, name)]
+    for name in methods:
+        setattr(run.verbs, name, wrap(getattr(run.verbs, name), METHODS[name]))
     run.feed.batch = wrap(run.feed.batch, WAIT)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for name in parts:
+        for name in methods:
             delattr(run.verbs, name)
         del run.feed.batch
 
@@ -91,7 +90,7 @@ def parts_of(run: Open, steps: range) -> dict[str, float]:
             start = clock()
             run.step(number)
             total = clock() - start
-            for part in (WAIT, *PART_NAMES):
+            for part in (WAIT, *PARTS):
                 seconds[part].append(step[part])
             seconds[OTHER].append(total - sum(step.values()))
     return {part: fmean(values) for part, values in seconds.items()}
@@ -122,7 +121,7 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.operators += 1
         self.syncs += self._waits(func.overloadpacket, args, kwargs)
-        if self.part == PARTS["loss"]:
+        if self.part == METHODS["loss"]:
             if func.overloadpacket in _PRODUCTS and out.shape[-1] == self.vocab_size:
                 self.rows += out.shape[:-1].numel()
             if "linear_cross_entropy" in func.name():  # its products are not dispatched one by one
@@ -151,8 +150,7 @@ class _Counter(TorchDispatchMode):
 def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Counts:
     """Count over `steps`, after one step in which the optimizer makes its state."""
     run.step(steps[0])
-    if isinstance(run.verbs, Trainer):
-        run.verbs.log.defer_fetch = True  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
+    run.defer_fetch()  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
     counter, real = _Counter(vocab_size, device_type, _step_counts(run.optimizer)), 0
 
     @contextmanager

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
-from benchmarks.common.counting import OTHER, PART_NAMES, WAIT
+from benchmarks.common.counting import OTHER, PARTS, WAIT
 from benchmarks.ladder import regressions
 from mmldlm import cli
 from mmldlm.errors import DataError
@@ -61,7 +61,7 @@ def test_result(out: Path, result: Result) -> None:
         speed = row["speed"]
         assert all(math.isfinite(value) and value > 0 for value in speed.values())
         assert speed["low"] <= speed["median"] <= speed["high"] and len(row["seconds"]) == 3
-        assert row["parts"].keys() == {WAIT, *PART_NAMES, OTHER} and row["parts"]["backward"] > 0
+        assert row["parts"].keys() == {WAIT, *PARTS, OTHER} and row["parts"]["backward"] > 0
     reference, old, trainer = (result["variants"][name]["counts"] for name in NAMES)
     assert result["variants"]["reference"]["speed"]["median"] == 1
     assert reference["fill"] == old["fill"] < trainer["fill"] == 1
