@@ -1,0 +1,154 @@
+"""Malformed configs: each is a run config, or refused in one short line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mmldlm.config import RunConfig, load_config, require_paths
+from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_code_and_cause
+from mmldlm.settings.fields import build, dump, leaves
+from mmldlm.settings.yaml import MAX_BYTES
+from mmldlm.tools.config import config_schema
+from mmldlm.trainer.checkpointer import check_resume
+from mmldlm.trainer.setup import step_plan
+
+SHARED = "run: {dir: r}\nmode: &m {l2t: 1, joint: 3}\nmode_schedule: {10: *m, 20: {<<: *m, l2t: 5}}\n"
+
+NASTY: dict[str, tuple[str | bytes, list[str]]] = {
+    "a list in itself": ("freeze: &f [*f]\noptim: {lr: *f}", []),
+    "a map in itself": ("run: &r {dir: x, run: *r}\nmode: &m {l2t: *m}", []),
+    "a map that merges itself": ("run: &r {<<: *r, dir: 3}", []),
+    "a map as its own key": ("&a {*a : 1}", []),
+    "brackets": ("[" * 60_000, []),
+    "question marks": ("? " * 30_000, []),
+    "deep flow maps": ("{a: " * 15_000, []),
+    "deep blocks": ("".join(" " * n + f"k{n}:\n" for n in range(340)), []),
+    "a word of 1 MB": ("run: {dir: " + "x" * 2**20 + "}", []),
+    "a word of 1 MB on the command line": (b"", ["run.dir=" + "x" * 2**20]),
+    "a key of 1 MB on the command line": (b"", ["x" * 2**20 + "=1", "a." * 2**19 + "b=1"]),
+    "a key of 60 KB": ("x" * 60_000 + ": 1", []),
+    "thousands of unknown keys": ("".join(f"learning_rat{n}: 1\n" for n in range(3500)), []),
+    "a number of 10,000 digits": ("train: {steps: " + "9" * 10_000 + "}", []),
+    "a hexadecimal number of 10,000 digits": ("train: {steps: 0x" + "f" * 10_000 + "}", []),
+    "a key of 10,000 digits": ("? 0x" + "f" * 10_000 + "\n: 1", ["mode_schedule." + "9" * 10_000 + "=l2t"]),
+    "a whole number beyond any float": ("optim: {lr: 0x" + "f" * 400 + "}", []),
+    "a seed that torch cannot take": ("run: {seed: 18446744073709551616}", []),
+    "a number beyond any float": ("optim: {lr: 1e309, clip_norm: .inf}\nmode: {l2t: 1e308, t2l: 1e308}", []),
+    "a sexagesimal number beyond any float": ("a: 1" + ":1" * 5000 + ".0", []),
+    "tags": ("a: !!python/object/apply:os.system ['true']", []),
+    "a float that is none": ("optim: {lr: !!float ''}", []),
+    "a date that is none": ("run: {dir: 2024-99-99}", []),
+    "dates and sets": ("run: {dir: 2024-01-01}\nmode: !!set {l2t, t2l}\ndata: {path: !!binary aGk=}", []),
+    "keys twice": ("run: {dir: a, dir: b}", []),
+    "half a surrogate pair": (r'run: {dir: "\ud800"}', []),
+    "half a surrogate pair on the command line": (b"", ["run.dir=\udc80"]),
+    "a path with NUL": (r'run: {dir: "a\0b", dir2: 1}', []),
+    "a path of two lines": ('run: {dir: "a\\nb\\u2028c\\x85"}', []),
+    "a name that no folder can have": ("run: {dir: " + "x" * 300 + "}\nresume: " + "y" * 300, []),
+    "UTF-16": ("run: {dir: x}".encode("utf-16"), []),
+    "bytes": (bytes(range(256)) * 8, []),
+    "BOM in the middle": ("run: {dir: \ufeffx}\n\ufeffdata: 1", []),
+    "tabs": ("run:\n\tdir: x\n", []),
+    "two documents": ("run: {dir: x}\n---\nrun: {dir: y}\n", []),
+    "a version of YAML to come": ("%YAML 9.9\n---\nrun: {dir: x}\n", []),
+    "an empty assignment": (b"", ["=", "==", ".=1", "a..b=1", "run.=1", "run.dir.x=1"]),
+}  # fmt: skip
+
+
+def outcome(path: Path | None, overrides: list[str]) -> RunConfig | None:
+    """The config, or None where it was refused in one short line."""
+    try:
+        config = load_config(path, overrides)
+        require_paths(config, "data.path", "run.dir")
+        check_resume(config.resume)
+        config.train.check_batches(2)
+        step_plan(config, 2)
+    except (ConfigError, UsageError) as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) <= 2000, str(error)[:3000]
+        return None
+    return config
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_ones(tmp_path: Path, name: str) -> None:
+    content, overrides = NASTY[name]
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert outcome(path, []) is None
+    for each in overrides:
+        assert outcome(path, [each]) is None
+
+
+@pytest.mark.quick
+def test_ordinary_anchors_and_merges_still_work(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(SHARED)
+    config = load_config(path, ["mode_schedule.10.l2t=2"])
+    assert config.mode == {"l2t": 1, "joint": 3}, "an override of one leaves the other that shares its mapping"
+    assert config.mode_schedule == {10: {"l2t": 2, "joint": 3}, 20: {"l2t": 5, "joint": 3}}
+    path.write_text("mode:\n  <<: [{l2t: 1}, {l2t: 2, joint: 2}]\n")
+    assert load_config(path).mode == {"l2t": 1, "joint": 2}
+
+
+@pytest.mark.quick
+def test_the_size_of_a_file_is_bounded_before_it_is_read(tmp_path: Path) -> None:
+    fitting = "run: {dir: x}\n#"
+    (tmp_path / "a.yaml").write_text(fitting + "x" * (MAX_BYTES - len(fitting)))
+    assert load_config(tmp_path / "a.yaml").run.dir == "x"
+    for endless in (tmp_path / "b.yaml", Path("/dev/zero")):
+        (tmp_path / "b.yaml").write_text(fitting + "x" * MAX_BYTES)
+        with pytest.raises(ConfigError, match=f"at most {MAX_BYTES} bytes"):
+            load_config(endless)
+
+
+VALUES: list[Any] = [
+    None, True, "", "off", "x" * 5000, "a\nb", "\ud800", 0, -1, 0.5, 2**70, 10**400, 1e308, float("inf"), float("nan"),
+    [], [[]], ["backbone"] * 50, {}, {"a": {"b": {}}}, {"l2t": 1e308, "t2l": 1e308}, {1: {2: {3: 4}}}, {-5: "l2t"},
+]  # fmt: skip
+
+
+@pytest.mark.quick
+def test_odd_values_of_every_setting() -> None:
+    """What is accepted reads back as itself, and the schema for editors accepts it, too."""
+    accepted, schema = 0, Draft202012Validator(config_schema())
+    for (key, _), value in itertools.product(leaves(RunConfig), VALUES):
+        tree = value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        try:
+            config = build(RunConfig, tree)
+        except ConfigError as error:
+            assert len(str(error).splitlines()) == 1 and len(str(error)) <= 2000, str(error)[:3000]
+            continue
+        assert build(RunConfig, dump(config)) == config, tree
+        assert schema.is_valid(json.loads(json.dumps(tree))), tree
+        accepted += 1
+    assert accepted > 100
+
+
+@pytest.mark.quick
+def test_a_name_that_no_folder_can_have_is_no_bug() -> None:
+    with pytest.raises(OSError) as caught:
+        check_resume("y" * 300)
+    assert exit_code_and_cause(caught.value)[0] == ExitCode.STORAGE
+
+
+@pytest.mark.parametrize("name", ["brackets", "bytes", "a path of two lines", "tags"])
+def test_the_command_answers_in_one_line(
+    command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, name: str
+) -> None:
+    content, overrides = NASTY[name]
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    done = command("mmldlm.cli", "train", path, *overrides)
+    assert done.returncode == 64 and done.stdout == "", done.stderr
+    assert done.stderr.startswith("mmldlm: error: ") and len(done.stderr.splitlines()) == 1
