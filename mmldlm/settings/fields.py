@@ -130,7 +130,7 @@ def build(cls: type[T], tree: Mapping[str, Any]) -> T:
             values out of bounds.
     """
     try:
-        value: T = _validator(cls).validate_python(tree)
+        value: T = _validator(cls).validate_python(tree)  # type: ignore[arg-type]  # mypy: type[T] is no Hashable
     except ValidationError as error:
         raise ConfigError(_summary(cls, error.errors())) from None
     return value
@@ -166,7 +166,7 @@ def _validator(cls: type) -> SchemaValidator:
 # text, which is often a path, has one line. (pydantic's own strict mode would also refuse lists for tuples.)
 _STRICT: dict[str, dict[str, Any]] = {
     "bool": {"strict": True},
-    "int": {"strict": True, "le": 2**63 - 1},
+    "int": {"strict": True, "ge": -(2**63), "le": 2**63 - 1},
     "float": {"strict": True, "allow_inf_nan": False},
     "str": {"strict": True, "pattern": r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"},
     "list": {"strict": True},
