@@ -207,10 +207,10 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "missing": "a value",
     "too_long": "at most {max_length} values",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "number above {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "number below {lt}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
 }
 
 
@@ -235,10 +235,12 @@ def _problem(key: str, errors: Sequence[ErrorDetails], known: set[str]) -> str:
     if kind == "value_error":  # of __post_init__, whose message begins with the name of the setting
         return f"{key}.{errors[0]['ctx']['error']}".lstrip(".")
     expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
+    if not expected.startswith("must be"):  # a bound
+        expected = f"expected {expected}"
     names = re.findall("'(.*?)'", expected)
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
     advice = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"{key or 'config'}: expected {expected}, found {short_repr(value)}{advice}"
+    return f"{key or 'config'}: {expected}, found {short_repr(value)}{advice}"
 
 
 def _expected(error: ErrorDetails) -> str:

@@ -33,8 +33,8 @@ ALL_PARTS = ", ".join(get_args(Part))
         ("optim.lr=fast", "optim.lr: expected number, found 'fast'"),
         ("train.steps=1.5", "train.steps: expected whole number, found 1.5"),
         ("train.steps=true", "train.steps: expected whole number, found True"),
-        ("train.steps=0", "train.steps: expected at least 1, found 0"),
-        ("optim.lr=-1", "optim.lr: expected number above 0, found -1"),
+        ("train.steps=0", "train.steps: must be at least 1, found 0"),
+        ("optim.lr=-1", "optim.lr: must be above 0, found -1"),
         ("optim.lr=.nan", "optim.lr: expected finite number, found nan"),
         (
             "latent.process=cosine",
@@ -59,12 +59,12 @@ ALL_PARTS = ", ".join(get_args(Part))
         ("mode_schedule=l2t", "mode_schedule: expected map, found 'l2t'"),
         ("mode_schedule={'5': l2t}", "mode_schedule.5: expected whole number, found '5'"),
         ("train.micro_batch_size=none", "train.micro_batch_size: expected whole number or null, found 'none'"),
-        ("guard.grad_norm_spike=1", "guard.grad_norm_spike: expected number above 1 or null, found 1"),
+        ("guard.grad_norm_spike=1", "guard.grad_norm_spike: must be above 1 or null, found 1"),
         ("log.tensorboard=1", "log.tensorboard: expected true or false, found 1"),
         ("optim.lr='1e-3'", "optim.lr: expected number, found '1e-3'"),
         ("optim.lr=true", "optim.lr: expected number, found True"),
         ("run.dir=2024-01-01", "run.dir: expected text, found datetime.date(2024, 1, 1)"),
-        ("run.seed=18446744073709551616", "run.seed: expected at most 9223372036854775807, found 18446744073709551616"),
+        ("run.seed=18446744073709551616", "run.seed: must be at most 9223372036854775807, found 18446744073709551616"),
         ("loss.huber_delta=2", "loss.huber_delta: does nothing under latent: cosine, expected 1.0 or latent: huber"),
         ("optim.muon.momentum=0.5", "optim.muon: does nothing under name: adamw, expected its defaults or name: muon"),
         ("loss.text=masked_mean loss.text_weight_limit=2", "does nothing under text: masked_mean, expected null or"),
@@ -76,7 +76,7 @@ ALL_PARTS = ", ".join(get_args(Part))
         ("mode_schedule={5: {l2t: much}}", "mode_schedule.5.l2t: expected number, found 'much'"),
         ("mode_schedule.5=l2x", "mode_schedule.5: expected 'l2t'"),
         ("memory.activation_checkpointing=some", "expected 'none', 'full', 'selective' or 'every_k', found 'some'"),
-        ("memory.every_k=0", "memory.every_k: expected at least 1, found 0"),
+        ("memory.every_k=0", "memory.every_k: must be at least 1, found 0"),
         (
             "memory.activation_checkpointing=full memory.kept_blocks=4",
             "memory.kept_blocks: expected fewer than the 4 blocks that memory.activation_checkpointing full is "
@@ -94,7 +94,7 @@ ALL_PARTS = ", ".join(get_args(Part))
             "text_stream, latent_stream, latent_head to train, found backbone",
         ),
         (f"mode=t2l loss.latent_weight=0 loss.length_weight=0 freeze=[{ALL_PARTS}]", "freeze: expected a part left"),
-        ("sampling.remask=2", "sampling.remask: expected at most 1, found 2"),
+        ("sampling.remask=2", "sampling.remask: must be at most 1, found 2"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(override: str, expected: str) -> None:
