@@ -25,7 +25,7 @@ from mmldlm.model.parts import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
-from mmldlm.settings.fields import build, is_setting_text, set_dotted, setting, to_yaml
+from mmldlm.settings.fields import build, set_dotted, setting, to_yaml
 from mmldlm.settings.layers import EXTENDS, ConfigLayer, Provenance, merge_layers, read_layers
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.short_repr import display_name
@@ -47,6 +47,7 @@ class GuardConfig:
         "skip a step whose gradient norm is above this multiple of the median of the last 100 accepted steps; null: "
         "never. Forces one host-device synchronization per step",
         above=1,
+        advice="For runs that diverge now and then: 10. Costs a host-device synchronization in each step",
     )
     max_consecutive: int = setting(
         10,
@@ -67,7 +68,12 @@ class RunSettings:
 class LogConfig:
     """Metrics, TensorBoard and figures."""
 
-    every: int = setting(10, "optimizer steps between log records", at_least=1)
+    every: int = setting(
+        10,
+        "optimizer steps between log records",
+        at_least=1,
+        advice="On a GPU, each record forces a host-device synchronization: not below 10",
+    )
     noise_levels: int = setting(
         5, "number of equal noise bins in [0, 1] whose losses are logged separately; 1: none", at_least=1, at_most=10
     )
@@ -90,35 +96,59 @@ class LogConfig:
 class ValidationConfig:
     """Validation losses, and evaluation of generated samples during training."""
 
-    every: int = setting(250, "optimizer steps between validations; 0: none", at_least=0)
+    every: int = setting(
+        250,
+        "optimizer steps between validations; 0: none",
+        at_least=0,
+        advice="512 samples cost, for each trained mode, the forward passes of four steps of 128",
+    )
     samples: int = setting(512, "held-out samples per validation", at_least=1)
     text_samples: int = setting(
         4,
         "texts to generate for TensorBoard, at each validation in l2t and with the figures in joint (at most "
         "log.figure_samples); 0: none",
         at_least=0,
+        advice="For monitoring only, so with at most 8 reverse steps, or one for every four tokens of the longest text",
     )
     quality_every: int = setting(
         0,
         "optimizer steps between evaluations of generated samples, `quality/` in the curves; 0: none",
         at_least=0,
+        advice="64 samples cost, for each trained mode, sampling.steps forward passes each: with 32 and three modes "
+        "about as much as 16 steps of 128, so every 2,000 steps under 1 %",
     )
-    quality_samples: int = setting(64, "held-out samples per evaluation of each trained mode", at_least=2)
+    quality_samples: int = setting(
+        64,
+        "held-out samples per evaluation of each trained mode",
+        at_least=2,
+        advice="64 show a trend; to compare two runs, use `mmldlm evaluate`",
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When to save checkpoints, and which to keep."""
 
-    every_steps: int = setting(500, "optimizer steps between checkpoints; 0: only the last", at_least=0)
+    every_steps: int = setting(
+        500,
+        "optimizer steps between checkpoints; 0: only the last",
+        at_least=0,
+        advice="As much work as you can afford to lose; training continues during the write",
+    )
     every_minutes: float | None = setting(
-        None, "minutes between checkpoints, in addition to every_steps; null: none", above=0
+        None,
+        "minutes between checkpoints, in addition to every_steps; null: none",
+        above=0,
+        advice="If a scheduler ends jobs after a time, or steps are slow",
     )
     keep_last: int = setting(3, "number of newest checkpoints to keep", at_least=1)
     keep_steps: list[int] = setting(factory=list, doc="steps to save and keep permanently: [250000, 500000]")
     keep_every: int = setting(0, "save and keep permanently every multiple of this step; 0: none", at_least=0)
     keep_best: int = setting(
-        0, "number of checkpoints with the lowest validation loss to keep, saved at the validation", at_least=0
+        0,
+        "number of checkpoints with the lowest validation loss to keep, saved at the validation",
+        at_least=0,
+        advice="For runs that may overfit or diverge: each is a full checkpoint on disk",
     )
     async_: bool = setting(True, "write files in the background; training waits only for the copy to host memory")
 
@@ -147,13 +177,17 @@ class RunConfig:
         doc="parts that are not trained and keep their weights, which are the initial ones in a new run. text_encoder: "
         "token embedding, and the head matrix if tied; latent_encoder: input layers of the latents; noise_times: time "
         "embeddings; text_stream, latent_stream: one side of the blocks; backbone: both sides",
+        advice="Saves the gradients and moments of the frozen parts; a loss without trainable parameters is refused",
     )
     mode: ModeShares = setting(
         factory=lambda: {"l2t": 0.5, "t2l": 0.25, "joint": 0.25},
         doc="one mode, or the shares of several; drawn per sample",
+        advice="One mode if the task is known. Guidance, and texts without a latent, need a share of joint",
     )
     mode_schedule: dict[int, ModeShares] = setting(
-        factory=dict, doc="optimizer steps, counted from 0, at which `mode` changes: {1000: joint}"
+        factory=dict,
+        doc="optimizer steps, counted from 0, at which `mode` changes: {1000: joint}",
+        advice="To learn one task before another; the loss curve jumps where the shares do",
     )
     text: TextConfig = setting(TextConfig(), "diffusion of the text")
     latent: LatentConfig = setting(LatentConfig(), "diffusion of the latents")
@@ -166,6 +200,8 @@ class RunConfig:
         "fp32",
         "precision of matrix products; weights, moments and losses are float32. fp16 (single, ddp, fsdp2) scales the "
         "loss and skips steps whose gradients overflow",
+        advice="bf16 on GPUs, fp16 on those too old for it. On a CPU without instructions for them, both are many "
+        "times slower",
     )
     sampling: SamplingConfig = setting(SamplingConfig(), "generation during training, in `evaluate` and in `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "validation on held-out samples during training")
@@ -173,7 +209,12 @@ class RunConfig:
     profile: ProfileConfig = setting(ProfileConfig(), "a trace of some steps for Perfetto (ui.perfetto.dev)")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "checkpoints")
     guard: GuardConfig = setting(GuardConfig(), "handling of non-finite numbers and gradient spikes")
-    resume: str = setting("auto", "auto: from the newest valid checkpoint of run.dir; never; or a checkpoint's folder")
+    resume: str = setting(
+        "auto",
+        "auto: from the newest valid checkpoint of run.dir; never; or a checkpoint's folder",
+        advice="Leave it at auto: the same command then continues after any stop. never moves the run's checkpoints "
+        "aside",
+    )
     distributed: DistributedConfig = setting(DistributedConfig(), "several processes")
 
     def __post_init__(self) -> None:
@@ -270,8 +311,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _absolute(path: str) -> str:
     """Return `path` as an absolute path; unchanged if empty, or if the working folder's name is no valid setting."""
-    absolute = str(Path(path).absolute())
-    return absolute if path and is_setting_text(absolute) else path
+    try:
+        return build(RunSettings, {"dir": str(Path(path).absolute())}).dir if path else path
+    except ConfigError:
+        return path
 
 
 def write_config(config: RunConfig, run_dir: Path) -> None:

@@ -89,7 +89,7 @@ def error_from_exit_code(code: int, text: str) -> MmldlmError:
     return next((cls for cls in classes if cls.exit_code == code), UsageError)(text)
 
 
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
 
 
 def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:

@@ -26,10 +26,23 @@ class BatchSize:
 class TrainConfig:
     """The `train` section of a run config."""
 
-    steps: int = setting(1000, "optimizer steps", at_least=1)
-    global_batch_size: int = setting(128, "samples of one optimizer step, over all ranks", at_least=1)
+    steps: int = setting(
+        1000,
+        "optimizer steps",
+        at_least=1,
+        advice="With schedule.lr other than constant, choose it at the start",
+    )
+    global_batch_size: int = setting(
+        128,
+        "samples of one optimizer step, over all ranks",
+        at_least=1,
+        advice="Part of the method: another one needs another learning rate",
+    )
     micro_batch_size: int | None = setting(
-        None, "samples of one forward pass on one rank; null: no accumulation", at_least=1
+        None,
+        "samples of one forward pass on one rank; null: no accumulation",
+        at_least=1,
+        advice="Not part of the method: as large as memory allows; the curve does not change",
     )
     batch_schedule: dict[int, dict[Literal["global_batch_size", "micro_batch_size"], int]] = setting(
         factory=dict,
@@ -41,6 +54,7 @@ class TrainConfig:
         "halve the micro-batches, permanently and on all ranks, when one does not fit into memory; costs an extra "
         "forward and backward pass before each step with a larger micro-batch than all before; single, ddp, zero1, "
         "zero2",
+        advice="If the longest samples of a store are rare, and the run is unattended",
     )
 
     def __post_init__(self) -> None:

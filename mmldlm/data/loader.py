@@ -42,16 +42,21 @@ class DataConfig:
         None,
         "loader processes per rank; null: 0 on CPU, else min(8, CPUs / processes on the machine)",
         at_least=0,
+        advice="Raise it if speed/data_wait_s is not near 0; 0 helps to debug errors in loading",
     )
     prefetch_factor: int = setting(4, "steps that each worker prepares ahead", at_least=1)
     persistent_workers: bool = setting(True, "keep workers alive when reading restarts at another step")
     pin_memory: bool = setting(True, "copy batches to the GPU from page-locked memory")
     window: int = setting(
-        4096, "samples sorted by length together; larger: more even work, less random order", at_least=1
+        4096,
+        "samples sorted by length together; larger: more even work, less random order",
+        at_least=1,
+        advice="Lower it for a small store: in one window, samples of similar length meet again in each epoch",
     )
     verify: Literal["full", "sizes"] = setting(
         "full",
         "checks at start. full: hash all files and check all samples, shared by the ranks; sizes: file sizes only",
+        advice="sizes if a large store on a slow disk is opened often and was verified once",
     )
     max_bad_samples: int = setting(
         0, "bad samples (unknown token, non-finite latent) to leave out before the run is refused", at_least=0

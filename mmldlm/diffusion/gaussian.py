@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.diffusion.schedule import MAX_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling, check_sampler
-from mmldlm.settings.fields import setting
+from mmldlm.diffusion.schedule import MAX_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling
+from mmldlm.settings.fields import require_effect, setting
 
 PredictionType = Literal["epsilon", "x0", "v"]
 LatentLoss = Literal["cosine", "mse", "normalized_mse", "huber"]
@@ -31,7 +31,11 @@ class LatentConfig:
     """Diffusion process of the latents."""
 
     process: Process = setting("vp_cosine", "noise schedule of the latents")
-    prediction: PredictionType = setting("x0", "prediction type: what the latent head predicts")
+    prediction: PredictionType = setting(
+        "x0",
+        "prediction type: what the latent head predicts",
+        advice="x0 learns t2l within the first hundreds of steps; epsilon and v need longer runs",
+    )
     time_sampling: TimeSampling = setting(
         "uniform", "distribution of t_latent in training; logit_normal and mode favor the middle"
     )
@@ -45,7 +49,9 @@ class LatentConfig:
     )
 
     def __post_init__(self) -> None:
-        check_sampler(self.sampler)
+        require_effect(self, "location", "time_sampling", "logit_normal")
+        require_effect(self, "scale", "time_sampling", "logit_normal")
+        require_effect(self, "mode_scale", "time_sampling", "mode")
 
     @property
     def has_skip(self) -> bool:

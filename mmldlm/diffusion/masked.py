@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.noise import RandomSource, draw_uniform
-from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler, check_sampler
-from mmldlm.settings.fields import setting
+from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler
+from mmldlm.settings.fields import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 TextDecoding = Literal["ancestral", "confidence"]
@@ -45,7 +45,7 @@ class TextConfig:
     )
 
     def __post_init__(self) -> None:
-        check_sampler(self.sampler)
+        require_effect(self, "mode_scale", "time_sampling", "mode")
 
     @property
     def sampler(self) -> TimeSampler:

@@ -23,7 +23,7 @@ from mmldlm.batch import Batch, PackedLayout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
-from mmldlm.settings.fields import setting
+from mmldlm.settings.fields import require_effect, setting
 
 Network = Callable[..., tuple[Tensor, ...]]
 
@@ -35,14 +35,22 @@ class LossConfig:
     """Losses and their weights."""
 
     text: TextLoss = setting(
-        "elbo", "elbo: nats per token, a bound of the likelihood; masked_mean: plain mean over masked tokens"
+        "elbo",
+        "elbo: nats per token, a bound of the likelihood; masked_mean: plain mean over masked tokens",
+        advice="elbo to compare bits per token; evaluation measures it in any case",
     )
-    latent: LatentLoss = setting("cosine", "distance of predicted and true latent target")
+    latent: LatentLoss = setting(
+        "cosine",
+        "distance of predicted and true latent target",
+        advice="cosine if only the direction of a latent matters, as in retrieval; mse if its length does",
+    )
     huber_delta: float = setting(1.0, "huber: error from which on the loss grows linearly", above=0)
     latent_weight: float = setting(
         10.0,
         "weight of the latent loss relative to the text loss; with `latent_weighting: uncertainty` its initial value",
         at_least=0,
+        advice="Below 1 the cosine loss of t2l is negligible next to nats per token; 1 if only latents are trained, "
+        "or the loss is mse",
     )
     latent_weighting: Literal["fixed", "uncertainty"] = setting(
         "fixed", "uncertainty: learned weights of text and latent loss, which follow the size of each loss"
@@ -67,15 +75,9 @@ class LossConfig:
     length_weight: float = setting(0.01, "weight of the length head's loss", at_least=0)
 
     def __post_init__(self) -> None:
-        if self.latent != "huber" and self.huber_delta != 1:
-            raise ValueError(f"huber_delta: does nothing under latent: {self.latent}, expected 1 or latent: huber")
-        if self.latent_time_weighting == "none" and self.min_snr_gamma != 5:
-            raise ValueError(
-                "min_snr_gamma: does nothing under latent_time_weighting: none, expected 5 or latent_time_weighting: "
-                "min_snr"
-            )
-        if self.text != "elbo" and self.text_weight_limit is not None:
-            raise ValueError(f"text_weight_limit: does nothing under text: {self.text}, expected null or text: elbo")
+        require_effect(self, "huber_delta", "latent", "huber")
+        require_effect(self, "min_snr_gamma", "latent_time_weighting", "min_snr")
+        require_effect(self, "text_weight_limit", "text", "elbo")
         if self.latent_weighting == "uncertainty" and not self.latent_weight:
             raise ValueError(
                 "latent_weight: expected an initial weight above 0 under latent_weighting: uncertainty, found 0"

@@ -29,14 +29,26 @@ GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, th
 class SamplingConfig:
     """Settings of generation."""
 
-    steps: int = setting(32, "reverse steps", at_least=1)
-    temperature: float = setting(1.0, "temperature of the token distributions; 0: the most likely token", at_least=0)
+    steps: int = setting(
+        32,
+        "reverse steps",
+        at_least=1,
+        advice="Time is proportional to it; many more steps than tokens to generate change little",
+    )
+    temperature: float = setting(
+        1.0,
+        "temperature of the token distributions; 0: the most likely token",
+        at_least=0,
+        advice="Below 1 for small models: the quickstart has 0.6",
+    )
     top_p: float = setting(1.0, "tokens are drawn from the smallest set with this probability mass", above=0, at_most=1)
     guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: none", at_least=0)
     decoding: Literal["auto", TextDecoding] = setting(
         "auto",
         "order in which tokens are unmasked; ancestral: at random, as in the reverse process; confidence: the most "
         "confident first; auto: confidence in l2t without remask, otherwise ancestral",
+        advice="confidence generates better texts from a latent; ancestral if samples should follow the likelihood, "
+        "as in joint",
     )
     remask: float = setting(
         0.0, "fraction of the maximal remasking rate; not with decoding confidence", at_least=0, at_most=1

@@ -187,14 +187,3 @@ class TimeSampler:
 
 UNIFORM = TimeSampler()
 MAX_MODE_SCALE = 1.75  # from 2 / (pi - 2) = 1.752 on, the times of mode sampling do not increase with u
-
-
-def check_sampler(sampler: TimeSampler) -> None:
-    """Raise `ValueError` for a setting that is not at its default and has no effect under `time_sampling`."""
-    kinds = {"location": "logit_normal", "scale": "logit_normal", "mode_scale": "mode"}
-    for name, kind in kinds.items():
-        if sampler.kind != kind and getattr(sampler, name) != getattr(UNIFORM, name):
-            raise ValueError(
-                f"{name}: does nothing under time_sampling: {sampler.kind}, expected its default "
-                f"{getattr(UNIFORM, name):g} or time_sampling: {kind}"
-            )

@@ -25,6 +25,7 @@ class DDPConfig:
         "none",
         "compression of the gradients during their reduction; anything but none changes the loss curve. "
         "powersgd synchronizes host and GPU in each step",
+        advice="Only if the exchange of gradients is the bottleneck: it changes the curve",
     )
     powersgd_rank: int = setting(4, "rank of the approximation with comm_hook: powersgd", at_least=1)
     powersgd_start_step: int = setting(
@@ -36,19 +37,28 @@ class DDPConfig:
 class DistributedConfig:
     """Timeouts, failure handling and environment of the process group, and the options of DDP."""
 
-    timeout_s: float = setting(1800.0, "seconds that a collective may take before the run ends", above=0)
+    timeout_s: float = setting(
+        1800.0,
+        "seconds that a collective may take before the run ends",
+        above=0,
+        advice="Lower it to detect a hang sooner; it must exceed what one rank does alone, such as generating texts "
+        "at a validation",
+    )
     allow_long_timeout: bool = setting(False, "accept a timeout_s above 24 hours")
     heartbeat_timeout_s: int = setting(
         1800, "seconds that NCCL's watchdog may be silent before PyTorch ends the process", at_least=1
     )
     blocking_wait: bool = setting(
-        False, "wait for NCCL on the host; true prevents overlap of communication and computation"
+        False,
+        "wait for NCCL on the host; true prevents overlap of communication and computation",
+        advice="To find which collective hangs, not for training",
     )
     async_error_handling: bool = setting(True, "end the process when an NCCL collective fails or times out")
     flight_recorder: bool = setting(True, "record the latest collectives, and write them to a file if a rank is lost")
     nccl: dict[str, str | int] = setting(
         factory=lambda: {"NCCL_SOCKET_NTHREADS": 4, "NCCL_NSOCKS_PERTHREAD": 4},
         doc="environment variables that are set before the process group starts",
+        advice="NCCL_SOCKET_IFNAME if a node has several networks, NCCL_DEBUG: INFO to see what NCCL chose",
     )
     ddp: DDPConfig = setting(DDPConfig(), "the DDP engine")
 

@@ -23,6 +23,7 @@ class MemoryConfig:
         "what blocks recompute in backward to save memory, all but the last (see kept_blocks); none: nothing; "
         "full: everything but their inputs and outputs; selective: the attention with its norms; "
         "every_k: full, in every k-th block only",
+        advice="none as long as the micro-batch fits, then selective, then full: [performance.md](performance.md)",
     )
     every_k: int = setting(2, "every_k: recompute block 0 and every k-th after it", at_least=1)
     kept_blocks: int = setting(
@@ -30,6 +31,7 @@ class MemoryConfig:
         "number of last blocks that recompute nothing. The last costs no memory, since its backward comes first; "
         "each one before it costs its activations and saves their recomputation",
         at_least=1,
+        advice="With full, raise it as far as memory allows: the activations of a kept block are not recomputed",
     )
     keep_freed: bool = setting(
         True,

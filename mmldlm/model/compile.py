@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.settings.fields import setting
+from mmldlm.settings.fields import require_effect, setting
 
 REGIONS = ("project", "normalize", "branch", "finish")  # methods of `BlockStream`
 
@@ -25,15 +25,17 @@ class CompileConfig:
     """Settings of `torch.compile`."""
 
     scope: Literal["none", "regional"] = setting(
-        "none", "torch.compile; regional: each block without its attention; takes a minute or two at the first step"
+        "none",
+        "torch.compile; regional: each block without its attention; takes a minute or two at the first step",
+        advice="For long runs. Also on CPUs with a C++ compiler: 1.15 x the speed in fp32, 1.3 x in bf16. Not under "
+        "ZeRO-3",
     )
     mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
         "default", "mode of torch.compile; max-autotune tries more kernels and takes far longer to start"
     )
 
     def __post_init__(self) -> None:
-        if self.scope == "none" and self.mode != "default":
-            raise ValueError(f"mode: {self.mode} needs compile.scope: regional, found none")
+        require_effect(self, "mode", "scope", "regional")
 
 
 class Region:

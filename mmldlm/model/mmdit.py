@@ -42,10 +42,25 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 class ModelConfig:
     """Sizes and variants of the network."""
 
-    depth: int = setting(4, "number of MMDiT blocks", at_least=1)
+    depth: int = setting(
+        4,
+        "number of MMDiT blocks",
+        at_least=1,
+        advice="Change it together with the width; configs/ has four sizes",
+    )
     width: int = setting(256, "width D of the text stream", at_least=8)
-    latent_width: int | None = setting(None, "width E of the latent stream; null: width / 4, at least 32", at_least=8)
-    num_heads: int = setting(4, "heads of the joint attention", at_least=1)
+    latent_width: int | None = setting(
+        None,
+        "width E of the latent stream; null: width / 4, at least 32",
+        at_least=8,
+        advice="The text's width if a text has many latent tokens; with one it would be wasted",
+    )
+    num_heads: int = setting(
+        4,
+        "heads of the joint attention",
+        at_least=1,
+        advice="Heads of 64 channels are usual: width / 64",
+    )
     mlp: Literal["swiglu", "gelu"] = setting("swiglu", "type of feed-forward network")
     mlp_ratio: float = setting(
         4.0, "hidden width of the feed-forward over its stream's width; swiglu: 2/3 of it, equal parameters", above=0
@@ -54,7 +69,14 @@ class ModelConfig:
     modulation_rank: int = setting(64, "rank of the modulation's factored projection; 0: not factored", at_least=0)
     tie_embeddings: bool = setting(True, "share one matrix between token embedding and text head")
     rope_base: float = setting(10_000.0, "base of the rotary position embedding", above=1)
-    dropout: float = setting(0.0, "dropout after attention and feed-forward", at_least=0, below=1)
+    dropout: float = setting(
+        0.0,
+        "dropout after attention and feed-forward",
+        at_least=0,
+        below=1,
+        advice="For a small corpus that is read many times, if the held-out loss rises. The curve then depends on "
+        "the number of processes",
+    )
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.num_heads):

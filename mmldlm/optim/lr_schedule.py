@@ -6,12 +6,12 @@ All but the cuts is a pure function of the step, so a resumed run has it too; th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from mmldlm.checkpoint.state import LOSS_WINDOW, TrainState
 from mmldlm.optim.config import OptimConfig
-from mmldlm.settings.fields import setting
+from mmldlm.settings.fields import require_effect, setting
 
 ScheduleName = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "plateau"]
 
@@ -36,6 +36,7 @@ class ScheduleConfig:
         "learning-rate schedule after the warmup. linear, cosine: decay until the last step; cosine_restarts: cosine "
         "decay from the peak in each period; wsd: constant, then linear decay over the last steps; plateau: multiply "
         "by `schedule.factor` when the validation loss (without validations the training loss) stops falling",
+        advice="constant if the length of the run is not known yet: other schedules depend on train.steps",
     )
     min_lr_ratio: float = setting(
         0.1,
@@ -64,13 +65,8 @@ class ScheduleConfig:
             steps = getattr(self, name)
             if steps >= 1 and steps != int(steps):
                 raise ValueError(f"{name}: expected a whole number or a fraction below 1, found {steps}")
-        defaults = {field.name: field.default for field in fields(self)}
         for name, schedules in SCHEDULES_READING.items():
-            if self.lr not in schedules and getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"{name}: does nothing under schedule.lr: {self.lr}, expected its default {defaults[name]} or "
-                    f"lr: {' or '.join(schedules)}"
-                )
+            require_effect(self, name, "lr", *schedules)
 
 
 def resolve_steps(number: int | float, total: int) -> int:

@@ -1,7 +1,7 @@
 """Typed, strict settings: dataclasses from nested mappings and `key.sub=value`, and back.
 
-A setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. Unknown
-keys, wrong types and values out of bounds are collected and reported together.
+A setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. pydantic
+checks a config against these dataclasses: unknown keys, wrong types and values out of bounds are reported together.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
-import types
-import unicodedata
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails, SchemaValidator
 
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import parse_yaml
@@ -25,8 +26,6 @@ T = TypeVar("T")
 
 MAX_PROBLEMS = 8  # reported for one config
 MAX_MESSAGE_CHARS = 1600
-MAX_TEXT_BYTES, MAX_NAME_BYTES = 2048, 255  # of a text setting, and of its parts between slashes
-MAX_ENTRIES = 1000  # of a list or map
 
 # Keys of other trainers; the error message suggests ours.
 SYNONYMS = {
@@ -63,29 +62,52 @@ def setting(
     at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    advice: str = "",
 ) -> Any:
     """Return a dataclass field for a setting.
 
     Args:
-        default: Default value; a setting without default and factory is required.
+        default: Default value.
         doc: One line for `docs/settings.md`.
         factory: Function that returns the default, for mutable values.
         at_least: Inclusive lower bound of a number.
         at_most: Inclusive upper bound.
         above: Exclusive lower bound.
         below: Exclusive upper bound.
+        advice: How to choose the value, if there is a choice to make and something is known about it.
     """
-    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    metadata = {"doc": doc, **{name: bound for name, bound in bounds.items() if bound is not None}}
+    bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
+    metadata = {
+        "doc": doc,
+        "advice": advice,
+        # What follows are pydantic's names.
+        "description": ". ".join(filter(None, (doc, advice))),
+        **{name: bound for name, bound in bounds.items() if bound is not None},
+    }
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
+    """Check that the setting `name`, which is read only if the setting `under` is one of `values`, was not set in vain.
+
+    Raises:
+        ValueError: `name` is not at its default, and nothing reads it.
+    """
+    default = next(field.default for field in dataclasses.fields(settings) if field.name == name)
+    value = getattr(settings, under)
+    if value not in values and getattr(settings, name) != default:
+        expected = "its defaults" if dataclasses.is_dataclass(default) else json.dumps(default).strip('"')
+        raise ValueError(
+            f"{name}: does nothing under {under}: {value}, expected {expected} or {under}: {' or '.join(values)}"
+        )
+
+
 def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
     """Apply one `key.sub=value` override to `tree`; the value is YAML, and a key of digits is an integer as in YAML."""
     key, equals, value = assignment.partition("=")
-    if not equals or not key or len(key) > MAX_TEXT_BYTES:
+    if not equals or not key:
         raise ConfigError(f"expected key=value, found {short_repr(assignment)}")
     *parents, leaf = (int(part) if part.isdecimal() and len(part) < 20 else part for part in key.strip().split("."))
     for parent in parents:
@@ -107,41 +129,125 @@ def build(cls: type[T], tree: Mapping[str, Any]) -> T:
         ConfigError: one line with up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
             values out of bounds.
     """
-    value: T = _build(cls, tree, partial=False)
+    try:
+        value: T = _validator(cls).validate_python(tree)  # type: ignore[arg-type]  # mypy: type[T] is no Hashable
+    except ValidationError as error:
+        raise ConfigError(_summary(cls, error.errors())) from None
     return value
 
 
 def check_partial(cls: type, tree: Mapping[str, Any]) -> None:
-    """Check some of the settings of `cls` without building it or running the checks across settings.
+    """Check some of the settings of `cls` without the checks across settings, which other files may satisfy.
 
     Raises:
         ConfigError: as in `build`.
     """
-    _build(cls, tree, partial=True)
+    try:
+        _validator(cls).validate_python(tree)
+    except ValidationError as error:
+        problems = [problem for problem in error.errors() if problem["type"] != "value_error"]  # of __post_init__
+        if problems:
+            raise ConfigError(_summary(cls, problems)) from None
 
 
-def _build(cls: type, tree: Mapping[str, Any], partial: bool) -> Any:
-    problems: list[str] = []
+@functools.cache
+def type_adapter(cls: type) -> TypeAdapter[Any]:
+    """Return pydantic's view of the dataclass `cls`, with the keys of `key_of`."""
+    config = ConfigDict(extra="forbid", alias_generator=lambda name: name.rstrip("_"))
+    return TypeAdapter(with_config(config)(cls))
+
+
+@functools.cache
+def _validator(cls: type) -> SchemaValidator:
+    return SchemaValidator(_strict(type_adapter(cls).core_schema))
+
+
+# By type in pydantic's core schema: no value is converted to another type, numbers are finite and fit 64 bits, and a
+# text, which is often a path, has one line. (pydantic's own strict mode would also refuse lists for tuples.)
+_STRICT: dict[str, dict[str, Any]] = {
+    "bool": {"strict": True},
+    "int": {"strict": True, "ge": -(2**63), "le": 2**63 - 1},
+    "float": {"strict": True, "allow_inf_nan": False},
+    "str": {"strict": True, "pattern": r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"},
+    "list": {"strict": True},
+    "dict": {"strict": True},
+}
+
+
+def _strict(schema: Any) -> Any:
+    """Return a core schema of pydantic with `_STRICT` added to its types, and without names for members of unions."""
+    if isinstance(schema, list):
+        return [_strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _strict(part) for key, part in schema.items()}
+    if schema.get("type") == "nullable":
+        schema = {"type": "union", "choices": [schema["schema"], {"type": "none"}]}
+    if schema.get("type") == "union":
+        return {**schema, "choices": [(choice, "") for choice in schema["choices"]]}
+    return {**_STRICT.get(str(schema.get("type")), {}), **schema}
+
+
+# --- error messages ---------------------------------------------------------------------------------------
+
+# By pydantic's type of the error: what was expected, with names of the error's context.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "whole number",
+    "float_type": "number",
+    "finite_number": "finite number",
+    "string_type": "text",
+    "string_unicode": "text without control characters",
+    "string_pattern_mismatch": "text without control characters",
+    "none_required": "null",
+    "list_type": "list",
+    "tuple_type": "list",
+    "dict_type": "map",
+    "dataclass_type": "keys below it",
+    "literal_error": "{expected}",
+    "missing": "a value",
+    "too_long": "at most {max_length} values",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+}
+
+
+def _summary(cls: type, errors: Sequence[ErrorDetails]) -> str:
+    """Return pydantic's errors as one line, with one problem per key."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for error in errors:  # the members of a union have no name, and "[key]" marks the key of a map
+        key = ".".join(display_name(part) for part in map(str, error["loc"]) if part not in ("", "[key]"))
+        by_key.setdefault(key, []).append(error)
+    # A map that is one of a union's types, but has a wrong entry, is reported by the key of the entry.
+    keys = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
     known = {key for key, _ in leaves(cls)}
-    value = _build_dataclass(cls, tree, "", known, problems, partial)
-    if problems:
-        raise ConfigError(truncate("; ".join(problems), MAX_MESSAGE_CHARS))
-    return value
+    problems = [_problem(key, by_key[key], known) for key in keys[:MAX_PROBLEMS]]
+    return truncate("; ".join(problems), MAX_MESSAGE_CHARS)
 
 
-def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yield (dotted key, field) of every setting of `cls` and its nested dataclasses, in order of declaration."""
-    hints = _type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from leaves(hints[field.name], f"{prefix}{key_of(field)}.")
-        else:
-            yield f"{prefix}{key_of(field)}", field
+def _problem(key: str, errors: Sequence[ErrorDetails], known: set[str]) -> str:
+    """Return the message of the errors at `key`, which are several for a union."""
+    kind, value = errors[0]["type"], errors[0]["input"]
+    if kind in ("unexpected_keyword_argument", "invalid_key"):
+        return f"unknown key {short_repr(key)}: {nearest_key(key, known)}"
+    if kind == "value_error":  # of __post_init__, whose message begins with the name of the setting
+        return f"{key}.{errors[0]['ctx']['error']}".lstrip(".")
+    expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
+    if not expected.startswith("must be"):  # a bound
+        expected = f"expected {expected}"
+    names = re.findall("'(.*?)'", expected)
+    close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
+    advice = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"{key or 'config'}: {expected}, found {short_repr(value)}{advice}"
 
 
-def key_of(field: dataclasses.Field[Any]) -> str:
-    """Return the key of a field. A Python keyword such as `async` has a trailing underscore as a field name."""
-    return field.name.rstrip("_")
+def _expected(error: ErrorDetails) -> str:
+    context = {
+        name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in error.get("ctx", {}).items()
+    }
+    return _EXPECTED[error["type"]].format(**context)
 
 
 def nearest_key(key: str, known: set[str]) -> str:
@@ -157,149 +263,22 @@ def nearest_key(key: str, known: set[str]) -> str:
     return "see docs/settings.md for the keys"
 
 
-def _build_dataclass(cls: type, tree: Any, path: str, known: set[str], problems: list[str], partial: bool) -> Any:
-    """Build `cls` from the mapping at key `path`, appending to `problems`; None if there are any, or if `partial`."""
-    if not isinstance(tree, Mapping):
-        problems.append(f"{path or 'config'}: expected keys below it, found {short_repr(tree)}")
-        return None
+# --- settings of a dataclass ---------------------------------------------------------------------------------
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yield (dotted key, field) of every setting of `cls` and its nested dataclasses, in order of declaration."""
     hints = _type_hints(cls)
-    fields = {key_of(field): field for field in dataclasses.fields(cls)}
-    problems_before = len(problems)
-    values: dict[str, Any] = {}
-    for key, raw in tree.items():
-        if len(problems) == MAX_PROBLEMS:
-            break
-        dotted = f"{path}.{display_name(key)}" if path else display_name(key)
-        if key not in fields:
-            problems.append(f"unknown key {short_repr(dotted)}: {nearest_key(dotted, known)}")
-            continue
-        name = fields[key].name
-        if dataclasses.is_dataclass(hints[name]):
-            values[name] = _build_dataclass(hints[name], raw, dotted, known, problems, partial)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], f"{prefix}{key_of(field)}.")
         else:
-            try:
-                values[name] = _convert(raw, hints[name])
-                _check_bounds(values[name], fields[key].metadata)
-            except ValueError as error:
-                problems.append(_at_key(dotted, error))
-    if len(problems) > problems_before or partial:
-        return None
-    try:
-        return cls(**values)
-    except ValueError as error:  # from checks in __post_init__
-        problems.append(f"{path + '.' if path else ''}{error}")
-        return None
+            yield f"{prefix}{key_of(field)}", field
 
 
-def _check_bounds(value: Any, metadata: Mapping[str, Any]) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if "at_least" in metadata and not value >= metadata["at_least"]:
-        raise ValueError(f"must be at least {metadata['at_least']}, found {value}")
-    if "at_most" in metadata and not value <= metadata["at_most"]:
-        raise ValueError(f"must be at most {metadata['at_most']}, found {value}")
-    if "above" in metadata and not value > metadata["above"]:
-        raise ValueError(f"must be above {metadata['above']}, found {value}")
-    if "below" in metadata and not value < metadata["below"]:
-        raise ValueError(f"must be below {metadata['below']}, found {value}")
-
-
-def type_name(hint: Any) -> str:
-    """Return the name of a type for documentation and error messages."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " | ".join(map(str, args))
-    if origin in (Union, types.UnionType):
-        return " | ".join(type_name(arg) for arg in args)
-    if origin in (list, tuple):
-        return f"list of {type_name(args[0])}"
-    if origin is dict:
-        return f"map of {type_name(args[0])} to {type_name(args[1])}"
-    return {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null"}.get(
-        hint, str(hint)
-    )
-
-
-def _at_key(key: str, error: ValueError) -> str:
-    """Return the message of an error at `key`; an error that begins with a dot occurred at a key below it."""
-    return f"{key}{error}" if str(error).startswith(".") else f"{key}: {error}"
-
-
-def _convert(raw: Any, hint: Any) -> Any:
-    """Convert `raw` to the type `hint`.
-
-    Raises:
-        ValueError: `raw` has another type; for an entry of a map the message begins with `.key: `.
-    """
-    origin, args = get_origin(hint), get_args(hint)
-    type_error = ValueError(f"expected {type_name(hint)}, found {short_repr(raw)}")
-    if isinstance(raw, (list, tuple, Mapping)) and len(raw) > MAX_ENTRIES:
-        raise ValueError(f"expected at most {MAX_ENTRIES} entries, found {len(raw)}")
-    if origin is Literal:
-        if raw is False and "off" in args:  # YAML reads a bare `off` as False
-            return "off"
-        if raw not in args or isinstance(raw, bool):
-            word = raw if isinstance(raw, str) else ""
-            close = difflib.get_close_matches(word, [str(arg) for arg in args], n=1)
-            raise ValueError(f"{type_error}{f' (did you mean {close[0]!r}?)' if close else ''}")
-        return raw
-    if origin in (Union, types.UnionType):
-        for arg in args:
-            try:
-                return _convert(raw, arg)
-            except ValueError as error:
-                if isinstance(raw, Mapping) and get_origin(arg) is dict:
-                    raise error  # the type is right, so the error inside the map says more
-        raise type_error
-    if origin is list:
-        if not isinstance(raw, (list, tuple)):
-            raise type_error
-        return [_convert(item, args[0]) for item in raw]
-    if origin is tuple:
-        if not isinstance(raw, (list, tuple)) or len(raw) != len(args):
-            raise ValueError(f"expected {len(args)} values, found {short_repr(raw)}")
-        return tuple(_convert(item, arg) for item, arg in zip(raw, args, strict=True))
-    if origin is dict:
-        if not isinstance(raw, Mapping):
-            raise type_error
-        values = {}
-        for key, value in raw.items():
-            try:
-                values[_convert(key, args[0])] = _convert(value, args[1])
-            except ValueError as error:
-                raise ValueError(f".{_at_key(display_name(key), error)}") from None
-        return values
-    if hint is type(None):
-        if raw is not None:
-            raise type_error
-        return None
-    if not isinstance(raw, (int, float) if hint is float else hint) or (isinstance(raw, bool) and hint is not bool):
-        raise type_error
-    if isinstance(raw, int) and raw.bit_length() > 63:
-        raise ValueError(f"expected {type_name(hint)} of at most 63 bits, found {short_repr(raw)}")
-    if isinstance(raw, float) and not math.isfinite(raw):
-        raise type_error
-    if isinstance(raw, str):
-        _check_text(raw)
-    return float(raw) if hint is float else raw
-
-
-def _check_text(text: str) -> None:
-    """Raise ValueError unless `text` can be a name, an address or a path: one line, within the path limits of Linux."""
-    if any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in text):
-        raise ValueError(f"expected text without control characters, found {short_repr(text)}")
-    if len(text.encode()) > MAX_TEXT_BYTES or any(len(part.encode()) > MAX_NAME_BYTES for part in text.split("/")):
-        limits = f"{MAX_TEXT_BYTES} bytes, {MAX_NAME_BYTES} between slashes"
-        raise ValueError(f"expected at most {limits}, found {short_repr(text)}")
-
-
-def is_setting_text(text: str) -> bool:
-    """Return whether `text` is valid as a text setting."""
-    try:
-        _check_text(text)
-    except ValueError:
-        return False
-    return True
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the key of a field. A Python keyword such as `async` has a trailing underscore as a field name."""
+    return field.name.rstrip("_")
 
 
 def dump(value: Any) -> Any:

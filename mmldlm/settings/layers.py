@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,20 @@ from typing import Any
 
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import build, check_partial, leaves, setting
-from mmldlm.settings.yaml import MAX_BYTES, find_key_lines, parse_mapping, read_text
+from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_text
 from mmldlm.utils.short_repr import display_name, truncate
 
 EXTENDS = "extends"
-MAX_FILES, MAX_EXTENDS_DEPTH = 16, 8  # of one config: files in total, and files in a chain
 _MAX_CHAIN_CHARS = 1200  # of the file names in a message
 
 
 @dataclass(frozen=True)
-class _ExtendsSetting:
-    extends: str | list[str] = setting(factory=list, doc="files whose settings hold where this file has none")
+class ExtendsConfig:
+    """The key by which a config file names others; it is in no resolved config."""
+
+    extends: str | list[str] = setting(
+        factory=list, doc="config files, by paths relative to this one, whose settings hold where this file has none"
+    )
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class ConfigLayer:
     tree: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, max_bytes: int = MAX_BYTES) -> ConfigLayer:
-        """Read and parse the file; ConfigError if that is impossible or it is larger than `max_bytes`."""
-        text = read_text(path, max_bytes)
+    def read(cls, path: Path) -> ConfigLayer:
+        """Read and parse the file; ConfigError if that is impossible."""
+        text = read_text(path)
         return cls(path, text, parse_mapping(text, str(path)))
 
 
@@ -50,45 +52,36 @@ def read_layers(path: Path) -> list[ConfigLayer]:
         position, so that a preset shared by two others overrides neither of them.
 
     Raises:
-        ConfigError: the files form a cycle, are too many or too large, or cannot be read; the message names them.
+        ConfigError: the files form a cycle or cannot be read; the message names them.
     """
-    layers: dict[str, ConfigLayer] = {}
-    _read(path, [], layers, {})
+    layers: dict[Path, ConfigLayer] = {}
+    _read([path], layers)
     return list(layers.values())
 
 
-def _read(path: Path, parents: Sequence[Path], layers: dict[str, ConfigLayer], sizes: dict[str, int]) -> None:
-    """Add the files that `path` extends, then `path`, to `layers`.
+def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
+    """Add the files that the last one of `chain` extends, then that file, to `layers`.
 
     Args:
-        path: The file to read.
-        parents: Files that lead to `path`, each of which extends the next.
-        layers: Complete layers by real path.
-        sizes: Bytes of each file read so far, including those whose layer is not complete.
+        chain: Files, each of which extends the next.
+        layers: Complete layers by absolute path without links.
     """
-    chain = [*parents, path]
-    # A path with a null byte has no real path; opening it reports the error.
-    real_path = str(path) if "\0" in str(path) else os.path.realpath(path)
-    if real_path in layers:
-        return
-    where = f"{display_name(str(parents[-1] if parents else path))}: {EXTENDS}: "
-    if real_path in sizes:
-        raise ConfigError(f"{where}expected no file that extends itself, found {_arrows(chain)}")
-    if len(parents) > MAX_EXTENDS_DEPTH:
-        limit = f"{MAX_EXTENDS_DEPTH} files that extend each other"
-        raise ConfigError(f"{where}expected at most {limit}, found {_arrows(chain)}")
-    if len(sizes) == MAX_FILES:
-        raise ConfigError(f"{where}expected at most {MAX_FILES} files in total, found one more: {_arrows(chain)}")
+    *parents, path = chain
+    where = f"{display_name(str(parents[-1]))}: {EXTENDS}: " if parents else ""
     if parents and not path.is_file():  # reading a pipe would block
         raise ConfigError(f"{where}expected a file, found none at {display_name(str(path))}")
-    remaining_bytes = MAX_BYTES - sum(sizes.values())
     try:
-        layer = ConfigLayer.read(path, remaining_bytes)
+        layer = ConfigLayer.read(path)
     except ConfigError as error:
-        raise ConfigError(f"{where}{error}" if parents else str(error)) from None
-    sizes[real_path] = len(layer.text.encode())
+        raise ConfigError(f"{where}{error}") from None
+    real_path = path.resolve()
+    if real_path in layers:
+        return
+    if any(parent.resolve() == real_path for parent in parents):
+        names = truncate(" -> ".join(display_name(str(file)) for file in chain), _MAX_CHAIN_CHARS)
+        raise ConfigError(f"{where}expected no file that extends itself, found {names}")
     for name in _extended_files(layer):
-        _read(path.parent / name, chain, layers, sizes)
+        _read([*chain, path.parent / name], layers)
     settings = {key: value for key, value in layer.tree.items() if key != EXTENDS}
     layers[real_path] = ConfigLayer(path, layer.text, settings)
 
@@ -97,14 +90,10 @@ def _extended_files(layer: ConfigLayer) -> list[str]:
     if EXTENDS not in layer.tree:
         return []
     try:
-        names = build(_ExtendsSetting, {EXTENDS: layer.tree[EXTENDS]}).extends
+        names = build(ExtendsConfig, {EXTENDS: layer.tree[EXTENDS]}).extends
     except ConfigError as error:
         raise ConfigError(f"{display_name(str(layer.path))}: {error}") from None
     return [names] if isinstance(names, str) else names
-
-
-def _arrows(chain: Sequence[Path]) -> str:
-    return truncate(" -> ".join(display_name(str(path)) for path in chain), _MAX_CHAIN_CHARS)
 
 
 # --- merging ------------------------------------------------------------------------------------------------

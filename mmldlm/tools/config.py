@@ -1,4 +1,4 @@
-"""`mmldlm config`: show a resolved run config with the origin of each value, or the differences between two."""
+"""`mmldlm config`: show a resolved run config with the origin of each value, how two differ, or the JSON schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mmldlm.config import (
 )
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.settings.fields import dump
-from mmldlm.settings.layers import Provenance, iter_values
+from mmldlm.settings.json_schema import json_schema
+from mmldlm.settings.layers import ExtendsConfig, Provenance, iter_values
 from mmldlm.utils.short_repr import display_name
 
 _MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
@@ -88,7 +89,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="mmldlm config",
-        usage="%(prog)s [--changed] [--json] CONFIG [key.sub=value ...] | %(prog)s --diff [--json] CONFIG CONFIG",
+        usage="%(prog)s [--changed] [--json] CONFIG [key.sub=value ...] | %(prog)s --diff [--json] CONFIG CONFIG | "
+        "%(prog)s --schema",
         description="Show a resolved run config with the origin of each value. CONFIG is a file or a run folder.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG | key.sub=value")
@@ -97,8 +99,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", action="store_true", help="print JSON: value and origin by key; with --diff, both values"
     )
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files, for editors")
     options = parser.parse_intermixed_args(argv)
     options.files, options.overrides = split_arguments(options.arguments)
+    if options.schema:
+        flags = [f"--{name}" for name in ("diff", "changed", "json") if getattr(options, name)]
+        if others := [*options.arguments, *flags]:
+            raise UsageError(f"--schema: expected no other argument, found {' '.join(others)}")
+        return options
     expected = 2 if options.diff else 1
     if len(options.files) != expected:
         found = f"found {len(options.files)}: {' '.join(options.files) or 'none'}"
@@ -106,6 +114,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.diff and (options.overrides or options.changed):
         raise UsageError(f"--diff: expected two configs alone, found {(options.overrides or ['--changed'])[0]}")
     return options
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON schema of config files: the settings of a run, and `extends`."""
+    schema = json_schema(RunConfig)
+    schema["properties"] = {**json_schema(ExtendsConfig)["properties"], **schema["properties"]}
+    return schema
 
 
 def print_difference(paths: Sequence[str], as_json: bool) -> None:
@@ -138,7 +153,9 @@ def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_jso
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm config`; an `MmldlmError` propagates."""
     options = parse_arguments(argv)
-    if options.diff:
+    if options.schema:
+        print(json.dumps(config_schema(), indent=1))
+    elif options.diff:
         print_difference(options.files, options.json)
     else:
         print_config(options.files[0], options.overrides, options.changed, options.json)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mmldlm.config import RunConfig
-from mmldlm.settings.fields import key_of, leaves, type_name
-from mmldlm.tools.settings_advice import ADVICE
+from mmldlm.settings.fields import key_of, leaves
 
 HEAD = """\
 # Settings
@@ -39,10 +39,16 @@ replaces the default shares; modes that it does not name have share 0.
 - A file that is reached twice counts once, at its first position, so that a base shared by two presets does not undo
   the settings of either.
 - The keys, types and bounds of each file are checked, including values that another file overrides, and the message
-  names the file. Files that extend each other in a circle, chains of more than 8 and more than 16 files or 64 KiB in
-  all are refused.
+  names the file. Files that extend each other in a circle and files above 64 KiB are refused.
 - The presets in `configs/` are of three kinds, to be combined, one of each: a size (`tiny`, `small`, `base`, `large`),
   a mode (`l2t`, `t2l`, `joint`, `mixed`) and a profile (`stable`, `fast`). Their comments say when to use which.
+
+## Completion and checks in an editor
+
+With Red Hat's YAML extension, VS Code completes the keys of the presets in `configs/`, describes them, and marks
+unknown keys and values out of bounds: the first line of each preset names the JSON schema `configs/schema.json`. For a
+config elsewhere, run `mmldlm config --schema > schema.json` next to it and begin it with the same line,
+`# yaml-language-server: $schema=schema.json`.
 
 ## Origin of a value
 
@@ -60,7 +66,7 @@ on the same machine and number of processes, from any working directory. If the 
 Without another `run.dir` the command resumes the run in its own folder.
 """
 
-_BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def settings_markdown() -> str:
@@ -90,7 +96,8 @@ def _row(key: str, field: dataclasses.Field[Any]) -> str:
     kind = ", ".join([type_name(_hint(key)), *bounds])
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
-    meaning = field.metadata["doc"] + (f". *{ADVICE[key]}*" if key in ADVICE else "")
+    doc, advice = field.metadata["doc"], field.metadata["advice"]
+    meaning = f"{doc}. *{advice}*" if advice else doc
     cells = [f"`{key}`", kind, f"`{_literal(default)}`", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -102,6 +109,22 @@ def _hint(key: str) -> Any:
         field = next(field for field in dataclasses.fields(hint) if key_of(field) == part)
         hint = get_type_hints(hint)[field.name]
     return hint
+
+
+def type_name(hint: Any) -> str:
+    """Return the name of a type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " | ".join(type_name(arg) for arg in args)
+    if origin is list:
+        return f"list of {type_name(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(type_name, args))}]"
+    if origin is dict:
+        return f"map of {type_name(args[0])} to {type_name(args[1])}"
+    return {int: "whole number", float: "number", bool: "true | false", str: "text", NoneType: "null"}[hint]
 
 
 def _literal(value: Any) -> str:

@@ -270,7 +270,7 @@ def test_validation_and_sampling_do_not_see_what_only_training_adds() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["loss.huber_delta=2"], "loss.huber_delta: does nothing under latent: cosine, expected 1 or latent: huber"),
+        (["loss.huber_delta=2"], "loss.huber_delta: does nothing under latent: cosine, expected 1.0 or latent: huber"),
         (["loss.min_snr_gamma=2"], "loss.min_snr_gamma: does nothing under latent_time_weighting: none"),
         (["loss.text=masked_mean", "loss.text_weight_limit=2"], "loss.text_weight_limit: does nothing under text: mas"),
         (["loss.label_smoothing=1"], "loss.label_smoothing: must be below 1"),
@@ -281,7 +281,7 @@ def test_validation_and_sampling_do_not_see_what_only_training_adds() -> None:
             ["loss.latent_weighting=uncertainty", "loss.latent_weight=0"],
             "loss.latent_weight: expected an initial weight",
         ),
-        (["loss.latent_weighting=gradnorm"], r"loss.latent_weighting: expected fixed \| uncertainty"),
+        (["loss.latent_weighting=gradnorm"], r"loss.latent_weighting: expected 'fixed' or 'uncertainty'"),
     ],
 )
 def test_loss_settings_that_cannot_be_are_refused(settings: list[str], message: str) -> None:

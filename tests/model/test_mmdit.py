@@ -199,7 +199,7 @@ def test_parameters_are_counted_once(config: dict[str, object]) -> None:
         ({"num_heads": 0}, r"num_heads: must be at least 1, found 0"),
         ({"depth": 0}, r"depth: must be at least 1"),
         ({"dropout": 1.0}, r"dropout: must be below 1"),
-        ({"mlp": "relu"}, r"mlp: expected swiglu \| gelu"),
+        ({"mlp": "relu"}, r"mlp: expected 'swiglu' or 'gelu'"),
         ({"widht": 64}, r"unknown key 'widht'.*'width'"),
     ],
     ids=str,

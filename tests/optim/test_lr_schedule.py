@@ -145,11 +145,11 @@ def test_plateau_of_the_training_loss_takes_means() -> None:
 
 
 REFUSED = [
-    ("lr=constant,min_lr_ratio=0.2", "min_lr_ratio: does nothing under schedule.lr: constant"),
-    ("lr=plateau,min_lr_ratio=0.2", "min_lr_ratio: does nothing under schedule.lr: plateau"),
-    ("restart_period=0.5", "restart_period: does nothing under schedule.lr: cosine, .* or lr: cosine_restarts"),
-    ("lr=linear,decay_steps=0.5", "decay_steps: does nothing under schedule.lr: linear, .* lr: wsd"),
-    ("patience=5", "patience: does nothing under schedule.lr: cosine, expected its default 1000 or lr: plateau"),
+    ("lr=constant,min_lr_ratio=0.2", "min_lr_ratio: does nothing under lr: constant"),
+    ("lr=plateau,min_lr_ratio=0.2", "min_lr_ratio: does nothing under lr: plateau"),
+    ("restart_period=0.5", "restart_period: does nothing under lr: cosine, .* or lr: cosine_restarts"),
+    ("lr=linear,decay_steps=0.5", "decay_steps: does nothing under lr: linear, .* lr: wsd"),
+    ("patience=5", "patience: does nothing under lr: cosine, expected 1000 or lr: plateau"),
     ("factor=0.1", "factor: does nothing"),
     ("min_lr=1e-5", "min_lr: does nothing"),
     ("threshold=0.1", "threshold: does nothing"),
@@ -157,7 +157,7 @@ REFUSED = [
     ("lr=cosine_restarts,restart_period=1.5", "restart_period: expected a whole number or a fraction"),
     ("lr=plateau,factor=1", "schedule.factor: must be below 1"),
     ("lr=plateau,min_lr=1", "schedule.min_lr: expected at most optim.lr 0.0003, found 1"),
-    ("lr=cosin", r"schedule.lr: expected constant \| linear \| cosine \| cosine_restarts \| wsd \| plateau"),
+    ("lr=cosin", r"schedule.lr: expected 'constant', 'linear', 'cosine', 'cosine_restarts', 'wsd' or 'plateau'"),
 ]
 
 
@@ -195,7 +195,7 @@ def test_optim_warmup_bounds_hold_a_fraction() -> None:
     for settings, message in (
         (["optim.warmup_bounds=[5, 2]"], "warmup_bounds: expected [minimum, maximum], found"),
         (["optim.warmup_bounds=[-5, 2]"], "warmup_bounds: expected [minimum"),
-        (["optim.warmup_bounds=[5]"], "warmup_bounds: expected list of whole number | null"),
+        (["optim.warmup_bounds=[5]"], "warmup_bounds.1: expected a value"),
         (["optim.warmup_bounds=[1, 2]", "optim.warmup_steps=10"], "warmup_bounds: does nothing with warmup_steps: 10"),
         (["optim.warmup_bounds=[1, 2]", "optim.warmup_steps=0"], "warmup_bounds: does nothing with warmup_steps: 0"),
     ):

@@ -14,8 +14,7 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError
 from mmldlm.run.load import load_run
 from mmldlm.settings.fields import build
-from mmldlm.settings.layers import MAX_EXTENDS_DEPTH, MAX_FILES
-from mmldlm.settings.yaml import MAX_BYTES, parse_yaml
+from mmldlm.settings.yaml import parse_yaml
 from mmldlm.telemetry import read_metrics
 from tests.helpers.tiny_config import TINY
 
@@ -90,14 +89,14 @@ REFUSED = {
     "nothing": ({"a": "extends: ''"}, "a.yaml: extends: expected a file, found none at"),
     "an endless one": ({"a": "extends: /dev/zero"}, "a.yaml: extends: expected a file, found none at /dev/zero"),
     "a pipe": ({"a": "extends: pipe"}, "a.yaml: extends: expected a file, found none at"),
-    "no name": ({"a": "extends: 5"}, "a.yaml: extends: expected text | list of text, found 5"),
-    "null": ({"a": "extends:"}, "a.yaml: extends: expected text | list of text, found None"),
-    "a map": ({"a": "extends: {b: c}"}, "a.yaml: extends: expected text | list of text, found {'b': 'c'}"),
-    "lists in lists": ({"a": "extends: [[b.yaml]]"}, "a.yaml: extends: expected text | list of text, found"),
+    "no name": ({"a": "extends: 5"}, "a.yaml: extends: expected text or list, found 5"),
+    "null": ({"a": "extends:"}, "a.yaml: extends: expected text or list, found None"),
+    "a map": ({"a": "extends: {b: c}"}, "a.yaml: extends: expected text or list, found {'b': 'c'}"),
+    "lists in lists": ({"a": "extends: [[b.yaml]]"}, "a.yaml: extends.0: expected text, found"),
     "two lines": ({"a": 'extends: "b\\nc"'}, "a.yaml: extends: expected text"),
     "NUL": ({"a": r'extends: "b\0c"'}, "a.yaml: extends: expected text"),
     "no YAML": ({"a": "extends: b.yaml", "b": "a: ["}, "a.yaml: extends: "),
-    "tags": ({"a": "extends: b.yaml", "b": "a: !!python/object/apply:os.system [x]"}, "expected no tag"),
+    "tags": ({"a": "extends: b.yaml", "b": "a: !!python/object/apply:os.system [x]"}, "b.yaml, line 1: not valid YAML"),
     "no mapping": ({"a": "extends: b.yaml", "b": "- run"}, "b.yaml: expected settings (key: value), found list"),
     "within a group": ({"a": "run: {extends: b.yaml}", "b": ""}, "unknown key 'run.extends'"),
     "an unknown key below": (
@@ -115,18 +114,6 @@ REFUSED = {
     "a group that is none": (
         {"a": "extends: b.yaml\nmodel: {depth: 2}", "b": "model: 5"},
         "b.yaml: model: expected keys below it, found 5",
-    ),
-    "too deep": (
-        {f"{chr(97 + n)}": f"extends: {chr(98 + n)}.yaml" for n in range(25)},
-        f"extends: expected at most {MAX_EXTENDS_DEPTH} files that extend each other, found A -> B -> C",
-    ),
-    "too many": (
-        {"a": f"extends: [{', '.join(f'x{n}.yaml' for n in range(40))}]", **{f"x{n}": "" for n in range(40)}},
-        f"extends: expected at most {MAX_FILES} files in total, found one more",
-    ),
-    "too large together": (
-        {"a": "extends: [b.yaml, c.yaml]", "b": "#" * (MAX_BYTES // 2), "c": "#" * (MAX_BYTES // 2)},
-        "a.yaml: extends: config file ",
     ),
 }
 

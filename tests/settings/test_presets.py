@@ -49,9 +49,9 @@ def test_each_is_a_run_of_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_has_the_parameters_that_its_comment_names(size: str) -> None:
-    first = (CONFIGS / f"{size}.yaml").read_text(encoding="utf-8").splitlines()[0]
-    claim = CLAIM.match(first)
-    assert claim is not None, first
+    text = (CONFIGS / f"{size}.yaml").read_text(encoding="utf-8")
+    claim = CLAIM.search(text)
+    assert claim is not None, text
     millions, vocabulary, vectors, channels, longest = (int(number.replace(",", "")) for number in claim.groups())
     config, _ = load_with_provenance(CONFIGS / f"{size}.yaml")
     with torch.device("meta"):
