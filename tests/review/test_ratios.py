@@ -7,7 +7,7 @@ import pytest
 from by_hand import fieller
 
 from mmldlm.tools.report.comparison import MetricComparison
-from mmldlm.tools.report.ratio_interval import SeedStats, ratio_of_means
+from mmldlm.utils.ratio import SeedStats, ratio_of_means
 
 pytestmark = pytest.mark.quick
 

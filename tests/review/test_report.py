@@ -23,10 +23,10 @@ from waiting import wait_until
 
 from mmldlm import cli, train
 from mmldlm.telemetry import MetricsFile
-from mmldlm.tools.history import Series
 from mmldlm.tools.report import figures
 from mmldlm.tools.report.comparison import group_runs
 from mmldlm.tools.report.run_summary import RunSummary
+from mmldlm.tools.run_history import Series
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmldlm.errors import UsageError
-from mmldlm.tools.history.run_history import Series
 from mmldlm.tools.report.comparison import RunGroup
 from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, EventKind, RunSummary, is_metric_baseline
+from mmldlm.tools.run_history import Series
 from mmldlm.utils.short_repr import truncate
 
 if TYPE_CHECKING:
