@@ -26,6 +26,7 @@ from mmldlm.tools.run_status import (
     read_lock_owner,
     read_processes,
 )
+from mmldlm.utils.format import human_duration
 
 Record = dict[str, Any]
 
@@ -212,7 +213,7 @@ class History:
             return RunState("failed", cause="ended, but could not leave an exit.json: the disk may be full")
         age = self.news_age_s(now)
         if age is not None and age > stall_timeout_s:
-            return RunState("silent", cause=f"no news for {age:.0f} s")
+            return RunState("silent", cause=f"no news for {human_duration(age)}")
         return RunState("running")
 
 

@@ -25,7 +25,7 @@ from mmldlm.errors import DataError
 from mmldlm.run.contents import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
-from mmldlm.tools.doctor.run import check_store
+from mmldlm.tools.doctor.checks import check_store
 
 SHARES = {"one": 0.7, "two": 0.2, "three": 0.1}
 SIZES = {"one": 90, "two": 25, "three": 6}

@@ -11,8 +11,7 @@ import torch
 from doctors import Node, finish, start, together
 from ports import free_port
 
-from mmldlm.tools.doctor.nodes import NodeFacts, check_clocks, check_machines, failures_on_other_nodes
-from mmldlm.tools.doctor.place import NodeEnv
+from mmldlm.tools.doctor.nodes import NodeEnv, NodeFacts, check_clocks, check_machines, failures_on_other_nodes
 
 
 def test_two_good_nodes_are_ready_and_leave_nothing_behind(tiny_config: Path, tmp_path: Path) -> None:
