@@ -72,7 +72,7 @@ def render_page(content: ReportContent) -> str:
     evaluated = [(i, run) for i, group in enumerate(content.groups) for run in group.runs if run.evaluation_metrics]
     keys = dict.fromkeys(key for _, run in evaluated for key in run.evaluation_metrics)
     events, num_omitted_events = _shown_events(content.runs)
-    rules = {f"{prefix}…": description for prefix, (_, _, description) in SUMMARY_RULES.items()}
+    rules: dict[str, str] = {f"{prefix}…": description for prefix, (_, _, description) in SUMMARY_RULES.items()}
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         content=content,
         title=", ".join(group.title for group in content.groups),
@@ -93,7 +93,7 @@ def render_page(content: ReportContent) -> str:
         num_omitted_events=num_omitted_events,
         confidence=CONFIDENCE,
         method=SEEDS_METHOD,
-        rules={**rules, BEST: BEST_RULE, f"{EVALUATION}…": EVALUATION_RULE},
+        rules=rules | {BEST: BEST_RULE, f"{EVALUATION}…": EVALUATION_RULE},
     )
 
 

@@ -42,6 +42,7 @@ _HIGHER_IS_BETTER = (
     "samples_per_s",
     "flops_per_s",
     "mfu",
+    "host_free",
 )
 _LOWER_IS_BETTER = (
     "loss",
