@@ -72,7 +72,7 @@ def render_page(content: ReportContent) -> str:
     evaluated = [(i, run) for i, group in enumerate(content.groups) for run in group.runs if run.evaluation_metrics]
     keys = dict.fromkeys(key for _, run in evaluated for key in run.evaluation_metrics)
     events, num_omitted_events = _shown_events(content.runs)
-    rules: dict[str, str] = {f"{prefix}…": description for prefix, (_, _, description) in SUMMARY_RULES.items()}
+    rules = {f"{prefix}…": description for prefix, (_, _, description) in SUMMARY_RULES.items()}
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         content=content,
         title=", ".join(group.title for group in content.groups),
@@ -100,7 +100,7 @@ def render_page(content: ReportContent) -> str:
 def _sections(content: ReportContent, figures: dict[str, RenderedFigure], is_evaluated: bool) -> dict[str, str]:
     """Return the headings of the sections that the page has, by id."""
     is_comparison = len(content.groups) > 1
-    sections = {
+    sections: dict[str, str] = {
         "runs": "Runs",
         "comparison": "Comparison" if is_comparison else "",
         "differences": "What differs" if is_comparison else "",
