@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, ratio
+from mmldlm.evaluation.statistics import cosine
+from mmldlm.utils.ratio import ratio_of_sums
 
 NUM_SHOWN_SAMPLES = 20  # in samples.md
 SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
@@ -24,7 +25,9 @@ def reference_metrics(
     import sacrebleu  # here, since every training imports this module
 
     matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]
-    accuracy = ratio(np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64))
+    accuracy = ratio_of_sums(
+        np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
+    )
     return {
         "token_accuracy": accuracy.value,
         "token_accuracy_ci95": list(accuracy.interval),
@@ -42,7 +45,7 @@ def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]
     """
     similarity = cosine(encoded, truth).astype(np.float64)
     finite = similarity[np.isfinite(similarity)]
-    mean = ratio(finite, np.ones(len(finite))) if len(finite) else None
+    mean = ratio_of_sums(finite, np.ones(len(finite))) if len(finite) else None
     return {
         "reencoded_cosine": mean.value if mean else None,
         "reencoded_cosine_ci95": list(mean.interval) if mean else None,

@@ -15,7 +15,8 @@ from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins, ratio
+from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins
+from mmldlm.utils.ratio import ratio_of_sums
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def likelihood_given_latents(evaluation: Evaluation) -> dict[str, Any]:
     unigram = evaluation.unigram_nats()
     return {
         **_bits(evaluation, own.nats),
-        "bits_per_token_shuffled": ratio(shuffled.nats, tokens).value * BITS,
-        "bits_per_token_mean_latent": ratio(bounds["mean"].nats, tokens).value * BITS,
-        "bits_per_token_unigram": ratio(unigram, tokens).value * BITS,
+        "bits_per_token_shuffled": ratio_of_sums(shuffled.nats, tokens).value * BITS,
+        "bits_per_token_mean_latent": ratio_of_sums(bounds["mean"].nats, tokens).value * BITS,
+        "bits_per_token_unigram": ratio_of_sums(unigram, tokens).value * BITS,
         "by_length": _by_length(
             evaluation, own, {"bits_per_token_shuffled": shuffled.nats, "bits_per_token_unigram": unigram}
         ),
@@ -100,7 +101,7 @@ def _bits(evaluation: Evaluation, nats: np.ndarray, only_values: bool = False) -
     """Return bits per token and per character, unless `only_values` with standard error and interval."""
     metrics: dict[str, Any] = {}
     for unit, sizes in (("token", evaluation.lengths), ("character", evaluation.characters)):
-        bits = ratio(nats, sizes.astype(np.float64)) * BITS
+        bits = ratio_of_sums(nats, sizes.astype(np.float64)) * BITS
         metrics[f"bits_per_{unit}"] = bits.value
         if not only_values:
             metrics[f"bits_per_{unit}_standard_error"] = bits.standard_error
@@ -114,7 +115,7 @@ def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np
     for first, last in length_buckets(lengths):
         inside = (lengths >= first) & (lengths <= last)
         tokens = lengths[inside].astype(np.float64)
-        bits = ratio(bound.nats[inside], tokens) * BITS
+        bits = ratio_of_sums(bound.nats[inside], tokens) * BITS
         rows.append(
             {
                 "tokens_from": first,
@@ -122,7 +123,7 @@ def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np
                 "documents": int(inside.sum()),
                 "bits_per_token": bits.value,
                 "bits_per_token_ci95": list(bits.interval),
-                **{name: ratio(nats[inside], tokens).value * BITS for name, nats in baselines.items()},
+                **{name: ratio_of_sums(nats[inside], tokens).value * BITS for name, nats in baselines.items()},
             }
         )
     return rows

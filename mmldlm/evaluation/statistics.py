@@ -9,40 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 
 BITS = 1 / math.log(2)  # per nat
-Z95 = NormalDist().inv_cdf(0.975)
 NUM_NOISE_BINS = 10  # equal parts of [0, 1] that noise times are grouped in
-
-
-class Ratio(NamedTuple):
-    """A ratio of sums over documents, with its 95 % confidence interval."""
-
-    value: float
-    standard_error: float
-    interval: tuple[float, float]
-
-    def __mul__(self, factor: float) -> Ratio:  # type: ignore[override]
-        low, high = self.interval
-        return Ratio(self.value * factor, self.standard_error * factor, (low * factor, high * factor))
-
-
-def ratio(numerators: np.ndarray, denominators: np.ndarray) -> Ratio:
-    """Return sum(numerators) / sum(denominators) of n documents drawn at random; a mean if the denominators are 1.
-
-    The standard error is the one of the linearized ratio (Cochran, Sampling Techniques, 3rd edition, section 2.11):
-    with residuals r = numerators - ratio denominators, std(r) / (mean(denominators) sqrt(n)). The interval is
-    normal: ratio +- 1.96 standard errors, for 30 documents or more. Both are NaN for a single document.
-    """
-    value = float(numerators.sum() / denominators.sum())
-    residuals = numerators - value * denominators
-    deviation = float(residuals.std(ddof=1)) if len(residuals) > 1 else math.nan
-    error = deviation / float(denominators.mean()) / math.sqrt(len(residuals))
-    return Ratio(value, error, (value - Z95 * error, value + Z95 * error))
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -14,7 +14,8 @@ import torch
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, noise_bins, ratio, retrieval_ranks
+from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks
+from mmldlm.utils.ratio import ratio_of_sums
 
 
 def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> di
     store, count, truth = evaluation.run.store, len(evaluation.ids), evaluation.raw_latents
     mean = np.broadcast_to(np.asarray(store.manifest.latent.mean, np.float32), truth.shape)
     other = store.restore(evaluation.latents["shuffled"])
-    own = ratio(cosine(latents, truth).astype(np.float64), np.ones(count))
+    own = ratio_of_sums(cosine(latents, truth).astype(np.float64), np.ones(count))
     rank = retrieval_ranks(unit_vectors(latents) @ unit_vectors(truth).T)
     return {
         "cosine": own.value,

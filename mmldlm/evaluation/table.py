@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mmldlm.optim.ema import WEIGHTS_LABELS
+from mmldlm.utils.format import format_number
 
 # (name, key, keys of the baselines by label). The key with `_ci95` appended, if there is one, has the interval.
 Row = tuple[str, str, dict[str, str]]
+
+_number = partial(format_number, decimals=3)
 
 _TEXT: list[Row] = [
     ("bits per token", "bits_per_token", {"unigram": "unigram_bits_per_token"}),
@@ -92,11 +96,11 @@ def _section(title: str, rows: Iterable[Row], metrics: Mapping[str, Any]) -> lis
         if key not in metrics:
             continue
         low_high = metrics.get(f"{key}_ci95")
-        interval = f"{number(low_high[0])} to {number(low_high[1])}" if low_high else ""
+        interval = f"{_number(low_high[0])} to {_number(low_high[1])}" if low_high else ""
         baseline = ", ".join(
-            f"{label} {number(metrics[other])}" for label, other in baselines.items() if other in metrics
+            f"{label} {_number(metrics[other])}" for label, other in baselines.items() if other in metrics
         )
-        lines.append(f"  {name:<32}{number(metrics[key]):>10}  {interval:<18}baseline: {baseline}")
+        lines.append(f"  {name:<32}{_number(metrics[key]):>10}  {interval:<18}baseline: {baseline}")
     return lines
 
 
@@ -104,7 +108,7 @@ def _length_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     names = [name for name in rows[0] if name not in ("tokens_from", "tokens_to", "documents", "bits_per_token_ci95")]
     head = ["tokens", "documents", *(_column_title(name) for name in names)]
     return [head] + [
-        [f"{row['tokens_from']}-{row['tokens_to']}", str(row["documents"]), *(number(row[name]) for name in names)]
+        [f"{row['tokens_from']}-{row['tokens_to']}", str(row["documents"]), *(_number(row[name]) for name in names)]
         for row in rows
     ]
 
@@ -113,7 +117,7 @@ def _noise_bin_cells(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[
     names = [name for name in rows[0] if name not in ("t_from", "t_to", "draws")]
     head = [time, "draws", *(_column_title(name) for name in names)]
     return [head] + [
-        [f"{row['t_from']:.1f}-{row['t_to']:.1f}", str(row["draws"]), *(number(row[name]) for name in names)]
+        [f"{row['t_from']:.1f}-{row['t_to']:.1f}", str(row["draws"]), *(_number(row[name]) for name in names)]
         for row in rows
     ]
 
@@ -139,11 +143,6 @@ def _align(cells: Sequence[Sequence[str]]) -> list[str]:
     """Return lines of right-aligned columns."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-
-
-def number(value: float | None) -> str:
-    """Return a number with three decimals, or four digits if it is large."""
-    return "none" if value is None else f"{value:.3f}" if abs(value) < 1000 else f"{value:.4g}"
 
 
 def samples_markdown(result: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Human-readable durations and counts."""
+"""Human-readable durations, counts and numbers."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def human_count(number: float) -> str:
         if abs(number) >= factor * 0.9995:  # 999.5 and more rounds to four digits
             return f"{number / factor:#.3g}{unit}".replace(".k", "k").replace(".M", "M").replace(".G", "G")
     return f"{number:.0f}"
+
+
+def format_number(value: float | None, decimals: int | None = None) -> str:
+    """Format a number with four significant digits, or below 1,000 with `decimals` decimals; "–" for None."""
+    if value is None:
+        return "–"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if decimals is None or abs(value) >= 1000 else f"{value:.{decimals}f}"

@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from mmldlm.tools.history import History
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
+from mmldlm.tools.run_history import History
 
 
 def seen_at(run: Path, step: int, **thresholds: float) -> Snapshot:
@@ -20,7 +20,7 @@ def seen_at(run: Path, step: int, **thresholds: float) -> Snapshot:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["step"] <= step and '"kind": "end"' not in line]
     (folder / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")
-    return Snapshot(History.read(folder), 10.0, Thresholds(**thresholds), now=json.loads(kept[-1])["time"])  # type: ignore[arg-type]
+    return Snapshot(History(folder), 10.0, Thresholds(**thresholds), now=json.loads(kept[-1])["time"])  # type: ignore[arg-type]
 
 
 def alerts_at(run: Path, step: int, **thresholds: float) -> set[str]:

@@ -25,7 +25,7 @@ from mmldlm.errors import DataError
 from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
-from mmldlm.tools.doctor.run import check_store
+from mmldlm.tools.doctor.checks import check_store
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.sample_corpus import write_so
 from tests.helpers.stores import fitting_store

@@ -16,12 +16,18 @@ import torch
 
 from mmldlm.config import split_arguments
 from mmldlm.errors import UsageError, run_command
-from mmldlm.tools.doctor.findings import Finding, exit_code, format_report
-from mmldlm.tools.doctor.machine import check_machine, device_type
-from mmldlm.tools.doctor.master import check_master
-from mmldlm.tools.doctor.nodes import check_nodes
-from mmldlm.tools.doctor.place import NodeEnv
-from mmldlm.tools.doctor.run import check_config, check_disk, check_folder, check_store
+from mmldlm.tools.doctor.checks import (
+    Finding,
+    check_config,
+    check_disk,
+    check_folder,
+    check_machine,
+    check_store,
+    device_type,
+    exit_code,
+    format_report,
+)
+from mmldlm.tools.doctor.nodes import NodeEnv, check_master, check_nodes
 from mmldlm.trainer.consistency import config_fingerprint, data_fingerprint, version_fingerprint
 
 

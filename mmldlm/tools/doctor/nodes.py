@@ -1,7 +1,8 @@
-"""Checks between the doctors of all nodes: equal inputs, one shared run folder, clocks, an all-reduce."""
+"""Checks between nodes: the connection to node 0, equal inputs, one shared run folder, clocks, an all-reduce."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,27 +14,78 @@ import torch
 
 from mmldlm.distributed.comm_benchmark import NodeRendezvous, all_reduce_speed, backend_of
 from mmldlm.distributed.exit_files import machine_id
-from mmldlm.distributed.network import is_loopback, resolve
-from mmldlm.errors import ExitCode, PeerLostError
-from mmldlm.tools.doctor.findings import Finding, fail, ok, warn
-from mmldlm.tools.doctor.master import check_master
-from mmldlm.tools.doctor.place import NodeEnv
-from mmldlm.tools.doctor.run import temporary_folder
+from mmldlm.distributed.network import bind_problem, connect_problem, is_loopback, resolve, use_interface_for
+from mmldlm.errors import ExitCode, PeerLostError, UsageError
+from mmldlm.tools.doctor.checks import Finding, fail, ok, temporary_folder, warn
 from mmldlm.trainer.consistency import disagreements
 from mmldlm.utils.files import probe_file, wait_until_visible
 
-MAX_CLOCK_DIFFERENCE_S = 2.0  # logs and files of different nodes are compared by their times
-MIN_GB_PER_S = 0.1  # less than a gigabit per second
-FILE_VISIBLE_TIMEOUT_S = 5.0  # a network file system may show a new file late
-MAX_DIFFERENCES = 5  # listed in a line
-REMEDIES = {
+_MAX_CLOCK_DIFFERENCE_S = 2.0  # logs and files of different nodes are compared by their times
+_MIN_GB_PER_S = 0.1  # less than a gigabit per second
+_FILE_VISIBLE_TIMEOUT_S = 5.0  # a network file system may show a new file late
+_MAX_DIFFERENCES = 5  # listed in a line
+_GROUP_REMEDIES = {
     "launch": "NPROC_PER_NODE and --device must be the same on all nodes",
     "versions": "install the same on all nodes: constraints.txt pins the versions",
     "config": "give every node the same config file and settings",
     "data": "copy one data store to all nodes",
 }
+_CONNECTION_REMEDIES = {
+    "refused": "no process listens there: start node 0 within --timeout; if it runs, a firewall rejects the port",
+    "timed out": "no answer: a firewall drops the packets, or no machine has this address",
+    "name not resolved": "give MASTER_ADDR as an IP address, or add the name to DNS or /etc/hosts",
+    "no route": "this node has no route to it: compare MASTER_ADDR with `ip route`, and check the firewall of node 0",
+}
 
 Groups = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class NodeEnv:
+    """Node `node` of `nodes`, with `processes` on each; node 0 listens at `host:port`."""
+
+    node: int = 0
+    nodes: int = 1
+    processes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 29500
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], processes: int | None, devices: int) -> NodeEnv:
+        """Read NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
+
+        Args:
+            environment: Environment variables.
+            processes: Processes per node; overrides NPROC_PER_NODE.
+            devices: Processes per node if neither is given.
+
+        Raises:
+            UsageError: A variable is missing or has an invalid value.
+        """
+        nodes = _read_int(environment, "NNODES", 1, 10**6, 1)
+        host = environment.get("MASTER_ADDR", "")
+        if nodes > 1 and not host:
+            raise UsageError("MASTER_ADDR: expected the address of node 0, since NNODES is above 1; found nothing")
+        return cls(
+            node=_read_int(environment, "NODE_RANK", 0, nodes - 1, None if nodes > 1 else 0),
+            nodes=nodes,
+            processes=processes or _read_int(environment, "NPROC_PER_NODE", 1, 10**6, devices),
+            host=host or cls.host,
+            port=_read_int(environment, "MASTER_PORT", 1, 65535, cls.port),
+        )
+
+    def __str__(self) -> str:
+        processes = f"{self.processes} process{'es' * (self.processes > 1)}"
+        if self.nodes == 1:
+            return f"one node, {processes}"
+        return f"node {self.node} of {self.nodes}, {processes} on each, node 0 at {self.host}:{self.port}"
+
+
+def _read_int(environment: Mapping[str, str], name: str, minimum: int, maximum: int, default: int | None) -> int:
+    text = environment.get(name) or ("" if default is None else str(default))
+    if not (text.isascii() and text.isdigit()) or not minimum <= int(text) <= maximum:
+        raise UsageError(f"{name}: expected a whole number from {minimum} to {maximum}, found {text or 'nothing'}")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -55,6 +107,56 @@ class NodeFacts:
     clock: float
     run_dir: str | None
     groups: Groups
+
+
+# --- the connection to node 0 -----------------------------------------------------------------------------------
+
+
+def check_master(node_env: NodeEnv, timeout_s: float) -> list[Finding]:
+    """Check that node 0 can listen at its address and that other nodes reach it there, and by which interface."""
+    finding = check_port(node_env) if node_env.node == 0 else check_master_reachable(node_env, timeout_s)
+    return [finding] if node_env.nodes == 1 else [finding, check_interface(node_env.host)]
+
+
+def check_port(node_env: NodeEnv) -> Finding:
+    """Check on node 0 that the port is free."""
+    problem = bind_problem(node_env.port)
+    if problem is None:
+        return ok("port", f"{node_env.port} is free")
+    if node_env.nodes == 1:  # accelerate launch then chooses another port
+        return warn("port", f"{node_env.port}: {problem}", "torchrun and deepspeed need another MASTER_PORT")
+    return fail("port", f"{node_env.port}: {problem}", "end it, or give all nodes another MASTER_PORT")
+
+
+def check_master_reachable(node_env: NodeEnv, timeout_s: float) -> Finding:
+    """Check on any other node that a connection to node 0 opens within `timeout_s`."""
+    problem, address = connect_problem(node_env.host, node_env.port, timeout_s), resolve(node_env.host)
+    where = f"{node_env.host}:{node_env.port}" + (
+        f", which is {address}," if address not in (None, node_env.host) else ""
+    )
+    if problem is None:
+        return ok("master", f"{where} answers")
+    remedy = _CONNECTION_REMEDIES[problem]
+    if address is not None and is_loopback(address):
+        remedy = "that address is this node itself: MASTER_ADDR must be node 0's on the network (see /etc/hosts)"
+    return fail("master", f"{where} {problem}", remedy)
+
+
+def check_interface(host: str) -> Finding:
+    """Find the network interface of the route to `host`.
+
+    This process uses it from now on, unless the environment names another.
+    """
+    interface = use_interface_for(host)
+    if interface is None:
+        problem = "no route" if resolve(host) else "name not resolved"
+        return fail("interface", f"none leads to {host}: {problem}", _CONNECTION_REMEDIES[problem])
+    variables = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    others = [f"{name}={value}" for name, value in variables.items() if value.lstrip("=") != interface]
+    return ok("interface", f"{interface} leads to {host}" + "".join(f", but {other} is set" for other in others))
+
+
+# --- all nodes --------------------------------------------------------------------------------------------------
 
 
 def check_nodes(
@@ -128,7 +230,7 @@ def check_clocks(clocks: Sequence[float]) -> Finding:
     """Compare `clocks`, in Unix seconds, read on all nodes at one moment."""
     first, last = clocks.index(min(clocks)), clocks.index(max(clocks))
     difference = clocks[last] - clocks[first]
-    if difference > MAX_CLOCK_DIFFERENCE_S:
+    if difference > _MAX_CLOCK_DIFFERENCE_S:
         found = f"node {last} is {difference:,.1f} s ahead of node {first}"
         return warn("clocks", found, "synchronize them: timedatectl set-ntp true")
     return ok("clocks", f"at most {difference:.3f} s apart")
@@ -137,7 +239,7 @@ def check_clocks(clocks: Sequence[float]) -> Finding:
 def check_agreement(nodes: Sequence[Groups]) -> list[Finding]:
     """Compare each group of values that at least one node has; return one finding per group."""
     findings = []
-    for name, remedy in REMEDIES.items():
+    for name, remedy in _GROUP_REMEDIES.items():
         present = [groups[name] for groups in nodes if name in groups]
         if not present:
             continue
@@ -151,9 +253,9 @@ def check_agreement(nodes: Sequence[Groups]) -> list[Finding]:
         if not differences:
             findings.append(ok(f"{name} equal", "on all nodes"))
             continue
-        more = f"; and {len(differences) - MAX_DIFFERENCES} more" if len(differences) > MAX_DIFFERENCES else ""
+        more = f"; and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
         code = ExitCode.DATA if name == "data" else ExitCode.CONFIG
-        findings.append(fail(f"{name} equal", "; ".join(differences[:MAX_DIFFERENCES]) + more, remedy, code))
+        findings.append(fail(f"{name} equal", "; ".join(differences[:_MAX_DIFFERENCES]) + more, remedy, code))
     return findings
 
 
@@ -178,7 +280,7 @@ def check_shared_folder(rendezvous: NodeRendezvous, run_dir: Path) -> Finding:
 
 
 def _folder_problem(run_dir: Path, name: str) -> str | None:
-    if not wait_until_visible(run_dir / name, FILE_VISIBLE_TIMEOUT_S):
+    if not wait_until_visible(run_dir / name, _FILE_VISIBLE_TIMEOUT_S):
         return f"{run_dir.resolve()} is not the folder of node 0"
     try:
         with probe_file(run_dir):
@@ -196,7 +298,7 @@ def check_all_reduce(rendezvous: NodeRendezvous, device: torch.device) -> Findin
         remedy = "let the nodes reach each other on all ports; set the interface by GLOO_/NCCL_SOCKET_IFNAME"
         return fail(name, str(error), f"{remedy}; NCCL_DEBUG=INFO says more" if device.type == "cuda" else remedy)
     found = f"{speed.latency_us:,.0f} us for 4 bytes, {speed.gigabytes_per_s:.2f} GB/s"
-    if speed.gigabytes_per_s < MIN_GB_PER_S:
+    if speed.gigabytes_per_s < _MIN_GB_PER_S:
         return warn(name, found, "slower than gigabit Ethernet: is this the right interface?")
     return ok(name, found)
 

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.settings.fields import build, leaves, set_dotted
-from mmldlm.tools.history.run_history import History
-from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.alerts import alerts
-from mmldlm.tools.monitor.json_view import snapshot_to_dict
+from mmldlm.tools.monitor.alerts import Alert, alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
-from mmldlm.tools.monitor.terminal import TerminalView
+from mmldlm.tools.monitor.view import TerminalView, snapshot_to_dict
+from mmldlm.tools.run_history import History
 from mmldlm.utils.short_repr import short_repr
 
 _STALL_MARGIN_S = 0.05  # after the stall timeout, so that the next snapshot sees it exceeded
@@ -118,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     if not 0.1 <= options.interval <= 86_400:
         raise UsageError(f"--interval {options.interval:g}: expected 0.1 to 86400 seconds")
     thresholds = _thresholds(options.threshold)
-    histories = [History.read(run) for run in options.runs]
+    histories = [History(run) for run in options.runs]
     try:
         return watch(histories, options.interval, thresholds, Output(options.json, options.once))
     except KeyboardInterrupt:

@@ -13,9 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from mmldlm.settings.fields import setting
-from mmldlm.tools.history.metrics_reader import Record
-from mmldlm.tools.history.run_history import RECENT_RECORDS, History
-from mmldlm.tools.history.run_status import RunState
+from mmldlm.tools.run_history import RECENT_RECORDS, History, Record
+from mmldlm.tools.run_status import RunState
 
 
 @dataclass(frozen=True)

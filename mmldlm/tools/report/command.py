@@ -6,7 +6,9 @@ It reads only run folders, whatever state the runs are in, and needs neither tor
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm import __version__
-from mmldlm.errors import ExitCode, StorageError
+from mmldlm.errors import ExitCode, StorageError, UsageError
 from mmldlm.tools.report.comparison import (
     MetricComparison,
     RunGroup,
@@ -23,11 +25,12 @@ from mmldlm.tools.report.comparison import (
     config_differences,
     group_runs,
 )
-from mmldlm.tools.report.figures import draw_figures, require_matplotlib
-from mmldlm.tools.report.html import ReportContent, format_number, render_page
-from mmldlm.tools.report.ratio_interval import CONFIDENCE, METHOD, RatioEstimate, SeedStats
+from mmldlm.tools.report.figures import draw_figures
+from mmldlm.tools.report.html import ReportContent, render_page
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.format import format_number
+from mmldlm.utils.ratio import CONFIDENCE, SEEDS_METHOD, Ratio, SeedStats
 
 PAGE, METRICS = "report.html", "final_metrics.json"
 
@@ -52,7 +55,7 @@ def final_metrics(content: ReportContent) -> dict[str, Any]:
         "baseline": baseline.name,
         "compared_to_step": content.max_step,
         "confidence": CONFIDENCE,
-        "method": METHOD,
+        "method": SEEDS_METHOD,
         "runs": {run.name: _run(run, group) for group in content.groups for run in group.runs},
         "groups": {group.name: [run.name for run in group.runs] for group in content.groups},
         "comparison": [
@@ -92,9 +95,9 @@ def _comparison(comparison: MetricComparison, name: str) -> dict[str, Any]:
         "baseline": _seed_stats(comparison.baseline),
         "value": _seed_stats(stats),
         "ratio": ratio.value,
-        "interval": ratio.interval,
+        "interval": None if ratio.no_interval_reason else ratio.interval,
         "why_no_interval": ratio.no_interval_reason,
-        "verdict": comparison.verdict(name),
+        "verdict": comparison.significance(name),
     }
 
 
@@ -153,10 +156,21 @@ def summary_lines(content: ReportContent) -> list[str]:
     return lines
 
 
-def _format_ratio(ratio: RatioEstimate) -> str:
-    if ratio.value is None or ratio.interval is None:
+def _format_ratio(ratio: Ratio) -> str:
+    if math.isnan(ratio.value):
+        return f"no ratio ({ratio.no_interval_reason})"
+    if ratio.no_interval_reason:
         return f"{format_number(ratio.value)} times ({ratio.no_interval_reason})"
     return f"{ratio.value:.4f} times [{ratio.interval[0]:.4f}, {ratio.interval[1]:.4f}]"
+
+
+def _require_libraries() -> None:
+    """Raise UsageError if a library of the extra `report` that every report needs is not installed."""
+    for name in ("matplotlib", "jinja2"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise UsageError(f"the report needs {name}: pip install mmldlm[report]") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="folder to write into; default: report in the folder of the first run")
     options = parser.parse_args(argv)
-    require_matplotlib()
+    _require_libraries()
     out = options.out or options.runs[0] / "report"
     content = report(options.runs, options.baseline, out)
     print("\n".join(summary_lines(content)))

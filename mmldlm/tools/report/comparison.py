@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmldlm.settings.fields import flatten
-from mmldlm.tools.report.ratio_interval import RatioEstimate, SeedStats, ratio_of_means
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
+from mmldlm.utils.ratio import Ratio, SeedStats, ratio_of_means
 
 PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
 ABSENT = "(absent)"
@@ -61,13 +61,13 @@ class MetricComparison:
 
     key: str
     baseline: SeedStats
-    others: Mapping[str, tuple[SeedStats, RatioEstimate]]
+    others: Mapping[str, tuple[SeedStats, Ratio]]
 
-    def verdict(self, name: str) -> Literal["better", "worse", ""]:
-        """Return whether group `name` is better or worse; "" if the interval of its ratio contains 1."""
+    def significance(self, name: str) -> Literal["better", "worse", ""]:
+        """Return "better" or "worse" if the interval of group `name`'s ratio lies on one side of 1, otherwise ""."""
         stats, ratio = self.others[name]
         direction = better_direction(self.key)
-        if not direction or ratio.interval is None or ratio.interval[0] <= 1 <= ratio.interval[1]:
+        if not direction or ratio.no_interval_reason or ratio.interval[0] <= 1 <= ratio.interval[1]:
             return ""
         return "better" if (stats.mean > self.baseline.mean) == (direction == "higher") else "worse"
 

@@ -1,4 +1,4 @@
-"""Figures of a report, drawn with matplotlib: each as a PNG and as an SVG that uses the color variables of the page."""
+"""Figures of a report, drawn with matplotlib: each as a PNG file and as SVG for the page."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmldlm.errors import UsageError
-from mmldlm.tools.history.run_history import Series
 from mmldlm.tools.report.comparison import RunGroup
 from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, EventKind, RunSummary, is_metric_baseline
+from mmldlm.tools.run_history import Series
 from mmldlm.utils.short_repr import truncate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colors of the PNGs, and the CSS variables of the page that replace them in the SVGs.
+# Colors of the groups, the same in the figures and on the page, which inverts their lightness in dark mode.
 COLORS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a4fd8", "#7a5145")
-INK, SOFT, GRID, BAD = "#1f2933", "#65717e", "#e1e6eb", "#c81e3a"
-CSS_VARIABLES = {INK: "ink", SOFT: "soft", GRID: "line", BAD: "bad"} | {c: f"run{i}" for i, c in enumerate(COLORS)}
+_INK, _SOFT, _BAD = "#1f2933", "#65717e", "#c81e3a"
 
 EVENT_MARKERS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, label
     "checkpoint": ("|", 7, "checkpoint"),
@@ -42,8 +40,9 @@ PANEL_TITLES = {
     "speed/mfu": "MFU: useful FLOPs over the device's peak",
     "speed/step_s": "seconds per step",
     "speed/data_wait_s": "seconds per step waiting for data",
-    "speed/cores_of_others": "cores that other processes keep busy",
+    "speed/cores_of_others": "cores busy with other processes",
     "memory/resident_mib": "resident memory, MiB",
+    "memory/host_free_mib": "free memory of the host, MiB",
     "memory/cuda_allocated_mib": "CUDA memory allocated, MiB",
     "memory/cuda_reserved_mib": "CUDA memory reserved, MiB",
     "optim/lr": "learning rate",
@@ -55,11 +54,10 @@ _MODE_SUFFIXES = ("_l2t", "_t2l", "_joint")  # of the names of losses of one mod
 _LOG_SCALE_TAGS = ("optim/grad_norm", "optim/loss_scale")
 _MAX_PANELS = 12
 _MAX_MARKERS = 200  # per kind of event and curve
-_PNG_DPI = 150
 _MAX_UNBINNED_POINTS = 60  # longer curves are binned
 _MIN_BINS = 40
 _MAX_BINS = 200
-_MAX_DETAILED_RUNS = 3  # with more runs, curves have `_MIN_BINS` bins and no spread
+_MAX_SHADED_RUNS = 3  # with more runs, the lowest and highest values of bins are not shaded
 _MAX_LABEL_LENGTH = 48
 
 _RC_PARAMS: Any = {
@@ -67,24 +65,24 @@ _RC_PARAMS: Any = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titlecolor": _INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": SOFT,
-    "axes.labelcolor": SOFT,
-    "axes.titlecolor": INK,
-    "text.color": INK,
-    "xtick.color": SOFT,
-    "ytick.color": SOFT,
+    "axes.edgecolor": _SOFT,
+    "axes.labelcolor": _SOFT,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "text.color": _INK,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
+    "grid.color": _SOFT,
+    "grid.alpha": 0.25,  # of a neutral gray: visible on light and dark pages
     "axes.axisbelow": True,
-    "axes.facecolor": "none",
+    "axes.formatter.limits": (-4, 6),
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,
-    "axes.formatter.limits": (-4, 6),
+    "savefig.dpi": 150,
 }
 
 
@@ -109,7 +107,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class RenderedFigure:
-    """A figure as SVG. `name` is the file name of its PNG without the suffix."""
+    """A figure as SVG, with the titles of the panels that it has no room for."""
 
     name: str
     title: str
@@ -117,13 +115,10 @@ class RenderedFigure:
     svg: str
     omitted_panels: Sequence[str] = ()
 
-
-def require_matplotlib() -> None:
-    """Raise UsageError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UsageError("the report needs matplotlib: pip install mmldlm[report]") from None
+    @property
+    def file_name(self) -> str:
+        """Name of the PNG file."""
+        return f"{self.name}.png"
 
 
 def draw_figures(groups: Sequence[RunGroup], folder: Path) -> list[RenderedFigure]:
@@ -137,7 +132,8 @@ def draw_figures(groups: Sequence[RunGroup], folder: Path) -> list[RenderedFigur
             if not panels:
                 continue
             figure = build_figure(groups, panels[:_MAX_PANELS])
-            _write_png(figure, folder / f"{name}.png")
+            figure.savefig(folder / f"{name}.png")
+            figure.set_layout_engine("none")  # the layout has been computed; the SVG has the same
             omitted = [panel.title for panel in panels[_MAX_PANELS:]]
             figures.append(RenderedFigure(name, title, caption, _render_svg(figure, name), omitted))
     return figures
@@ -200,68 +196,58 @@ def build_figure(groups: Sequence[RunGroup], panels: Sequence[Panel]) -> Figure:
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(10, 0.9 + 2.5 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    marked: set[EventKind] = set()
-    crowded = sum(len(group.runs) for group in groups) > _MAX_DETAILED_RUNS
+    drawn: set[EventKind] = set()
+    shaded = sum(len(group.runs) for group in groups) <= _MAX_SHADED_RUNS
     for axis, panel in zip(axes, panels, strict=False):
         for index, group in enumerate(groups):
             for run in group.runs:
-                marked |= _draw_run(axis, panel, run, COLORS[index % len(COLORS)], crowded)
+                drawn |= _draw_run(axis, panel, run, COLORS[index % len(COLORS)], shaded)
         _finish(axis, panel)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2.5) for i in range(len(groups))]
-    figure.legend(handles, [_label(group.title) for group in groups], loc="outside upper left", ncols=3)
-    if marked:
-        kinds = [kind for kind in EVENT_MARKERS if kind in marked]
-        handles = []
-        for kind in kinds:
-            marker, size, _ = EVENT_MARKERS[kind]
-            color = _marker_color(kind, INK)
-            handles.append(Line2D([], [], color=color, marker=marker, markersize=size, linestyle=""))
-        labels = [EVENT_MARKERS[kind][2] for kind in kinds]
-        figure.legend(handles, labels, loc="outside lower left", ncols=6, labelcolor=SOFT)
+    lines = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=2.5) for i in range(len(groups))]
+    figure.legend(lines, [_label(group.title) for group in groups], loc="outside upper left", ncols=3)
+    markers = {
+        label: Line2D([], [], color=_marker_color(kind, _INK), marker=marker, markersize=size, linestyle="")
+        for kind, (marker, size, label) in EVENT_MARKERS.items()
+        if kind in drawn
+    }
+    if markers:
+        figure.legend(list(markers.values()), list(markers), loc="outside lower left", ncols=6, labelcolor=_SOFT)
     return figure
 
 
-def _draw_run(axis: Axes, panel: Panel, run: RunSummary, color: str, crowded: bool) -> set[EventKind]:
+def _draw_run(axis: Axes, panel: Panel, run: RunSummary, color: str, shaded: bool) -> set[EventKind]:
     """Draw the curves of a run with its events; return the kinds of events that were drawn."""
-    width = 1.0 if crowded else 1.6
     train, held_out = run.curve(panel.train_tag, "train"), run.curve(panel.held_out_tag, *HELD_OUT_KINDS)
-    if train.steps:
-        steps, mean, low, high = bin_series(train, _MIN_BINS if crowded else _MAX_BINS)
-        axis.plot(steps, mean, color=color, linewidth=width, marker="." if len(steps) == 1 else "")
-        if len(steps) < len(train.steps) and not crowded:
-            axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     if held_out.steps:
-        axis.plot(
-            held_out.steps,
-            held_out.values,
-            color=color,
-            linewidth=width,
-            linestyle=(0, (4, 2)),
-            marker="o" if len(held_out.steps) <= _MAX_UNBINNED_POINTS else "",
-            markersize=3.5,
-        )
+        marker = "o" if len(held_out.steps) <= _MAX_UNBINNED_POINTS else ""
+        axis.plot(held_out.steps, held_out.values, color=color, linestyle=(0, (4, 2)), marker=marker, markersize=3.5)
     if not train.steps:
         return set()
-    marked: set[EventKind] = set()
+    steps, mean, low, high = bin_series(train, _MAX_BINS)
+    axis.plot(steps, mean, color=color, marker="." if len(steps) == 1 else "")
+    if shaded and len(steps) < len(train.steps):
+        axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    drawn: set[EventKind] = set()
     for kind, (marker, size, _) in EVENT_MARKERS.items():
         event_steps = [event.step for event in run.events if event.kind == kind]
-        event_steps = event_steps[:: -(-len(event_steps) // _MAX_MARKERS)] if event_steps else event_steps
-        if event_steps:
-            marked.add(kind)
-            axis.plot(
-                event_steps,
-                np.interp(event_steps, steps, mean),
-                color=_marker_color(kind, color),
-                linestyle="",
-                marker=marker,
-                markersize=size,
-                markeredgewidth=1.4 if marker in "|x" else 0,
-                clip_on=False,
-                zorder=5,
-            )
-    return marked
+        if not event_steps:
+            continue
+        drawn.add(kind)
+        event_steps = event_steps[:: -(-len(event_steps) // _MAX_MARKERS)]
+        axis.plot(
+            event_steps,
+            np.interp(event_steps, steps, mean),
+            color=_marker_color(kind, color),
+            linestyle="",
+            marker=marker,
+            markersize=size,
+            markeredgewidth=1.4 if marker in "|x" else 0,
+            clip_on=False,
+            zorder=5,
+        )
+    return drawn
 
 
 def _finish(axis: Axes, panel: Panel) -> None:
@@ -284,7 +270,7 @@ def _plain_number(value: float, _: Any) -> str:
 
 
 def _marker_color(kind: EventKind, color: str) -> str:
-    return BAD if kind in ("skip", "failure") else color
+    return _BAD if kind in ("skip", "failure") else color
 
 
 def _label(name: str) -> str:
@@ -312,34 +298,16 @@ def bin_series(series: Series, max_bins: int) -> tuple[np.ndarray, np.ndarray, n
     return np.array([part.mean() for part in steps]), mean, low, high
 
 
-def _write_png(figure: Figure, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    figure.set_dpi(_PNG_DPI)
-    file = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(file)  # savefig would draw everything twice
-    figure.set_layout_engine("none")  # drawing has computed the layout; keep it for the SVG
-    path.write_bytes(file.getvalue())
-
-
 def _render_svg(figure: Figure, name: str) -> str:
-    """Return an <svg> to embed in the page: without URLs, with unique ids and the color variables of the page."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    """Return an <svg> to embed in the page, as wide as its container, without URLs and with ids that are unique."""
+    import matplotlib
 
-    figure.patch.set_alpha(0)
     file = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(file)
-    text = file.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # Only tags are rewritten: the text between them has names of runs.
-    return re.sub(r"<[^>]*>", lambda tag: _rewrite_tag(tag[0], name), text)
-
-
-def _rewrite_tag(tag: str, name: str) -> str:
-    tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag)
-    if tag.startswith("<svg"):
-        tag = re.sub(r' (width|height)="[^"]*"', "", tag)  # as wide as the page
-    tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", tag)
-    for color, variable in CSS_VARIABLES.items():
-        tag = tag.replace(color, f"var(--{variable})")
-    return tag
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids of clip paths and markers are hashes with this salt
+        figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue()
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box is not None
+    body = svg[svg.index("</metadata>") + len("</metadata>") :]
+    # Names of runs are text between tags, where matplotlib has escaped "<". No reference uses the ids of groups.
+    return f"<svg {view_box[0]}>" + re.sub(r'<g id="[^"]*">|<!--.*?-->', lambda tag: "<g>" * (tag[0][1] == "g"), body)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmldlm.settings.fields import flatten
-from mmldlm.tools.history.run_history import History, Series
-from mmldlm.tools.history.run_status import RunState, read_json
+from mmldlm.tools.run_history import History, Series
+from mmldlm.tools.run_status import RunState, read_json
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
@@ -42,6 +42,7 @@ _HIGHER_IS_BETTER = (
     "samples_per_s",
     "flops_per_s",
     "mfu",
+    "host_free",
 )
 _LOWER_IS_BETTER = (
     "loss",
@@ -119,7 +120,7 @@ class RunSummary:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self.history = History.read(path)
+        self.history = History(path)
         self.name = self.history.name
         self._curves: dict[tuple[str, ...], Series] = {}
         # There may be a validation and a save between two records.

@@ -20,10 +20,20 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.run.factory import build_model
-from mmldlm.tools.doctor.findings import exit_code, fail, format_report, ok, warn
-from mmldlm.tools.doctor.machine import check_cores, check_open_files, check_shared_memory
-from mmldlm.tools.doctor.place import NodeEnv
-from mmldlm.tools.doctor.run import check_disk, check_folder, parameter_count
+from mmldlm.tools.doctor.checks import (
+    check_cores,
+    check_disk,
+    check_folder,
+    check_open_files,
+    check_shared_memory,
+    exit_code,
+    fail,
+    format_report,
+    ok,
+    parameter_count,
+    warn,
+)
+from mmldlm.tools.doctor.nodes import NodeEnv
 from tests.helpers.doctor_runs import one
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
@@ -141,7 +151,7 @@ def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
 def test_few_open_files_is_a_warning() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     code = (
-        "import resource; from mmldlm.tools.doctor.machine import check_open_files as check\n"
+        "import resource; from mmldlm.tools.doctor.checks import check_open_files as check\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); found = check(); print(found.status, found.remedy)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

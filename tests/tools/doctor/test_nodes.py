@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm.tools.doctor.nodes import NodeFacts, check_clocks, check_machines, failures_on_other_nodes
-from mmldlm.tools.doctor.place import NodeEnv
+from mmldlm.tools.doctor.nodes import NodeEnv, NodeFacts, check_clocks, check_machines, failures_on_other_nodes
 from tests.helpers.doctor_runs import Node, finish, start, together
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port

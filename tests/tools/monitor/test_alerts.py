@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.tools.history import History
-from mmldlm.tools.monitor.alert import Alert
-from mmldlm.tools.monitor.alerts import alerts
+from mmldlm.tools.monitor.alerts import Alert, alerts
 from mmldlm.tools.monitor.snapshot import Snapshot
+from mmldlm.tools.run_history import History
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.monitor_runs import alerts_at, seen_at
 from tests.helpers.paths import ROOT
@@ -31,7 +30,7 @@ BUSY_MACHINE = {"speed_spread": 10.0, "speed_drop": 0.01, "silent_steps": 100.0}
 
 
 def steps(run: Path) -> list[int]:
-    return sorted({record["step"] for record in History.read(run).by_kind("train")})
+    return sorted({record["step"] for record in History(run).by_kind("train")})
 
 
 def advice(found: list[Alert], name: str) -> str:
@@ -44,7 +43,7 @@ def test_a_healthy_run_has_no_alert_at_any_time(forked: ForkedRuns, tiny_config:
     assert {step: found for step in steps(run) if (found := alerts_at(run, step, **BUSY_MACHINE))} == {}
     look = seen_at(run, 90)
     assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait_share is not None
-    finished = Snapshot(History.read(run), 10.0)
+    finished = Snapshot(History(run), 10.0)
     assert finished.state.name == "finished" and finished.state.code == 0 and alerts(finished) == []
 
     # What takes a small machine or disk to happen: the same run, with other thresholds.
@@ -91,10 +90,10 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     arguments = [tiny_config, *BARE, "train.steps=40", "log.every=2", f"run.dir={run}"]
     pids = forked.start("single", arguments, 1, tmp_path / "log", "faulty_steps.py", **variables)
     assert forked.wait(pids) == {pids[0]: 70}
-    assert "optim/grad_norm" in History.read(run).by_kind("train")[2]["nonfinite"], "of the step that was left out"
+    assert "optim/grad_norm" in History(run).by_kind("train")[2]["nonfinite"], "of the step that was left out"
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"skipped steps"}
     assert alerts_at(run, 8, **BUSY_MACHINE, skip_steps=2) == set(), "it is long ago"
-    ended = Snapshot(History.read(run), 10.0)
+    ended = Snapshot(History(run), 10.0)
     assert ended.state.name == "failed" and ended.state.code == 70
     found = alerts(ended)
     assert [alert.name for alert in found] == ["failed", "skipped steps"]
@@ -119,7 +118,7 @@ def test_an_fp16_run_that_overflows_again_and_again(forked: ForkedRuns, tiny_con
     run, small = tmp_path / "run", ("model.depth=1", "train={steps: 240, global_batch_size: 2}", "log.every=5")
     settings = (*BARE, *small, "precision=fp16")
     forked.succeed("single", run, 1, tiny_config, *settings, script="growing_loss_scale.py", GROWS_FROM="205")
-    skips = History.read(run).by_kind("skip")
+    skips = History(run).by_kind("skip")
     assert {record["reason"] for record in skips} == {"overflow"} and skips[0]["step"] == 1
     assert "overflow" not in alerts_at(run, 205) and "overflow" in alerts_at(run, 240)
     assert "of the last 200 steps; use precision=bf16" in advice(alerts(seen_at(run, 240)), "overflow")
@@ -133,7 +132,7 @@ def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path
     assert forked.wait(pids) == {pids[0]: 70}
     assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"not finite"}
     assert "validation/total, " in advice(alerts(seen_at(run, 6)), "not finite")
-    ended = alerts(Snapshot(History.read(run), 10.0))
+    ended = alerts(Snapshot(History(run), 10.0))
     assert [alert.name for alert in ended] == ["failed", "not finite", "skipped steps"]
 
 
@@ -167,7 +166,7 @@ def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, t
         os.kill(pid, signal.SIGSTOP)
         stopped = time.time()
         look, seen = read_until(monitor, "silent")
-        step_s = History.read(run).step_s
+        step_s = History(run).step_s
         assert step_s is not None and seen - stopped < 2 + 10 * step_s + 0.7, "0.7 s for other processes' turns"
         (alert,) = (alert for alert in look["alerts"] if alert["name"] == "no news")  # type: ignore[attr-defined]
         assert f"kill -CONT {pid}" in alert["advice"] and "stopped by a signal" in alert["found"]
@@ -188,7 +187,7 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
     pids = forked.start("ddp", [tiny_config, *BARE, *endless], 2, log)
 
     def found() -> dict[str, str]:
-        look = Snapshot(History.read(run), 1.0)
+        look = Snapshot(History(run), 1.0)
         return {alert.name: alert.found for alert in alerts(look)}
 
     try:
@@ -216,7 +215,7 @@ def test_the_first_record_that_is_too_many(tmp_path: Path) -> None:
     file.write("start", 0, {"total_steps": 1000})
 
     def names() -> set[str]:
-        return {alert.name for alert in alerts(Snapshot(History.read(tmp_path), 10.0))}
+        return {alert.name for alert in alerts(Snapshot(History(tmp_path), 10.0))}
 
     for step, loss in ((50, 4.0), (100, 3.0), (150, 3.1), (200, 3.2)):
         file.write("validation", step, {"validation/total": loss})

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mmldlm.telemetry import MetricsFile
-from mmldlm.tools.history import History
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
+from mmldlm.tools.run_history import History
 
 pytestmark = pytest.mark.quick
 Phase = tuple[int, float, float | None]  # records, tokens a second, cores of others
@@ -26,7 +26,7 @@ def found(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, str]:
         load = {} if cores is None else {"speed/cores_of_others": cores}
         record = {"loss/total": 5 - number / 100, "speed/tokens_per_s": speed, "speed/step_s": 600 / speed, **load}
         file.write("train", 10 * number, record)
-    look = Snapshot(History.read(folder), 10.0, Thresholds(**thresholds))  # type: ignore[arg-type]
+    look = Snapshot(History(folder), 10.0, Thresholds(**thresholds))  # type: ignore[arg-type]
     return {alert.name: f"{alert.found}; {alert.advice}" for alert in alerts(look)}
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from mmldlm.checkpoint import RunLock
 from mmldlm.telemetry import MetricsFile
-from mmldlm.tools.history import History
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.tools.monitor.terminal import BARS, PLAIN_BARS, TerminalView, sparkline
+from mmldlm.tools.monitor.view import BARS, PLAIN_BARS, TerminalView, sparkline
+from mmldlm.tools.run_history import History
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import PATIENCE_S
 
@@ -123,7 +123,7 @@ def test_on_a_terminal_it_draws_over_itself_and_leaves_quietly(going_on: Path) -
 
 
 def test_a_view_fits_its_terminal(going_on: Path) -> None:
-    look = Snapshot(History.read(going_on), 10.0)
+    look = Snapshot(History(going_on), 10.0)
     lines = TerminalView(look, [], width=60, unicode=False).lines()
     assert max(map(len, lines)) <= 60 and all(line.isascii() for line in lines)
     row = next(line for line in lines if line.startswith("  loss"))

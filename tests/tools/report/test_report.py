@@ -19,10 +19,10 @@ import pytest
 
 from mmldlm import cli, train
 from mmldlm.telemetry import MetricsFile
-from mmldlm.tools.history import Series
 from mmldlm.tools.report import figures
 from mmldlm.tools.report.comparison import group_runs
 from mmldlm.tools.report.run_summary import RunSummary
+from mmldlm.tools.run_history import Series
 from tests.helpers import report_numbers
 from tests.helpers.browser import browser_page, needs_browser
 from tests.helpers.paths import ROOT
@@ -172,12 +172,13 @@ def test_it_imports_no_torch(runs: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["set()"], done.stderr
 
 
-def test_a_missing_matplotlib_is_one_line(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+def test_a_missing_library_is_one_line(
+    library: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, library, None)
     assert cli.main(["report", str(runs / "base-1"), f"--out={tmp_path / 'out'}"]) == 2
-    assert capsys.readouterr().err == "mmldlm: error: the report needs matplotlib: pip install mmldlm[report]\n"
+    assert capsys.readouterr().err == f"mmldlm: error: the report needs {library}: pip install mmldlm[report]\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""State of a run, from the files that its processes left in its folder and from the processes of this machine."""
+"""State of a run, from its exit reports, lock file and start-up report, and from the processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot of a run as a few lines of text, for a terminal of any width or a file."""
+"""A snapshot of a run as text for a terminal of any width or a file, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import statistics
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from mmldlm.tools.history.run_history import Series
-from mmldlm.tools.monitor.alert import Alert
+from mmldlm.tools.monitor.alerts import Alert
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.utils.format import human_count, human_duration
+from mmldlm.tools.run_history import CURVE_KINDS, Series
+from mmldlm.utils.format import format_number, human_count, human_duration
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _SPARKLINE_COLUMNS = 32
@@ -87,12 +88,12 @@ class TerminalView:
         for tag, name in _LOSSES:
             series = self.snapshot.history.series(tag, "train")
             if series.values:
-                lines.append(self._row(name, _number(series.values[-1]), series, ""))
+                lines.append(self._row(name, format_number(series.values[-1], 4), series, ""))
         series = self.snapshot.history.series("validation/total", "validation")
         if series.values:
             best = min(filter(math.isfinite, series.values), default=math.nan)
-            note = f"at step {series.steps[-1]:,}, best {_number(best)}"
-            lines.append(self._row("validation", _number(series.values[-1]), series, note))
+            note = f"at step {series.steps[-1]:,}, best {format_number(best, 4)}"
+            lines.append(self._row("validation", format_number(series.values[-1], 4), series, note))
         return lines
 
     def _speed(self) -> list[str]:
@@ -140,5 +141,39 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+def snapshot_to_dict(snapshot: Snapshot, alerts: Sequence[Alert]) -> dict[str, Any]:
+    """Return the JSON object that `mmldlm monitor --json` prints; unknown and non-finite values are None."""
+    history, state, checkpoint = snapshot.history, snapshot.state, snapshot.history.last("checkpoint")
+    return {
+        "run": str(history.run_dir),
+        "state": state.name,
+        "code": state.code,
+        "cause": state.cause,
+        "step": history.step,
+        "total_steps": history.total_steps,
+        "eta_s": _rounded(snapshot.eta_s),
+        "news_age_s": _rounded(snapshot.news_age_s),
+        "values": latest_values(snapshot),
+        "skipped_steps": len(history.by_kind("skip")),
+        "data_wait_share": _rounded(snapshot.data_wait_share),
+        "memory": [
+            {"of": name, "taken_mib": round(used), "limit_mib": round(limit)} for name, used, limit in snapshot.memory
+        ],
+        "checkpoint": checkpoint and {"step": checkpoint["step"], "age_s": _rounded(snapshot.now - checkpoint["time"])},
+        "disk_free_gib": _rounded(snapshot.disk_free_bytes / _GIB),
+        "alerts": [asdict(alert) for alert in alerts],
+    }
+
+
+def latest_values(snapshot: Snapshot) -> dict[str, float | None]:
+    """Return the numbers of the latest training and validation record, by tag; None if not finite."""
+    values: dict[str, float | None] = {}
+    for kind in CURVE_KINDS:
+        latest = snapshot.history.last(kind) or {}
+        numbers = {key: value for key, value in latest.items() if "/" in key and isinstance(value, int | float)}
+        values |= {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+    return values
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

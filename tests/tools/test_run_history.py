@@ -14,7 +14,7 @@ import pytest
 
 from mmldlm.errors import DataError
 from mmldlm.telemetry import MetricsFile
-from mmldlm.tools.history import History
+from mmldlm.tools.run_history import History
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
 
@@ -34,7 +34,7 @@ def test_records_by_kind_and_series(tmp_path: Path) -> None:
         file.write("heartbeat", step, {"what": "validation"})
         file.write("validation", step, {"validation/total": 4.0, "weights": "trained"})
     file.write("skip", 30, {"reason": "norm", "optim/grad_norm": None})
-    history = History.read(tmp_path / "run")
+    history = History(tmp_path / "run")
     steps, values, times = history.series("loss/total")
     assert steps == [10, 20, 30] and values[::2] == [3.0, 1.0] and math.isnan(values[1]) and times == sorted(times)
     assert history.series("validation/total").values == [4.0] * 3 and history.series("nothing").steps == []
@@ -47,7 +47,7 @@ def test_records_by_kind_and_series(tmp_path: Path) -> None:
 def test_only_what_was_added_is_read_and_a_torn_line_waits(tmp_path: Path) -> None:
     file = written(tmp_path / "run")
     file.write("start", 0, {"total_steps": 9})
-    history = History.read(tmp_path / "run")
+    history = History(tmp_path / "run")
     assert not history.refresh()
     first = history.records[0]
     path = tmp_path / "run" / "metrics.jsonl"
@@ -65,7 +65,7 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
     file = written(tmp_path / "run")
     for step in range(1, 6):
         file.write("train", step, {"loss/total": float(step)})
-    history = History.read(tmp_path / "run")
+    history = History(tmp_path / "run")
     again = written(tmp_path / "run", resume_step=2)  # replaces the file
     again.write("resume", 2, {"total_steps": 9})
     again.write("train", 3, {"loss/total": -3.0})
@@ -81,11 +81,11 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no run folder"):
-        History.read(tmp_path)
+        History(tmp_path)
 
 
 def test_it_needs_no_torch() -> None:
-    seen = "import mmldlm.tools.history.run_history, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
+    seen = "import mmldlm.tools.run_history, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
@@ -107,7 +107,7 @@ def test_running_stopped_and_killed_processes_are_told_apart(tmp_path: Path) -> 
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        history = History.read(run)
+        history = History(run)
         assert history.state().name == "running" and [p.pid for p in history.processes] == [process.pid]
         assert history.state(stall_timeout_s=0.0).name == "silent"
         os.kill(process.pid, signal.SIGSTOP)
@@ -127,5 +127,5 @@ def test_the_exit_record_decides(tmp_path: Path, code: int, name: str) -> None:
     written(tmp_path).write("start", 0, {"total_steps": 9})
     record = {"code": code, "rank": 1, "step": 4, "cause": "so it went", "time": 1.0}
     (tmp_path / "exit.json").write_text(json.dumps(record))
-    state = History.read(tmp_path).state()
+    state = History(tmp_path).state()
     assert (state.name, state.code, state.cause, state.is_active) == (name, code, "so it went", False)

@@ -1,0 +1,270 @@
+"""Checks of this machine and of the run on it, and the type of their results."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mmldlm.config import RunConfig, load_config, require_paths
+from mmldlm.data.mixture import open_data
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.distributed.comm_benchmark import backend_of, backend_version
+from mmldlm.errors import ConfigError, DataError, ExitCode
+from mmldlm.model.attention import AttentionConfig
+from mmldlm.model.mmdit import count_parameters
+from mmldlm.run.factory import build_model
+from mmldlm.utils.files import probe_file
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+_MIB, _GIB = 2**20, 2**30
+_SHARED_MEMORY_MIB_PER_PROCESS = 256  # batches of loader workers, and NCCL's buffers within a machine
+_MIN_OPEN_FILES = 4096
+_CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: weight and two moments; matrices under Muon have only one moment
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        name: Name of the check.
+        status: Its outcome.
+        found: What was found.
+        remedy: What to do about it; "" if the status is "ok".
+        exit_code: Exit code of the command if this is its only failure.
+    """
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    found: str
+    remedy: str = ""
+    exit_code: int = ExitCode.DONE
+
+
+def ok(name: str, found: str) -> Finding:
+    """Return a finding with status "ok"."""
+    return Finding(name, "ok", found)
+
+
+def warn(name: str, found: str, remedy: str) -> Finding:
+    """Return a finding with status "warn"."""
+    return Finding(name, "warn", found, remedy)
+
+
+def fail(name: str, found: str, remedy: str, exit_code: int = ExitCode.CONFIG) -> Finding:
+    """Return a finding with status "fail"."""
+    return Finding(name, "fail", found, remedy, int(exit_code))
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 0 if nothing failed, 65 if only the data failed, otherwise 64."""
+    codes = {finding.exit_code for finding in findings if finding.status == "fail"}
+    return max(codes) if len(codes) == 1 else int(ExitCode.CONFIG if codes else ExitCode.DONE)
+
+
+def format_report(findings: Sequence[Finding]) -> str:
+    """Return one line per finding, each followed by its remedy, and a summary line."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        status = "FAIL" if finding.status == "fail" else finding.status
+        lines.append(f"  {status:<4}  {finding.name:<{width}}  {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':8}{'':<{width}}  -> {finding.remedy}")
+    num_failed, num_warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
+    warnings = f"{num_warned} warning{'s' * (num_warned != 1)}"
+    if num_failed:
+        lines.append(f"not ready: {num_failed} failed, {warnings}")
+    else:
+        lines.append(f"ready, {warnings}" if num_warned else "ready")
+    return "\n".join(lines)
+
+
+# --- this machine -----------------------------------------------------------------------------------------------
+
+
+def device_type(choice: DeviceChoice) -> str:
+    """Return `choice`, or for "auto" the device that a run would use: `cuda` or `cpu`."""
+    return choice if choice != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
+    """Check this machine for a run with `processes` processes."""
+    device = device_type(choice)
+    return [
+        check_gpus(processes) if device == "cuda" else check_cores(processes),
+        check_backend(device),
+        check_shared_memory(processes),
+        check_open_files(),
+    ]
+
+
+def check_gpus(processes: int) -> Finding:
+    """Check that there is one GPU per process and that torch can use it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+        count = torch.cuda.device_count() if usable else 0
+    driver = driver_version()
+    torch_build = (
+        f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+    )
+    found = f"{count} for {processes} process{'es' * (processes > 1)}, driver {driver or 'none'}, {torch_build}"
+    if not usable:
+        reason = str(caught[0].message).splitlines()[0] if caught else ""
+        remedy = "install a torch that is built for CUDA" if not torch.version.cuda else "install the NVIDIA driver"
+        return fail("GPUs", found, reason or (remedy if driver else f"no GPU driver found; {remedy}"))
+    if count < processes:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = f"; CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else ""
+        return fail("GPUs", found, f"start at most {count} processes on this node{hidden}")
+    properties = torch.cuda.get_device_properties(0)
+    return ok("GPUs", f"{found}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None if nvidia-smi finds none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.partition("\n")[0].strip() or None if result.returncode == 0 else None
+
+
+def check_cores(processes: int) -> Finding:
+    """Check that there is one core per process, and no GPU that torch cannot use."""
+    cores = len(os.sched_getaffinity(0))
+    found = f"{cores} for {processes} process{'es' * (processes > 1)}, no GPU"
+    if not torch.cuda.is_available() and (driver := driver_version()):
+        return warn(
+            "cores",
+            f"{found} that torch can use, but the machine has NVIDIA driver {driver}",
+            "install a torch that is built for CUDA" if not torch.version.cuda else "try `mmldlm doctor --device cuda`",
+        )
+    if processes > cores:
+        return warn("cores", found, f"start {cores} or fewer: processes that share a core wait for each other")
+    return ok("cores", found)
+
+
+def check_backend(device: str) -> Finding:
+    """Check that torch has the communication backend of the device."""
+    backend = backend_of(device)
+    version = backend_version(backend)
+    if version is None:
+        return fail(
+            "backend", f"torch {torch.__version__} is built without {backend}", "install another build of torch"
+        )
+    return ok("backend", f"{backend} {version}" if backend == "nccl" else f"{backend} of torch {version}")
+
+
+def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:
+    """Check the free space of the tmpfs in `folder`."""
+    name, needed = "shared memory", processes * _SHARED_MEMORY_MIB_PER_PROCESS
+    try:
+        free = shutil.disk_usage(folder).free // _MIB
+    except OSError as error:
+        return warn(name, f"{folder}: {error.strerror}", "mount a tmpfs there: loader workers and NCCL need it")
+    if free < needed:
+        return warn(name, f"{free:,} MiB free in {folder}, {needed:,} advised", "in a container: --shm-size=8g")
+    return ok(name, f"{free:,} MiB free in {folder}")
+
+
+def check_open_files() -> Finding:
+    """Check the limit of open files per process."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed per process"
+    if limit != resource.RLIM_INFINITY and limit < _MIN_OPEN_FILES:
+        advice = _MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MIN_OPEN_FILES)
+        return warn("open files", f"{found}, {_MIN_OPEN_FILES:,} advised", f"ulimit -n {advice}")
+    return ok("open files", found)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------
+
+
+def check_config(path: str, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding]:
+    """Load the config; return it, or None, and the finding."""
+    try:
+        config = load_config(path, overrides)
+        require_paths(config, "data.path", "run.dir")
+    except ConfigError as error:
+        return None, fail("config", str(error), "docs/settings.md lists the keys")
+    return config, ok("config", path)
+
+
+def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
+    """Open the data store and its tokenizer; return the store, or None, and the finding."""
+    try:
+        store = open_data(config.data.location)
+        Tokenizer.load(store.path / "tokenizer")
+    except (DataError, OSError) as error:
+        remedy = "copy the store to every node, or set data.path to where this node has it"
+        return None, fail("data store", str(error), remedy, ExitCode.DATA)
+    paths = ", ".join(str(source.path) for source in store.sources)
+    return store, ok("data store", f"{paths}, {len(store.split('train')):,} samples to train on")
+
+
+def parameter_count(config: RunConfig, store: Store) -> int:
+    """Return the number of parameters of the configured network, which is built on the meta device."""
+    with torch.device("meta"):
+        model = build_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
+    return sum(count_parameters(model).values())
+
+
+def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> Finding:
+    """Check the free space at run.dir: for the most checkpoints that the run keeps at once, and `min_free_gib`."""
+    folder = Path(config.run.dir)
+    free = shutil.disk_usage(_nearest_existing(folder)).free
+    needed, reason = min_free_gib * _GIB, "--min-free-gib"
+    if store is not None:
+        # One more than are kept, since a new one is complete before an old one is removed.
+        count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
+        checkpoints = count * parameter_count(config, store) * _CHECKPOINT_BYTES_PER_PARAMETER
+        with suppress(OSError):  # a running run may remove some in the meantime
+            checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
+        if checkpoints > needed:
+            needed, reason = checkpoints, f"{count} checkpoints"
+    found = f"{free / _GIB:,.1f} GiB free at {folder}, {needed / _GIB:,.1f} needed for {reason}"
+    if free < needed:
+        return fail("disk", found, "free some, set run.dir to another disk, or lower checkpoint.keep_last")
+    return ok("disk", found)
+
+
+def check_folder(run_dir: Path) -> Finding:
+    """Check that a file can be written into run.dir; nothing is left behind."""
+    try:
+        with temporary_folder(run_dir), probe_file(run_dir):
+            return ok("run.dir", f"{run_dir.resolve()} can be written")
+    except OSError as error:
+        return fail("run.dir", f"cannot write {run_dir.resolve()}: {error.strerror}", "set run.dir to another folder")
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[None]:
+    """Create the folder `path` and its parents; on exit remove those that were created, unless they are in use."""
+    created = [folder for folder in [path, *path.parents] if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for folder in created:
+                folder.rmdir()
+
+
+def _nearest_existing(path: Path) -> Path:
+    """Return `path` or the nearest parent folder that exists."""
+    return next(folder for folder in [path, *path.resolve().parents] if folder.exists())
