@@ -123,7 +123,7 @@ SCENARIOS: dict[str, tuple[list[Save], list[Save], int]] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_good_checkpoint_after_every_crash(name: str, tmp_path: Path) -> None:
+def test_valid_checkpoint_after_every_crash(name: str, tmp_path: Path) -> None:
     recording, after = record(tmp_path / "run", *SCENARIOS[name])
     states = list(distinct(recording, recording.events))
     faults = [found for kept, tree in states if (found := fault(tmp_path / "state", kept, tree, after))]
@@ -180,7 +180,7 @@ MUTANTS: dict[str, Callable[[Recording], list[Event]]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("save", [of_one, of_two])
-def test_what_is_left_out_is_missed(name: str, save: Callable[[int], Save], tmp_path: Path) -> None:
+def test_missing_syncs_are_detected(name: str, save: Callable[[int], Save], tmp_path: Path) -> None:
     recording, after = record(tmp_path / "run", [of_one(1)], [save(2)])
     states = distinct(recording, MUTANTS[name](recording))
     assert any(fault(tmp_path / "state", kept, tree, after) for kept, tree in states)
@@ -204,7 +204,7 @@ def wrong(recording: Recording, events: Sequence[Event]) -> list[Tree]:
     return [tree for kept, tree in distinct(recording, events) if tree.get("file") not in (OLD, NEW)[kept:]]
 
 
-def test_a_file_written_atomically_is_old_or_new(tmp_path: Path) -> None:
+def test_atomic_write_is_old_or_new_after_a_crash(tmp_path: Path) -> None:
     recording = record_write(tmp_path / "folder")
     assert wrong(recording, recording.events) == []
     in_place: list[Event] = [Write(recording.names[ROOT]["file"], NEW), *recording.events[-2:]]

@@ -96,7 +96,7 @@ def test_fuzzed_manifests(folder: Path) -> None:
 
 @quick
 @pytest.mark.parametrize("name", NAMES)
-def test_no_name_leads_out_of_the_folder(folder: Path, name: str) -> None:
+def test_names_cannot_leave_the_folder(folder: Path, name: str) -> None:
     body = body_of(folder)
     body["files"][name] = body["files"]["model.bin"]
     seal(folder, body)
@@ -108,7 +108,7 @@ def test_no_name_leads_out_of_the_folder(folder: Path, name: str) -> None:
 
 @quick
 @pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "link"])
-def test_a_manifest_that_is_no_plain_file_is_not_read(folder: Path, kind: str) -> None:
+def test_manifest_must_be_a_regular_file(folder: Path, kind: str) -> None:
     manifest = folder / "manifest.json"
     manifest.rename(folder / "other")
     if kind == "fifo":

@@ -177,12 +177,13 @@ def test_validation_draws_the_same_samples_but_the_bad_ones(shards: Path) -> Non
 
 
 @quick
-def test_leaving_out_needs_full_verification() -> None:
+def test_skipping_samples_needs_full_verification() -> None:
     with pytest.raises(ConfigError, match=r"data.max_bad_samples: 2 needs data.verify: full, found sizes"):
         load_config(None, ["data.max_bad_samples=2", "data.verify=sizes"])
 
 
-def test_a_run_says_what_it_leaves_out(
+@pytest.mark.setting("data.max_bad_samples")
+def test_run_reports_skipped_samples(
     copy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
     write_so(copy, "train-00000.latents", (17, 0, 3), np.nan)
@@ -211,7 +212,7 @@ def test_a_run_says_what_it_leaves_out(
     assert train.main([*settings, *whole_epoch, "data.max_bad_samples=0"]) == 65
 
 
-def test_a_fault_that_one_rank_finds_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:
+def test_fault_found_by_one_rank_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:
     name = next(name for split, _, name in partition_items(Store.open(shards), 2)[1] if split == 0)
     flip_bit(shards / f"{name}.tokens.npy")
     port = str(free_port())

@@ -73,13 +73,13 @@ def test_sample_shows_texts_lengths_norms_and_neighbors(
     assert len(list(samples(store, "test", 10**6, 0, 0))) == 2 * len(store.split("test"))
 
 
-def test_texts_cannot_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_of_texts_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_store(tmp_path / "store")
     monkeypatch.setattr("mmldlm.data.tokenizer.Tokenizer.decode_batch", lambda *_, **__: ["a\x1b[2Jb\nc é"])
     assert [*samples(Store.open(tmp_path / "store"), "test", 1, 0, 0)][1] == "  a\\x1b[2Jb\\nc é"
 
 
-def test_a_whole_store_has_no_fault(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_intact_store_passes(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_store(tmp_path / "shards")
     for path in (store_path, tmp_path / "shards"):
         assert cli.main(["data", "verify", str(path)]) == 0
@@ -134,7 +134,7 @@ def test_numbers_that_contradict_the_data_are_found_without_a_seal(key: str, cop
     assert any(key in line for line in found), found
 
 
-def test_several_faults_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_store(tmp_path / "store")
     store = tmp_path / "store"
     write_so(store, "train-00001.tokens", 3, 60_000)
@@ -161,7 +161,7 @@ def test_several_faults_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (["sample", "STORE", "-n", "0"], 2, "--count 0: expected at least 1"),
     ],
 )
-def test_what_cannot_be_shown(
+def test_invalid_requests_are_refused(
     arguments: list[str], code: int, message: str, store_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["data", *(argument.replace("STORE", str(store_path)) for argument in arguments)]) == code

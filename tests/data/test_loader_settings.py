@@ -14,6 +14,7 @@ from tests.helpers.batch_sizes import always
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.setting("data.prefetch_factor")
 def test_prefetch_factor_is_how_far_ahead_a_worker_is_asked(store: Store) -> None:
     def asked_ahead(factor: int) -> int:
         asked: set[int] = set()
@@ -30,6 +31,7 @@ def test_prefetch_factor_is_how_far_ahead_a_worker_is_asked(store: Store) -> Non
     assert asked_ahead(6) == asked_ahead(1) + 5
 
 
+@pytest.mark.setting("data.persistent_workers")
 @pytest.mark.parametrize("persistent", [True, False])
 def test_persistent_workers_read_on(store: Store, persistent: bool) -> None:
     config = DataConfig(num_workers=1, persistent_workers=persistent)
@@ -43,6 +45,7 @@ def test_persistent_workers_read_on(store: Store, persistent: bool) -> None:
     assert (workers[0] == workers[1]) == persistent and len(workers[1]) == 1
 
 
+@pytest.mark.setting("data.pin_memory")
 @pytest.mark.parametrize(
     ("device", "asked", "pinned"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )

@@ -54,7 +54,7 @@ def test_a_store_of_many_shards_opens_and_trains(many: Path, tiny_config: Path, 
     assert len(losses) == 8
 
 
-def test_what_is_mapped_at_once_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_mapped_arrays_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = of_many_shards(tmp_path / "store", 60, 4)
     whole = first_steps(Store.open(path))
     monkeypatch.setattr(mapped, "max_mapped_arrays", lambda: 50)
@@ -65,11 +65,11 @@ def test_what_is_mapped_at_once_has_a_bound(tmp_path: Path, monkeypatch: pytest.
     assert verify_part(store) == (0, []) and mapped_of(store) <= 50
 
 
-def test_half_of_what_the_system_allows_is_left_to_others() -> None:
+def test_half_of_the_system_limit_is_used() -> None:
     assert 100 <= mapped.max_mapped_arrays() <= 40_000
 
 
-def test_lengths_are_looked_up_where_they_lie(tmp_path: Path) -> None:
+def test_lengths_are_read_from_the_mapped_files(tmp_path: Path) -> None:
     split = Store.open(of_many_shards(tmp_path / "store", 60, 4)).split("train")
     rows = np.random.default_rng(0).integers(0, len(split), 500)
     whole = np.asarray(split.lengths)
@@ -79,7 +79,7 @@ def test_lengths_are_looked_up_where_they_lie(tmp_path: Path) -> None:
     assert np.array_equal(lengths, whole[rows]) and len(tokens) == whole[rows].sum()
 
 
-def test_fifty_million_samples_start_as_one_hundred_thousand_do(tmp_path: Path) -> None:
+def test_start_up_does_not_depend_on_the_number_of_samples(tmp_path: Path) -> None:
     """500 shards instead of one: the same memory to a few MiB, and less time than to map their files twice."""
     found = {}
     one = fitting_store(tmp_path / "one", 100_000, seed=1, longest=8, shard=100_000)
@@ -104,7 +104,7 @@ def test_fifty_million_samples_start_as_one_hundred_thousand_do(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_offsets_that_cannot_be_are_named_when_they_are_met(tmp_path: Path, workers: int) -> None:
+def test_invalid_offsets_are_named_when_read(tmp_path: Path, workers: int) -> None:
     path = of_many_shards(tmp_path / "store", 3, 50)
     offsets = path / "train-00001.offsets.npy"
     found = np.load(offsets)
@@ -121,7 +121,7 @@ def test_offsets_that_cannot_be_are_named_when_they_are_met(tmp_path: Path, work
         store.split("train").gather(np.array([56]))
 
 
-def test_a_shard_is_mapped_when_it_is_asked_for(many: Path) -> None:
+def test_shards_are_mapped_on_demand(many: Path) -> None:
     split = Store.open(many).split("train")
     shard = split.shards[1234]
     assert isinstance(shard, Shard) and not mapped.KINDS & vars(shard).keys()

@@ -44,7 +44,7 @@ def mixed(weights: Sequence[float], counts: Sequence[int], window: int = 64, blo
     return MixedOrder(np.random.default_rng(0).integers(1, 100, firsts[-1]), 5, parts, window, block)
 
 
-def test_the_order_of_one_store_is_what_it_was() -> None:
+def test_order_of_one_store_is_unchanged() -> None:
     """Recorded before there were mixtures, and when lengths were held in memory."""
     recorded = {
         (1000, 7, 128, 16, ()): "3989e74b23184e02",
@@ -60,7 +60,7 @@ def test_the_order_of_one_store_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_shares_hold_within_rounding_everywhere(weights: tuple[float, ...]) -> None:
+def test_shares_hold_within_rounding(weights: tuple[float, ...]) -> None:
     exact, few = shares(weights), len(weights) <= 3
     for start in (0, 12_345_678_901_234):
         drawn = np.array([count_draws(position, exact) for position in range(start, start + 1500)])
@@ -100,7 +100,7 @@ def test_each_window_has_its_shares_and_each_epoch_of_a_store_its_samples_once(
     assert order.epochs(640)[0] == count_draws(640, shares(weights))[0] / counts[0]
 
 
-def test_any_cut_of_the_stream_agrees() -> None:
+def test_any_start_gives_the_same_stream() -> None:
     stream = mixed((0.7, 0.2, 0.1), (300, 7, 50)).take(0, 3000)
     for start, count in [(0, 1), (63, 3), (64, 64), (500, 1000), (2999, 1), (17, 0)]:
         assert np.array_equal(mixed((0.7, 0.2, 0.1), (300, 7, 50)).take(start, count), stream[start : start + count])
@@ -136,7 +136,7 @@ def weighed(three: list[Path]) -> dict[str, float]:
     return dict(zip(map(str, three), (0.7, 0.2, 0.1), strict=True))
 
 
-def test_what_holds_for_all_follows_from_the_manifests(weighed: dict[str, float], three: list[Path]) -> None:
+def test_shared_properties_follow_from_the_manifests(weighed: dict[str, float], three: list[Path]) -> None:
     store = open_data(weighed)
     assert [source.name for source in store.sources] == ["one", "two", "three"]
     assert len(store.split("train")) == store.manifest.splits["train"].samples == 347
@@ -196,9 +196,7 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
     assert [found[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
 
 
-def test_neither_the_place_of_stores_nor_the_order_of_the_map_matters(
-    weighed: dict[str, float], three: list[Path], tmp_path: Path
-) -> None:
+def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: list[Path], tmp_path: Path) -> None:
     elsewhere = {
         str(shutil.copytree(path, tmp_path / str(number))): weighed[str(path)] for number, path in enumerate(three)
     }
@@ -223,7 +221,7 @@ def test_a_mixture_of_one_is_that_store(three: list[Path]) -> None:
     assert orders[0].take(0, 99).tolist() == orders[1].take(0, 99).tolist()
 
 
-def test_two_stores_of_one_name_are_told_apart(three: list[Path], tmp_path: Path) -> None:
+def test_stores_with_equal_names_are_distinguished(three: list[Path], tmp_path: Path) -> None:
     shutil.copytree(three[1], tmp_path / "one")
     store = open_data({str(three[0]): 2, str(tmp_path / "one"): 1})
     assert [source.name for source in store.sources] == [str(three[0]), str(tmp_path / "one")]
@@ -241,7 +239,7 @@ def test_two_stores_of_one_name_are_told_apart(three: list[Path], tmp_path: Path
         ({"latent__channels": 2, "latent__mean": [0, 0]}, r"latent shape is \[1, 4\] and \[1, 2\]"),
     ],
 )
-def test_stores_that_do_not_fit_together_are_refused(
+def test_incompatible_stores_are_refused(
     three: list[Path], tmp_path: Path, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(three[1], tmp_path / "other"))
@@ -272,7 +270,7 @@ def test_the_same_store_twice_is_refused(three: list[Path], tmp_path: Path) -> N
         open_data({str(three[1]): 1, str(tmp_path / "copy"): 1})
 
 
-def test_data_mixture_is_checked_at_once(weighed: dict[str, float]) -> None:
+def test_mixture_is_checked_before_reading(weighed: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"data.mixture: expected this or data.path, found both \(data.path is a\)"):
         load_config(None, ["data.path=a", "data.mixture={b: 1}"])
     for weight in (0, -1):

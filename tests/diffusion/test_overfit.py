@@ -87,9 +87,7 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
     ("process", "prediction", "loss"),
     [pytest.param(*names, marks=[] if names in COVERING else pytest.mark.slow) for names in COMBINATIONS],
 )
-def test_pairs_learned_by_heart_are_sampled_back(
-    process: Process, prediction: PredictionType, loss: LatentLoss
-) -> None:
+def test_memorized_pairs_are_sampled_back(process: Process, prediction: PredictionType, loss: LatentLoss) -> None:
     accuracy, cosines = memorize(process, prediction, loss)
     assert accuracy >= 0.95
     assert min(cosines.values()) >= 0.95

@@ -122,7 +122,7 @@ def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: P
     assert_same_run(tmp_path, single(), FP32)
 
 
-def test_a_run_goes_on_under_other_engines(
+def test_run_resumes_under_other_engines(
     parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each goes on where the one before was stopped."""
@@ -150,9 +150,7 @@ def test_a_run_goes_on_under_other_engines(
 @pytest.mark.parametrize(
     "engine", ["single", "fsdp2", "zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2"))]
 )
-def test_a_resumed_run_gives_the_same_bits(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_resumed_run_is_bitwise_equal(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Resumed twice, in the second epoch and in the third, with accumulation and dropout, on the same processes."""
     settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=16", "model.dropout=0.1"]
     settings += ["checkpoint.every_steps=4", "validation.every=0", "ema.decay=0.9"]

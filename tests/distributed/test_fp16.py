@@ -26,7 +26,7 @@ SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16
 
 
 @pytest.mark.quick
-def test_gradients_are_those_of_a_multiple_of_the_loss(tiny_config: Path) -> None:
+def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
     """In float16 the others would be lost; the optimizer gets the gradients themselves."""
     found: dict[str, list[list[torch.Tensor]]] = {}
     norms: dict[str, float] = {}
@@ -96,7 +96,7 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     assert curve[9]["health/skipped_steps"] == 4
 
 
-def test_a_resumed_run_has_the_same_scale(parity_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scale_is_resumed(parity_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**24)  # which overflows
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
     settings = ["precision=fp16", "checkpoint.every_steps=8", "validation.every=0", "guard.max_consecutive=1"]
@@ -120,7 +120,7 @@ def test_a_resumed_run_has_the_same_scale(parity_config: Path, tmp_path: Path, m
 
 
 @pytest.mark.quick
-def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scale_follows_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 4)
     ours, theirs = LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu", growth_interval=4)
     seen = set()
@@ -155,7 +155,7 @@ def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.quick
-def test_what_the_smallest_scale_does_not_mend_is_a_fault() -> None:
+def test_overflow_at_the_smallest_scale_is_an_error() -> None:
     records = [[{"samples": [1], "loss": 2.0}]]
     assert Skip.classify(1, math.inf, records, 2.0).reason == "overflow"
     assert Skip.classify(1, math.inf, records, MIN_SCALE).reason == "norm"
@@ -164,7 +164,7 @@ def test_what_the_smallest_scale_does_not_mend_is_a_fault() -> None:
 
 
 @pytest.mark.quick
-def test_precision_fp16_is_refused_where_it_cannot_go() -> None:
+def test_precision_fp16_is_refused_if_unsupported() -> None:
     with pytest.raises(ConfigError, match=r"precision: expected fp32 or bf16 under zero2, found fp16"):
         check_fp16("fp16", "zero2", "none")
     with pytest.raises(ConfigError, match=r"comm_hook: expected none, fp16 or bf16 .* found powersgd"):

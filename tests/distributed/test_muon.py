@@ -36,7 +36,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert difference(folder, reference, ("validation/total",), "validation") < MUON_LOSS
 
 
-def test_muon_of_a_sharded_matrix_has_the_bits_of_the_whole() -> None:
+def test_sharded_muon_equals_whole_muon_bitwise() -> None:
     command = [str(BIN / "torchrun"), "--nproc_per_node", "3", "--master_port", str(free_port())]
     done = run([*command, str(SCRIPTS / "sharded_muon.py")], env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0, done.stdout[-3000:]
@@ -79,7 +79,7 @@ def test_a_resumed_run_with_muon_gives_the_same_bits(
         assert all(torch.equal(tensor, expected[entry]) for entry, tensor in found.items())
 
 
-def test_a_run_with_muon_goes_on_under_other_engines(
+def test_muon_run_resumes_under_other_engines(
     parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """DDP x 2 to FSDP2 x 3 to one process, and not to AdamW."""
@@ -95,7 +95,7 @@ def test_a_run_with_muon_goes_on_under_other_engines(
         at.append(folder / "checkpoints" / f"step-{step:08}")
 
 
-def test_another_kind_of_optimizer_does_not_go_on(
+def test_other_optimizer_cannot_resume(
     parity_config: Path, single: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for before, now in (((MUON,), "adamw"), ((), "muon")):

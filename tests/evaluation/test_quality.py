@@ -19,8 +19,9 @@ from mmldlm.telemetry import read_metrics
 MODES = {"l2t": "bleu", "t2l": "cosine", "joint": "token_entropy"}
 
 
+@pytest.mark.setting("validation.quality_samples")
 @pytest.mark.parametrize("samples", [6, 18])
-def test_quality_is_that_of_the_checkpoint(samples: int, tiny_config: Path, tmp_path: Path) -> None:
+def test_quality_matches_the_checkpoint(samples: int, tiny_config: Path, tmp_path: Path) -> None:
     """Also of the average of the weights, which is what is measured where one is kept."""
     settings = [f"validation.quality_samples={samples}", "validation.quality_every=3", "train.steps=5", "ema.decay=0.9"]
     assert train.main([str(tiny_config), *settings, "validation.every=0"]) == 0

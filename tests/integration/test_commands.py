@@ -81,6 +81,7 @@ def test_the_run_folder_belongs_to_one_run(
     assert not (tmp_path / "run" / "exit.json").exists()
 
 
+@pytest.mark.setting("data.verify")
 def test_nan_latent_in_the_store_is_named(
     tiny_config: Path, tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,9 +52,7 @@ def public(folder: Path) -> Iterator[tuple[str, int, object]]:
         yield from ((tag, event.step, tuple(event.histogram_value.bucket)) for event in events.Histograms(tag))
 
 
-def test_killed_twice_and_resumed_each_value_is_there_once(
-    forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_has_each_value_once(forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path) -> None:
     """Killed before the first checkpoint and after it, and at last started when there is nothing left to do."""
     folder, log = tmp_path / "run", tmp_path / "log"
     command = [*arguments(parity_config), f"run.dir={folder}"]
@@ -76,7 +74,7 @@ def test_killed_twice_and_resumed_each_value_is_there_once(
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("fsdp2", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
-def test_several_ranks_show_what_one_does_and_one_of_them_writes(
+def test_several_ranks_write_the_figures_once(
     engine: str, processes: int, forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path
 ) -> None:
     """36 samples are three forward passes: three ranks have one each, and one of two has a pass that does not count."""

@@ -56,7 +56,7 @@ def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
 
 
-def test_a_resumed_run_gives_the_same_bits(run: Callable[..., Path], tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(run: Callable[..., Path], tmp_path: Path) -> None:
     settings = ("train.steps=40", "checkpoint.every_steps=0", "checkpoint.keep_steps=[17]")
     whole, kept = run("whole", *settings), Path("checkpoints", "step-00000017")
     shutil.copytree(whole / kept, tmp_path / "parts" / kept)
@@ -74,6 +74,7 @@ def test_a_resumed_run_gives_the_same_bits(run: Callable[..., Path], tmp_path: P
     assert epochs == [count / size for count, size in zip(drawn, SIZES.values(), strict=True)] and epochs[2] > 5
 
 
+@pytest.mark.setting("data.mixture")
 def test_the_report_and_the_validation_name_each_store(
     run: Callable[..., Path], capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:

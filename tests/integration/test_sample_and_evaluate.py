@@ -37,7 +37,7 @@ def run(run_dir: Path) -> LoadedRun:
     return load_run(run_dir)
 
 
-def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_has_every_metric_with_its_baseline(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", str(run_dir), "--texts", "8", "--samples", "30"]) == 0
     shown = capsys.readouterr().out
     result = json.loads((run_dir / "evaluation.json").read_text())
@@ -63,7 +63,7 @@ def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: p
 @pytest.mark.parametrize(
     "extra", ["", "--temperature=0", "--top-p=0.8", "--decoding=confidence", "--remask=0.5", "--guidance=2"]
 )
-def test_l2t_writes_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], extra: str) -> None:
+def test_l2t_generates_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], extra: str) -> None:
     arguments = ["sample", str(run_dir), "--text", TEXT, "-n", "2", "--steps", "4", "--length", "8", *extra.split()]
     assert cli.main(arguments) == 0
     first = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_l2t_writes_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], ext
     assert extra == "--temperature=0" or capsys.readouterr().out != first
 
 
-def test_latents_go_out_and_come_in(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latents_are_exported_and_read(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "latents.npy"
     arguments = ["sample", str(run_dir), "--mode", "t2l", "--text", TEXT, "--text", "The wave.", "--out", str(found)]
     assert cli.main(arguments) == 0
@@ -84,7 +84,7 @@ def test_latents_go_out_and_come_in(run_dir: Path, tmp_path: Path, capsys: pytes
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_joint_makes_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sample", str(run_dir), "--mode", "joint", "-n", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     made, texts = sample(run, "joint", SamplingConfig(steps=4), seed=0, count=5)

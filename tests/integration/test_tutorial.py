@@ -102,7 +102,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_as_it_stands(reader: Reader) -> None:
+def test_tutorial_runs(reader: Reader) -> None:
     page = PAGE.read_text(encoding="utf-8")
     found = blocks(page)
     assert len(found) > 12 and {block.kind for block in found} == {"bash", "bash goes-on", "text", "text by chance"}
@@ -153,7 +153,7 @@ def runs_are_as_told(runs: Path) -> None:
 
 
 @pytest.mark.quick
-def test_the_tutorial_links_to_what_is_there() -> None:
+def test_tutorial_links_resolve() -> None:
     page = PAGE.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", page)
     assert len(links) > 8

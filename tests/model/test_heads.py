@@ -77,7 +77,7 @@ def rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_no_more_than_a_chunk_of_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the fallback, whose logits pass through `_logits`."""
     if fused_exists:
         monkeypatch.delattr(F, "linear_cross_entropy")
@@ -109,7 +109,7 @@ def test_chunked_terms_equal_those_of_full_logits(rows: int) -> None:
     torch.testing.assert_close(results[0][0][:, 0], chunked_token_nll(hidden, weight, bias, targets))
 
 
-def test_terms_never_make_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_make_at_most_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of_logits(monkeypatch)
     chunked_token_terms(*leaves(4 * CHUNK_ROWS)).sum().backward()
     assert max(rows) <= CHUNK_ROWS and len(rows) == 8

@@ -91,7 +91,7 @@ def test_ema_warmup_is_a_bound_that_rises_to_the_decay() -> None:
 
 
 @pytest.mark.quick
-def test_an_average_follows_the_steps_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_follows_accepted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(average, "SWAP_CHUNK_SIZE", 5)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((3, 4), (7,), (), (0, 2))]
@@ -120,7 +120,7 @@ def test_an_average_follows_the_steps_that_are_taken(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.quick
-def test_masters_on_a_disk_have_no_average() -> None:
+def test_ema_is_refused_with_masters_on_disk() -> None:
     sections = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
     with pytest.raises(ConfigError, match=r"ema\.decay: 0\.9 .*\.offload_optimizer\.device nvme in .* expected cpu"):
         check_ema(EmaConfig(decay=0.9), {"zero_optimization": sections})
@@ -173,7 +173,7 @@ def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_
         load_run(runs["none"], weights="ema")
 
 
-def test_commands_say_which_weights_they_took(averaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_which_weights_they_use(averaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown, evaluations = {}, {}
     for weights in ("ema", "trained"):
         assert cli.main(["evaluate", str(averaged), "--texts", "2", "--samples", "8", "--weights", weights]) == 0
@@ -188,7 +188,7 @@ def test_commands_say_which_weights_they_took(averaged: Path, capsys: pytest.Cap
     assert evaluations["ema"]["bits_per_token"] != evaluations["trained"]["bits_per_token"]
 
 
-def test_an_average_may_begin_and_end_between_starts(
+def test_ema_may_be_switched_between_starts(
     parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def go(steps: int, *settings: str) -> str:

@@ -55,7 +55,7 @@ def test_learning_rate_has_its_closed_form(warmup: float, course: ScheduleName, 
 
 
 @pytest.mark.parametrize("total", [1, 2, 5])
-def test_short_runs_have_a_positive_rate_somewhere(total: int) -> None:
+def test_short_runs_have_a_positive_rate(total: int) -> None:
     for warmup in (0, 0.02, 0.5, 100):
         rates = [lr_at(s, total, OptimConfig(lr=PEAK, warmup_steps=warmup), ScheduleConfig()) for s in range(total)]
         assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates)
@@ -133,7 +133,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("settings", MUON_SETTINGS, ids=str)
-def test_muon_is_pytorchs_muon_on_the_matrices_and_adamw_on_the_rest(settings: dict[str, object]) -> None:
+def test_muon_matches_pytorch(settings: dict[str, object]) -> None:
     """Bit by bit, with every setting, while the learning rate changes."""
     config = OptimConfig(**{"name": "muon", "weight_decay": 0.1, **settings})  # type: ignore[arg-type]
     model, reference = small_model(), small_model()
@@ -186,7 +186,7 @@ def test_muons_updates_are_as_large_as_adamws() -> None:
         assert float((new - old).detach().square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=0.35)
 
 
-def test_an_optimizer_says_what_it_is() -> None:
+def test_optimizer_description() -> None:
     model = small_model()
     count = sum(parameter.numel() for parameter in muon_matrices(model))
     muon = build_optimizer(model, OptimConfig(name="muon"), "cpu")
@@ -204,7 +204,7 @@ def test_an_optimizer_says_what_it_is() -> None:
 @pytest.mark.parametrize("engine", ["single", *ENGINES])
 @pytest.mark.parametrize("name", ["adamw", "muon", "deepspeed_adam"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_cannot_run_is_refused(name: OptimizerName, engine: str, device: str) -> None:
+def test_unavailable_optimizers_are_refused(name: OptimizerName, engine: str, device: str) -> None:
     zero, offloaded = engine.startswith("zero"), engine.endswith("offload")
     runs = {"adamw": True, "muon": not zero, "deepspeed_adam": offloaded or (zero and device == "cuda")}[name]
     if runs:

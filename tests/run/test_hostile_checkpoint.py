@@ -102,7 +102,7 @@ def test_nothing_is_unpickled(run: Run, tmp_path: Path, name: str, form: str) ->
 
 @quick
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "type"])
-def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> None:
+def test_foreign_ema_weights_are_refused(run: Run, fault: str) -> None:
     config, store, model, path = run
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     name = next(name for name in tensors if tensors[name].dim() == 2)
@@ -121,7 +121,7 @@ def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> N
 
 @quick
 @pytest.mark.parametrize("skip", [0.0, 0.1])
-def test_a_checkpoint_with_a_skip_of_x0_goes_on_where_the_skip_is_zero(run: Run, skip: float) -> None:
+def test_checkpoint_with_a_zero_skip_of_x0_loads(run: Run, skip: float) -> None:
     """Networks that predict x0 had a learned skip once; in runs that trained no latents it has stayed zero."""
     config, store, model, path = run
     assert config.latent.prediction == "x0"
@@ -174,7 +174,7 @@ NOT_SAFETENSORS = {
 
 @quick
 @pytest.mark.parametrize("kind", NOT_SAFETENSORS)
-def test_files_that_are_no_state(run: Run, kind: str) -> None:
+def test_malformed_state_files_are_refused(run: Run, kind: str) -> None:
     _, _, model, path = run
     for name in ("model.safetensors", "optimizer.safetensors"):
         good = (path / name).read_bytes()
@@ -200,7 +200,7 @@ DTYPES = [torch.int64, torch.bool, torch.complex64, torch.uint8, torch.float8_e5
 
 
 @quick
-def test_tensors_of_another_shape_or_type(run: Run, tmp_path: Path) -> None:
+def test_wrong_shapes_and_types_are_refused(run: Run, tmp_path: Path) -> None:
     """Under the right name; also one number that is several, and no number."""
     path = run[-1]
     checkpoint = verify_checkpoint(path)
@@ -281,7 +281,7 @@ def test_identities(run: Run, value: Any) -> None:
 
 @quick
 @pytest.mark.parametrize("kind", ["fifo", "folder", "absent"])
-def test_a_run_folder_whose_config_is_no_plain_file(tmp_path: Path, kind: str) -> None:
+def test_config_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
     if kind == "fifo":
         os.mkfifo(tmp_path / "config.yaml")
     elif kind == "folder":

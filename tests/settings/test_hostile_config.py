@@ -101,7 +101,7 @@ def memory_mib() -> int:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NASTY)
-def test_nasty_ones(tmp_path: Path, name: str) -> None:
+def test_hostile_configs(tmp_path: Path, name: str) -> None:
     content, overrides = NASTY[name]
     path, before = tmp_path / "config.yaml", memory_mib()
     path.write_bytes(content.encode() if isinstance(content, str) else content)

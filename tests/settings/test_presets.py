@@ -37,7 +37,7 @@ def set_by(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*SIZES, *MODES, *MANNERS])
-def test_each_is_a_run_of_its_own(name: str) -> None:
+def test_each_preset_loads(name: str) -> None:
     config, _ = load_with_provenance(CONFIGS / f"{name}.yaml")
     assert config.run.dir and config.data.path
     config.train.check_batches(world_size=1)
@@ -59,7 +59,7 @@ def test_a_size_has_the_parameters_that_its_comment_names(size: str) -> None:
     assert sum(count_parameters(model).values()) == pytest.approx(millions * 1e6, abs=0.5e6)
 
 
-def test_one_of_each_kind_goes_together(tmp_path: Path) -> None:
+def test_presets_of_different_kinds_combine(tmp_path: Path) -> None:
     """All that a file sets holds, unless a later one of the list sets it otherwise."""
     path = tmp_path / "mine.yaml"
     own = {name: set_by(name) for name in (*SIZES, *MODES, *MANNERS)}

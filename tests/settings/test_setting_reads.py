@@ -17,8 +17,7 @@ from mmldlm import cli, train
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ExitCode
 from mmldlm.settings.fields import key_of, leaves
-from tests.helpers.observed_run import BASE
-from tests.helpers.setting_effects import EXPLODING
+from tests.helpers.observed_run import BASE, EXPLODING
 
 PACKAGE = Path(mmldlm.__file__).parent
 # What handles settings without acting on them: files of it, and functions in others.

@@ -48,7 +48,7 @@ LEVELS = {"text_l2t": [1.0, 2.0, 3.0], "latent_joint": [0.5, float("nan"), float
 
 
 @pytest.mark.quick
-def test_quality_of_perfect_and_of_worthless_latents() -> None:
+def test_quality_of_perfect_and_random_latents() -> None:
     perfect = figure_metrics(pictures())
     assert perfect["quality/figures_t2l_cosine"] == perfect["quality/figures_t2l_recall_at_1"] == 1
     assert perfect["quality/figures_l2t_first_guess_accuracy"] == pytest.approx(sum(range(N)) / N**2)
@@ -82,7 +82,7 @@ def test_figures_every_is_the_first_validation_from_then_on_and_the_last() -> No
 
 
 @pytest.mark.quick
-def test_the_basis_is_that_of_the_true_latents_alone() -> None:
+def test_basis_is_computed_from_true_latents_only() -> None:
     """Along the axes that explain most, and the same whatever order or sign the samples come in."""
     spread = np.array([9.0, 5.0, *[0.1] * (D - 2)], np.float32)
     truth = DRAWN.standard_normal((200, D)).astype(np.float32) * spread + 3
@@ -128,7 +128,7 @@ def test_a_diverged_run_and_one_of_a_single_mode_can_be_drawn() -> None:
     assert "figures/latents" not in figures.draw(one, LEVELS)
 
 
-def test_without_matplotlib_one_line_says_so(
+def test_missing_matplotlib_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
@@ -253,7 +253,7 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
 
 
 @pytest.mark.parametrize("steps", [2, 8, 100])
-def test_what_is_looked_at_takes_few_passes(steps: int, run: Path) -> None:
+def test_figure_data_takes_few_forward_passes(steps: int, run: Path) -> None:
     """Eight reverse steps find a latent, and a step writes four tokens of the longest text; no more are taken, and the
     joint texts are those that were written with the figures' latents."""
     loaded, passes = load_run(run), []

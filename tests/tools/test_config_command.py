@@ -59,7 +59,7 @@ def origins(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
     return {key: told["origin"] for key, told in found.items()}
 
 
-def test_each_value_has_its_origin(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_origins_of_values(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, overrides = (
         mine.with_name("base.yaml"),
         ["model.depth=2", "mode.joint=0.5", "optim.eps=1e-6", "log={every: 2}"],
@@ -81,7 +81,7 @@ def test_each_value_has_its_origin(mine: Path, capsys: pytest.CaptureFixture[str
     assert {key: origin for key, origin in found.items() if origin != "default"} == expected
 
 
-def test_a_group_on_the_command_line_takes_the_files_place(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_group_replaces_the_files(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = origins(capsys, mine, "optim={betas: [0.5, 0.9]}")
     assert found["optim.betas"] == "command line" and found["optim.lr"] == found["optim.muon.momentum"] == "default"
 
@@ -149,7 +149,7 @@ def test_refusals(
     assert found.out == "" and expected in found.err and len(found.err.splitlines()) == 1
 
 
-def test_a_reader_that_goes_away_is_no_error(mine: Path) -> None:
+def test_closed_pipe_is_no_error(mine: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mmldlm.cli", "config", str(mine)]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 PAGE = ROOT / "docs" / "settings.md"
 
 
-def test_the_page_is_as_the_code_would_write_it_now() -> None:
+def test_page_is_up_to_date() -> None:
     found = PAGE.read_text(encoding="utf-8")
     assert found == settings_markdown(), "run: python -m mmldlm.tools.settings_doc > docs/settings.md"
 
@@ -33,6 +33,6 @@ def test_advice_is_of_settings_and_in_their_rows() -> None:
     assert all(f". *{advice}* |" in rows[key] for key, advice in ADVICE.items())
 
 
-def test_what_the_page_says_of_files_is_so() -> None:
+def test_limits_on_the_page_match_the_code() -> None:
     page = " ".join(settings_markdown().split())
     assert f"chains of more than {MAX_EXTENDS_DEPTH} and more than {MAX_FILES} files or {MAX_BYTES >> 10} KiB" in page

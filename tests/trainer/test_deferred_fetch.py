@@ -57,7 +57,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     ],
     ids=["finite", "single", "not-fused", "batch-schedule", "ddp", "fsdp2"],
 )
-def test_settled_late_is_the_same_run(
+def test_deferred_fetch_does_not_change_the_run(
     engine: str, faults: list[Any], settings: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     at_once, late = tmp_path / "at-once", tmp_path / "late"
@@ -78,9 +78,7 @@ def test_settled_late_is_the_same_run(
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
-def test_the_host_reads_nothing_between_two_records(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_no_host_reads_between_records(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     settings = ["train.steps=10", "log.every=5", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
@@ -170,7 +168,7 @@ def test_a_finite_loss_is_left_as_it_is() -> None:
 
 
 @pytest.mark.quick
-def test_what_fits_is_the_same_in_every_precision() -> None:
+def test_norm_limit_is_equal_in_every_precision() -> None:
     norm = torch.tensor(0.1)  # in float32 a little above 0.1
     assert not is_accepted(norm, 0.1) and is_accepted(norm, float(norm)) and is_accepted(norm.double(), float(norm))
     assert is_accepted(torch.tensor(3e38), math.inf) and is_accepted(torch.tensor(1e300, dtype=torch.float64), math.inf)
@@ -181,7 +179,7 @@ def test_what_fits_is_the_same_in_every_precision() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_not_waited_for_between_two_records(tiny_config: Path) -> None:
+def test_no_gpu_synchronization_between_records(tiny_config: Path) -> None:
     settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
     with Trainer(load_config(tiny_config, settings)) as run:
         assert run.defer_fetch

@@ -68,15 +68,16 @@ def faults(*arguments: object, **variables: str) -> dict[str, int]:
     return {answer: int(count) for answer, count in answers}
 
 
-def test_no_page_is_asked_for_twice() -> None:
+def test_freed_pages_are_reused() -> None:
     assert faults("keep")["True"] < 500
     assert faults("leave")["None"] > ALL_PAGES * 0.9
 
 
-def test_variables_of_the_environment_go_before() -> None:
+def test_environment_variables_take_precedence() -> None:
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="0")["False"] > ALL_PAGES * 0.9
 
 
-def test_a_run_does_what_keep_freed_says(tiny_config: Path, tmp_path: Path) -> None:
+@pytest.mark.setting("memory.keep_freed")
+def test_keep_freed_setting(tiny_config: Path, tmp_path: Path) -> None:
     found = faults("train", tiny_config, tmp_path)
     assert found["true"] < 500 <= found["false"]

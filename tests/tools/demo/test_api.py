@@ -47,7 +47,7 @@ def post(server: DemoServer, name: str, request: Any, **headers: str) -> tuple[i
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-def test_about_the_run(server: DemoServer, short_run: LoadedRun) -> None:
+def test_about(server: DemoServer, short_run: LoadedRun) -> None:
     status, headers, content = asked(server, "GET", "/api/run")
     found = json.loads(content)
     assert status == 200 and headers["Content-Type"] == "application/json"
@@ -97,7 +97,7 @@ def test_points_between_two_texts(server: DemoServer) -> None:
     assert all(isinstance(point["text"], str) for point in found["points"])
 
 
-def test_the_model_is_asked_by_one_at_a_time(server: DemoServer, short_run: LoadedRun) -> None:
+def test_one_request_at_a_time_uses_the_model(server: DemoServer, short_run: LoadedRun) -> None:
     inside, most, found = 0, 0, list[Any]()
 
     def enter(*_: object) -> None:
@@ -192,7 +192,7 @@ def test_a_bug_is_told_and_the_server_lives_on(
     ],
     ids=str,
 )
-def test_strangers_are_refused(server: DemoServer, headers: dict[str, str], status: int) -> None:
+def test_foreign_hosts_are_refused(server: DemoServer, headers: dict[str, str], status: int) -> None:
     told = {name: value.format(port=server.port) for name, value in headers.items()}
     assert asked(server, "GET", "/", **told)[0] == status
     assert asked(server, "GET", "/api/run", **told)[0] == status
@@ -203,7 +203,7 @@ def test_only_this_machine_is_listened_to(server: DemoServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_page_elsewhere_cannot_send_json_unasked(server: DemoServer) -> None:
+def test_cross_origin_json_is_refused(server: DemoServer) -> None:
     """The kinds of content that a browser sends anywhere without asking first; and asking is not answered."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         status, _, content = asked(server, "POST", "/api/write", json.dumps({"text": TEXT}), Content_Type=kind)
@@ -227,7 +227,7 @@ def test_requests_are_limited(server: DemoServer) -> None:
             assert re.match(rb"HTTP/1.0 (\d+)", connection.recv(1 << 16))[1] == str(status).encode(), headers  # type: ignore[index]
 
 
-def test_nothing_else_is_there(server: DemoServer) -> None:
+def test_unknown_paths_are_not_found(server: DemoServer) -> None:
     for path in ("/page.html", "/../errors.py", "/api", "/api/", "/api/about", "/?x", "/api/run/"):
         status, _, content = asked(server, "GET", path)
         assert status == 404 and "nothing at" in json.loads(content)["error"], path
@@ -236,7 +236,7 @@ def test_nothing_else_is_there(server: DemoServer) -> None:
     assert asked(server, "PUT", "/api/write", "{}")[0] == 501
 
 
-def test_a_visitor_that_goes_away_is_no_error(server: DemoServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_disconnected_client_is_no_error(server: DemoServer, capfd: pytest.CaptureFixture[str]) -> None:
     for part in (b"", b"GET", b"POST /api/write HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(part)
