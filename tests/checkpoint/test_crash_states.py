@@ -180,7 +180,7 @@ MUTANTS: dict[str, Callable[[Recording], list[Event]]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("save", [of_one, of_two])
-def test_missing_syncs_are_detected(name: str, save: Callable[[int], Save], tmp_path: Path) -> None:
+def test_faulty_saves_are_detected(name: str, save: Callable[[int], Save], tmp_path: Path) -> None:
     recording, after = record(tmp_path / "run", [of_one(1)], [save(2)])
     states = distinct(recording, MUTANTS[name](recording))
     assert any(fault(tmp_path / "state", kept, tree, after) for kept, tree in states)

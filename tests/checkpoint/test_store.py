@@ -10,7 +10,7 @@ from mmldlm.checkpoint import CheckpointStore, Retention, write_files
 from mmldlm.checkpoint import manifest as manifest_module
 from mmldlm.errors import DataError, StorageError
 from mmldlm.utils.files import FileInfo
-from tests.helpers.hostile_checkpoints import body_of, seal
+from tests.helpers.hostile_checkpoints import manifest_body, seal
 
 quick = pytest.mark.quick
 FILES = {
@@ -166,7 +166,7 @@ def test_superseded_branch_is_not_picked_up(tmp_path):
 
 
 def reseal(path, change):
-    body = body_of(path)
+    body = manifest_body(path)
     change(body)
     seal(path, body)
 
@@ -266,7 +266,7 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
 
 
 @quick
-def test_disk_space_is_reserved_before_writing(tmp_path):
+def test_too_little_disk_space_is_refused_before_writing(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     save(store, 1)
     with pytest.raises(StorageError, match=r"1048576\.0 MiB needed, [\d.]+ MiB free"):

@@ -38,7 +38,7 @@ RAMP = (
 @quick
 @pytest.mark.parametrize("micro", ["null", "2"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_unnamed_values_keep_their_previous_stage(micro: str, world_size: int) -> None:
+def test_values_that_a_stage_does_not_name_are_kept(micro: str, world_size: int) -> None:
     config = load_config(None, ["train.global_batch_size=8", f"train.micro_batch_size={micro}", RAMP]).train
     first = 2 if micro == "2" else 8 // world_size
     expected = [(8, first)] * 3 + [(16, 2)] * 2 + [(16, 4)] * 2 + [(64, 4)] * 3

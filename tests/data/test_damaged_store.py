@@ -24,11 +24,11 @@ from mmldlm.data.verify import partition_items, verify, verify_part
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.telemetry import read_metrics
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.engine_runs import environment
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.sample_corpus import flip_bit, write_so, write_store
+from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 from tests.helpers.waiting import PATIENCE_S
 
 quick = pytest.mark.quick
@@ -72,7 +72,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "exchanged shards": (lambda store: swap(store, "latents"), "train-00001.latents.npy: damaged: SHA-256"),
     "cut short": (lambda store: cut(store / "train-00005.latents.npy"), "train-00005.latents.npy: damaged"),
     "missing": (lambda store: (store / "train-00002.tokens.npy").unlink(), "train-00002.tokens.npy: missing"),
-    "offsets that fall": (lambda store: write_so(store, "train-00001.offsets", 3, 10**6), "train-00001.offsets.npy: "),
+    "offsets that fall": (
+        lambda store: overwrite_value(store, "train-00001.offsets", 3, 10**6),
+        "train-00001.offsets.npy: ",
+    ),
 }
 
 
@@ -111,8 +114,8 @@ def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards:
         names = sorted(name for part in local_items for _, _, name in part)
         assert names == sorted([*manifest.files, *(f"train-0000{i}" for i in range(6)), "validation-00000"])
         assert len(local_items) == parts
-    write_so(shards, "train-00002.latents", (3, 1, 2), np.inf)
-    write_so(shards, "validation-00000.tokens", 0, 999)
+    overwrite_value(shards, "train-00002.latents", (3, 1, 2), np.inf)
+    overwrite_value(shards, "validation-00000.tokens", 0, 999)
     found = [verify_part(Store.open(shards), part, 3, keep=5) for part in range(3)]
     assert sum(count for count, _ in found) == 2
     assert sorted((split, row) for _, bad in found for split, row, _ in bad) == [(0, 17), (1, 0)]
@@ -121,11 +124,11 @@ def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards:
 @quick
 def test_bad_samples_are_left_out_up_to_the_number_allowed(shards: Path) -> None:
     offsets = np.load(shards / "train-00001.offsets.npy")
-    write_so(shards, "train-00001.tokens", int(offsets[4]), 27)  # sample 4: row 11; 27 is the mask
+    overwrite_value(shards, "train-00001.tokens", int(offsets[4]), 27)  # sample 4: row 11; 27 is the mask
     assert alone(Store.open(shards))[1] == []
-    write_so(shards, "train-00001.tokens", [int(offsets[4]), int(offsets[5]) - 1], 400)
-    write_so(shards, "train-00001.latents", ([4, 6], 0, 0), np.nan)
-    write_so(shards, "validation-00000.latents", 2, -np.inf)
+    overwrite_value(shards, "train-00001.tokens", [int(offsets[4]), int(offsets[5]) - 1], 400)
+    overwrite_value(shards, "train-00001.latents", ([4, 6], 0, 0), np.nan)
+    overwrite_value(shards, "validation-00000.latents", 2, -np.inf)
     store = Store.open(shards)
     good, lines = alone(store, 3)
     assert [line.rpartition("/")[2].partition(",")[0] for line in lines] == [
@@ -157,7 +160,9 @@ def test_every_good_sample_is_read_once_an_epoch_under_its_own_number(shards: Pa
     for world in (1, 2, 3):
         slots: dict[int, int] = {}
         for rank in range(world):
-            for step, batches in Loader(store, "train", config, 5, always(6, 6 // world), rank, world).steps(0, 12):
+            for step, batches in Loader(
+                store, "train", config, 5, constant_batch_size(6, 6 // world), rank, world
+            ).steps(0, 12):
                 for batch in batches:
                     places = (6 * step + batch.slots).tolist()
                     slots.update(zip(places, batch.sample_ids.tolist(), strict=True))
@@ -186,8 +191,8 @@ def test_skipping_samples_needs_full_verification() -> None:
 def test_run_reports_skipped_samples(
     copy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
 ) -> None:
-    write_so(copy, "train-00000.latents", (17, 0, 3), np.nan)
-    write_so(copy, "validation-00000.tokens", 0, 60_000)
+    overwrite_value(copy, "train-00000.latents", (17, 0, 3), np.nan)
+    overwrite_value(copy, "validation-00000.tokens", 0, 60_000)
     refused = command("mmldlm.train", tiny_config, f"data.path={copy}", "data.max_bad_samples=1")
     assert refused.returncode == 65 and refused.stderr.count("\n") == 1
     assert "sample 17 " in refused.stderr and "2 bad samples" in refused.stderr

@@ -14,7 +14,7 @@ from mmldlm import cli
 from mmldlm.data.inspect import info, nearest, samples, verify_store
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.data.store import Store
-from tests.helpers.sample_corpus import flip_bit, write_so, write_store
+from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 
 pytestmark = pytest.mark.quick
 
@@ -137,8 +137,8 @@ def test_numbers_that_contradict_the_data_are_found_without_a_seal(key: str, cop
 def test_all_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_store(tmp_path / "store")
     store = tmp_path / "store"
-    write_so(store, "train-00001.tokens", 3, 60_000)
-    write_so(store, "test-00000.latents", (2, 0, 1), np.nan)
+    overwrite_value(store, "train-00001.tokens", 3, 60_000)
+    overwrite_value(store, "test-00000.latents", (2, 0, 1), np.nan)
     (store / CHECKSUM_NAME).unlink()
     flip_bit(store / "train-00004.latents.npy")
     flip_bit(store / "test-00000.characters.npy")

@@ -9,7 +9,7 @@ import pytest
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Store
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +35,7 @@ def test_prefetch_factor_is_how_far_ahead_a_worker_is_asked(store: Store) -> Non
 @pytest.mark.parametrize("persistent", [True, False])
 def test_persistent_workers_read_on(store: Store, persistent: bool) -> None:
     config = DataConfig(num_workers=1, persistent_workers=persistent)
-    loader = Loader(store, "train", config, 5, always(16, 8))
+    loader = Loader(store, "train", config, 5, constant_batch_size(16, 8))
     workers = []
     for start in (0, 2):
         steps = loader.steps(start, start + 2)
@@ -50,5 +50,7 @@ def test_persistent_workers_read_on(store: Store, persistent: bool) -> None:
     ("device", "asked", "pinned"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
 def test_pin_memory_is_for_gpus(store: Store, device: str, asked: bool, pinned: bool) -> None:
-    loader = Loader(store, "train", DataConfig(num_workers=0, pin_memory=asked), 5, always(16, 8), device_type=device)
+    loader = Loader(
+        store, "train", DataConfig(num_workers=0, pin_memory=asked), 5, constant_batch_size(16, 8), device_type=device
+    )
     assert loader._loader.pin_memory is pinned

@@ -22,8 +22,8 @@ from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.trainer.consistency import fingerprint
-from tests.helpers.batch_sizes import always
-from tests.helpers.stores import change_manifest, fitting_store
+from tests.helpers.batch_sizes import constant_batch_size
+from tests.helpers.stores import change_manifest, random_letters_store
 
 pytestmark = pytest.mark.quick
 WEIGHTS = [(0.7, 0.2, 0.1), (0.999, 0.001), (0.5, 0.5), (1 / 3, 1 / 3, 1 / 3), (8, 4, 2, 1, 1), (1,) * 9, (1,)]
@@ -126,7 +126,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("stores")
     sizes = [("one", 300, 0.0, 1.0, 20), ("two", 40, 3.0, 2.0, 9), ("three", 7, -5.0, 0.5, 15)]
     return [
-        fitting_store(folder / name, samples, seed, center, spread, longest)
+        random_letters_store(folder / name, samples, seed, center, spread, longest)
         for seed, (name, samples, center, spread, longest) in enumerate(sizes)
     ]
 
@@ -148,7 +148,9 @@ def test_shared_properties_follow_from_the_manifests(weighed: dict[str, float], 
     longest = max(np.linalg.norm(store.standardize(part), axis=-1).max() for part in latents)
     assert longest <= found.max_norm * (1 + 1e-6) < 2 * longest
     assert store.manifest.max_length == max(Store.open(path).manifest.max_length for path in three)
-    drawn = store.split("train").lengths[Loader(store, "train", DataConfig(), 0, always(64, 64)).order.take(0, 200_000)]
+    drawn = store.split("train").lengths[
+        Loader(store, "train", DataConfig(), 0, constant_batch_size(64, 64)).order.take(0, 200_000)
+    ]
     assert store.split("train").mean_length == pytest.approx(drawn.mean(), rel=0.01)
     own = [Store.open(path) for path in three]
     share = [float(each.token_counts.sum()) / len(each.split("train")) for each in own]
@@ -176,7 +178,7 @@ def test_rows_hold_the_samples_of_their_store(weighed: dict[str, float], three: 
 def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, float], workers: int) -> None:
     store = open_data(weighed).without({"train": [2, 310, 346]})
     config = DataConfig(num_workers=workers, window=32)
-    order = Loader(store, "train", config, 5, always(16, 4)).order
+    order = Loader(store, "train", config, 5, constant_batch_size(16, 4)).order
     stream = order.take(0, 16 * 60)
     assert not np.isin([2, 310, 346], stream).any() and len(order) == 344
     latent = store.manifest.latent
@@ -184,7 +186,7 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
         for start, stop in [(17, 23)] if workers else [(0, 40), (17, 23)]:
             slots: dict[int, int] = {}
             for rank in range(world):
-                loader = Loader(store, "train", config, 5, always(16, 4), rank, world)
+                loader = Loader(store, "train", config, 5, constant_batch_size(16, 4), rank, world)
                 for step, batches in loader.steps(start, stop, 16 * start):
                     for batch in batches:
                         assert len(batch.lengths) == 4
@@ -207,7 +209,7 @@ def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: lis
         store = open_data(mixture)
         config = load_config(None, [f"data.mixture={mixture}"])
         prints.append(fingerprint(config, store))
-        streams.append(Loader(store, "train", config.data, 3, always(8, 8)).order.take(0, 500).tolist())
+        streams.append(Loader(store, "train", config.data, 3, constant_batch_size(8, 8)).order.take(0, 500).tolist())
     assert prints[0] == prints[1] == prints[2] == prints[3] and streams[0] == streams[1] == streams[2] == streams[3]
     other = open_data({path: weight + 0.1 for path, weight in weighed.items()})
     assert other.identity != open_data(weighed).identity
@@ -216,7 +218,7 @@ def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: lis
 def test_a_mixture_of_one_is_that_store(three: list[Path]) -> None:
     alone, store = open_data({str(three[1]): 0.3}), Store.open(three[1])
     assert alone.identity == store.identity and alone.manifest == store.manifest
-    orders = [Loader(each, "train", DataConfig(), 3, always(8, 8)).order for each in (alone, store)]
+    orders = [Loader(each, "train", DataConfig(), 3, constant_batch_size(8, 8)).order for each in (alone, store)]
     assert all(isinstance(order, SampleOrder) for order in orders)
     assert orders[0].take(0, 99).tolist() == orders[1].take(0, 99).tolist()
 

@@ -13,7 +13,7 @@ from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder, assign_slots, fixed_batches, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +58,7 @@ def test_neighbors_have_similar_lengths() -> None:
 
 
 def loader(store: Store, global_batch: int = 64, micro: int = 8, rank: int = 0, world: int = 1, **config) -> Loader:  # type: ignore[no-untyped-def]
-    return Loader(store, "train", DataConfig(**config), 5, always(global_batch, micro), rank, world)
+    return Loader(store, "train", DataConfig(**config), 5, constant_batch_size(global_batch, micro), rank, world)
 
 
 def equal(one: Batch, other: Batch) -> bool:

@@ -23,7 +23,7 @@ from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker
 from mmldlm.errors import DataError
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.engine_runs import environment
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import PATIENCE_S
@@ -39,7 +39,7 @@ def copy(store_path: Path, tmp_path: Path) -> Path:
 def reading(store: Store, **config: object) -> Iterator[tuple[int, list[Batch]]]:
     """100,000 steps through one worker, unless told, the first already taken."""
     settings = DataConfig(**{"num_workers": 1, "prefetch_factor": 1, **config})  # type: ignore[arg-type]
-    steps = Loader(store, "train", settings, 5, always(64, 8)).steps(0, 100_000)
+    steps = Loader(store, "train", settings, 5, constant_batch_size(64, 8)).steps(0, 100_000)
     next(steps)
     return steps
 
@@ -149,7 +149,7 @@ def test_the_command_ends_with_65_and_leaves_nothing_running(
 
 @quick
 def test_workers_end_with_their_run(store: Store) -> None:
-    steps = Loader(store, "train", DataConfig(num_workers=2), 5, always(64, 8)).steps(0, 3)
+    steps = Loader(store, "train", DataConfig(num_workers=2), 5, constant_batch_size(64, 8)).steps(0, 3)
     assert [step for step, _ in steps] == [0, 1, 2]
     del steps
     assert not any(worker.is_alive() for worker in multiprocessing.active_children())

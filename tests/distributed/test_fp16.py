@@ -17,8 +17,8 @@ from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, 
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.engine_runs import Single, assert_same_run, records, state
-from tests.helpers.faulty_steps import facts, skipped_steps
+from tests.helpers.engine_runs import Single, assert_same_run, records, saved_tensors
+from tests.helpers.faulty_steps import run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
 
 FP16 = 5e-3  # against fp32; bf16, with 3 bits less, is held to 2e-2
@@ -62,7 +62,7 @@ def test_precision_fp16_follows_fp32(
     assert ours[1]["loss/total"] != theirs[1]["loss/total"]
     assert {record["optim/loss_scale"] for record in ours.values()} == {INITIAL_SCALE}
     assert "optim/loss_scale" not in theirs[1]
-    saved = state(folder)
+    saved = saved_tensors(folder)
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert any((tensor != tensor.half().float()).float().mean() > 0.5 for tensor in saved.values())
 
@@ -76,7 +76,9 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     faults.append({"step": 4, "kind": "loss", "rank": 0, "micro_batch": 1})
     settings = ("train.steps=9", "guard.max_consecutive=2")
     folder = tmp_path / "run"
-    found = facts(forked, engine, folder, faults, parity_config, *settings, "precision=fp16", "validation.every=0")
+    found = run_with_faults(
+        forked, engine, folder, faults, parity_config, *settings, "precision=fp16", "validation.every=0"
+    )
     for rank in found:
         changed = [after != before for before, after in zip(rank["digests"], rank["digests"][1:], strict=False)]
         assert [step for step, new in enumerate(changed) if not new] == [1, 2, 3, 4]
@@ -112,8 +114,10 @@ def test_loss_scale_is_resumed(parity_config: Path, tmp_path: Path, monkeypatch:
     assert min(scales.values()) < 2.0**24 and len(set(scales.values())) > 1
     assert {step: scales[step] for step in again} == {step: again[step]["optim/loss_scale"] for step in again}
     for name in ("model", "optimizer"):
-        expected = state(tmp_path / "whole", name)
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in state(tmp_path / "again", name).items())
+        expected = saved_tensors(tmp_path / "whole", name)
+        assert all(
+            torch.equal(tensor, expected[key]) for key, tensor in saved_tensors(tmp_path / "again", name).items()
+        )
     ends = [tmp_path / name / "checkpoints/step-00000020/state.json" for name in ("whole", "again")]
     first, second = (json.loads(path.read_text()) for path in ends)
     assert first == second and first["loss_scale"] is not None and first["skipped_in_a_row"] == 0

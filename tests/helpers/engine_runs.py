@@ -122,7 +122,7 @@ def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object
     assert there(), log.read_text()[-3000:]
 
 
-def state(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+def saved_tensors(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
     files = max((folder / "checkpoints").glob("step-*")).glob(f"{name}*.safetensors")
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 

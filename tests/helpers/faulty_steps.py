@@ -23,7 +23,7 @@ FAULTS = [
 ]
 
 
-def facts(
+def run_with_faults(
     forked: ForkedRuns, engine: str, folder: Path, faults: list[Any], *arguments: object, **variables: str
 ) -> list[dict[str, Any]]:
     """What each rank of a `faulty_steps.py` wrote down."""

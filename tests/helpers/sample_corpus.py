@@ -58,7 +58,7 @@ def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> d
     return written
 
 
-def write_so(store: Path, name: str, place: object, value: float) -> None:
+def overwrite_value(store: Path, name: str, place: object, value: float) -> None:
     """Change `NAME.npy[place]` of a store as if it had been written like that: the manifest has its new hash."""
     path = store / f"{name}.npy"
     array = np.load(path)

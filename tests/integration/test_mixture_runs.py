@@ -24,8 +24,8 @@ from mmldlm.run.contents import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.tools.doctor.run import check_store
-from tests.helpers.sample_corpus import write_so
-from tests.helpers.stores import fitting_store
+from tests.helpers.sample_corpus import overwrite_value
+from tests.helpers.stores import random_letters_store
 
 SHARES = {"one": 0.7, "two": 0.2, "three": 0.1}
 SIZES = {"one": 90, "two": 25, "three": 6}
@@ -35,7 +35,7 @@ SIZES = {"one": 90, "two": 25, "three": 6}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("stores")
     for seed, (name, samples) in enumerate(SIZES.items()):
-        fitting_store(made / name, samples, seed, center=seed, spread=1 + seed, longest=20 - 5 * seed)
+        random_letters_store(made / name, samples, seed, center=seed, spread=1 + seed, longest=20 - 5 * seed)
     return made
 
 
@@ -176,8 +176,8 @@ def test_bad_samples_of_any_store_are_left_out_by_name(
     run: Callable[..., Path], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = shutil.copytree(folder / "two", tmp_path / "bad")
-    write_so(bad, "train-00000.latents", (3, 0, 0), float("nan"))
-    write_so(bad, "test-00000.latents", (1, 0, 0), float("nan"))
+    overwrite_value(bad, "train-00000.latents", (3, 0, 0), float("nan"))
+    overwrite_value(bad, "test-00000.latents", (1, 0, 0), float("nan"))
     shares = {"one": 0.7, str(bad): 0.3}
     run("refused", code=65, shares=shares)
     assert f"{bad}/train-00000.latents.npy: sample 3 (row 3 of split train)" in capsys.readouterr().err

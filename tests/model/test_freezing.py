@@ -28,7 +28,7 @@ from mmldlm.model.parts import (
     part_of,
 )
 from mmldlm.run.factory import build_model, build_objective
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.small_model import small_model
 
@@ -107,7 +107,7 @@ def test_only_unfrozen_parameters_change(part: Freezable, tiny_store: Path) -> N
     model, objective = build_model(config, store.manifest, "cpu").train(), build_objective(config, store.manifest)
     optimizer = build_optimizer(model, config.optim, "cpu")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    for step, (batch,) in Loader(store, "train", config.data, 0, always(8, 8)).steps(0, 3):
+    for step, (batch,) in Loader(store, "train", config.data, 0, constant_batch_size(8, 8)).steps(0, 3):
         noised = objective.corrupt(batch, draw_noise(batch, 0, step, 8, mode_weights("joint")))
         objective(model, noised, total_counts([noised]).tolist())[0].backward()
         optimizer.step()

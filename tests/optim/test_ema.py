@@ -20,7 +20,7 @@ from mmldlm.optim.ema import EmaConfig, check_ema, decay_at
 from mmldlm.optim.weight_average import EmaWeights
 from mmldlm.run.load import load_run
 from mmldlm.trainer.setup import step_plan
-from tests.helpers.engine_runs import CURVE, records, state
+from tests.helpers.engine_runs import CURVE, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 
 SMALL = (
@@ -70,10 +70,14 @@ def test_ema_decay_over_100_steps_is_that_of_float64(
     pids = forked.start(engine, run, processes, log, script="ema_reference.py", **facts)
     codes = forked.wait(pids)
     assert [codes.get(pid) for pid in pids] == [0] * processes, log.read_text()[-3000:]
-    found, weights, expected = state(folder, "ema"), state(folder), load_file(folder / "reference.safetensors")
+    found, weights, expected = (
+        saved_tensors(folder, "ema"),
+        saved_tensors(folder),
+        load_file(folder / "reference.safetensors"),
+    )
     assert list(records(folder, "skip")) == [step + 1 for step in SKIPPED]
     assert list(records(folder, "validation")) == [45, 90, 100]
-    trained = {entry.rpartition("/")[0] for entry in state(folder, "optimizer")}
+    trained = {entry.rpartition("/")[0] for entry in saved_tensors(folder, "optimizer")}
     assert found.keys() == expected.keys() == trained
     for name, tensor in found.items():
         assert tensor.dtype == torch.float32

@@ -18,7 +18,7 @@ from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
-from mmldlm.evaluation.visualize import _nearest, collect_figure_data, figure_metrics, figures_due, text_samples
+from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import Tracker, figures, read_metrics
 from mmldlm.telemetry.figure_data import FigureData
@@ -248,8 +248,10 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
     raw = loaded.store.restore(truth.reshape(10, 1, -1)).reshape(10, -1)
     cosine = (found * raw).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(raw, axis=1)
     assert record["quality/figures_t2l_cosine"] == pytest.approx(cosine.mean(), abs=2e-3)
-    # Of the joint texts' table: a held-out latent is nearest to itself.
-    assert _nearest(truth, loaded.store, 10) == ids.tolist()
+    # In the table of joint texts, a held-out latent is nearest to itself.
+    data = replace(collect_figure_data(loaded, Collectives()), joint_latents=truth)
+    rows = text_samples(loaded, Collectives(), data)["samples/joint"]
+    assert rows and [row["held-out text of the nearest latent"] for row in rows] == texts[: len(rows)]
 
 
 @pytest.mark.parametrize("steps", [2, 8, 100])

@@ -19,7 +19,7 @@ from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.step_guard import propagate_nonfinite
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import exit_record, records
-from tests.helpers.faulty_steps import FAULTS, facts, skipped_steps
+from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
 
 TIMES = ("time", "stall_s", "seconds", "path")
@@ -62,8 +62,8 @@ def test_deferred_fetch_does_not_change_the_run(
 ) -> None:
     at_once, late = tmp_path / "at-once", tmp_path / "late"
     arguments = (parity_config, *SETTINGS, *settings)
-    expected = facts(forked, engine, at_once, faults, *arguments)
-    found = facts(forked, engine, late, faults, *arguments, LATE="1")
+    expected = run_with_faults(forked, engine, at_once, faults, *arguments)
+    found = run_with_faults(forked, engine, late, faults, *arguments, LATE="1")
     assert [rank["settled"] for rank in expected] == [list(range(1, 24))] * len(found)
     assert [rank["settled"] for rank in found] == [SETTLED] * len(found)
     assert [rank["digests"] for rank in found] == [rank["digests"] for rank in expected]
@@ -138,7 +138,7 @@ def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns
     ]
     hook = "distributed.ddp={comm_hook: powersgd, powersgd_rank: 2, powersgd_start_step: 2}"
     settings = ("train={steps: 12, global_batch_size: 4, micro_batch_size: 1}", "validation.every=0", hook)
-    found = facts(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
+    found = run_with_faults(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
     assert list(records(tmp_path / "run", "skip")) == [6, 9]
     curve = records(tmp_path / "run")
     assert sorted(curve) == [1, 2, 3, 4, 5, 7, 8, 10, 11, 12]

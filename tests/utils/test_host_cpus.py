@@ -167,7 +167,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
 
 
 @quick
-def test_no_choice_without_measurement(before_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_choice_without_a_load_or_after_torch(before_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"OMP_NUM_THREADS": TEAM}
     configure_openmp_spinning(environment, lambda: None)
     assert "GOMP_SPINCOUNT" not in environment and "load at the start: unknown" in openmp_spinning(environment)

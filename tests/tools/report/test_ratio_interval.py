@@ -60,7 +60,7 @@ def test_no_interval_without_enough_data() -> None:
         ("validation/total", 2.0, 2.001, ""),
     ],
 )
-def test_significance_needs_a_direction_and_an_interval_beside_1(
+def test_significance_needs_a_direction_and_an_interval_without_1(
     key: str, value: float, baseline: float, verdict: str
 ) -> None:
     ours, base = (SeedStats.from_values([mean * part for part in (0.99, 1.0, 1.01)]) for mean in (value, baseline))
