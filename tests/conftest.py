@@ -1,4 +1,4 @@
-"""Fixtures for all folders: a small real store, a short config, and the commands as a user calls them."""
+"""Fixtures for all folders: a small real store, short configs and runs, and commands as a user calls them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT_RUN = (
     "checkpoint.every_steps=0",
 )
 
-# Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all that they start.
+# Tests started in the background may inherit an ignored SIGINT, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTED_SETTINGS = pytest.StashKey[set[str]]()

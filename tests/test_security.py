@@ -1,4 +1,4 @@
-"""The rules of docs/security.md that can be read off the code, each of which is shown to see what it forbids."""
+"""Rules of docs/security.md that can be checked in the source; each check is shown to detect what it forbids."""
 
 from __future__ import annotations
 

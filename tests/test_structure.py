@@ -1,4 +1,4 @@
-"""Rules of the code base that no reviewer should have to remember."""
+"""Rules of the code base that are checked by tests, so that reviewers need not."""
 
 from __future__ import annotations
 

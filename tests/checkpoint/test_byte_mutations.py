@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a real checkpoint is seen, and the file that it happened to is named."""
+"""Every change to the bytes of a real checkpoint is detected, and the changed file is named."""
 
 from __future__ import annotations
 

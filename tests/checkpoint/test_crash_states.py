@@ -1,4 +1,4 @@
-"""After a power failure at any point of a save, the old or the new checkpoint is there, whole."""
+"""After a power failure at any point of a save, the old or the new checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def content(store: CheckpointStore, repair: bool = False) -> tuple[int, dict[str
 
 
 def record(run: Path, before: Sequence[Save], saves: Sequence[Save], last: int = 1) -> tuple[Recording, list[Any]]:
-    """What `saves` do in the folder of a run that has made the checkpoints `before`, and what is newest after each."""
+    """Record `saves` in a run folder with the checkpoints `before`; also return the newest one after each save."""
     run.mkdir()
     for save in before:
         save(store_in(run, last))
@@ -97,7 +97,7 @@ def distinct(recording: Recording, events: Sequence[Event], limit: int = LIMIT) 
 
 
 def fault(folder: Path, kept: int, tree: Tree, after: Sequence[Any]) -> str:
-    """What is wrong with a state in which `kept` promises hold; "" if it has the last of them or the one to come."""
+    """Return the fault of a state in which `kept` promises hold; "" if the last or the next checkpoint is valid."""
     write_tree(folder, tree)
     try:
         store = store_in(folder)
@@ -148,7 +148,7 @@ def rename_of(recording: Recording, folder: str, name: str) -> Names:
 
 
 def written_in_place(recording: Recording, folder: str, name: str) -> list[Event]:
-    """As if the final name had been the first one."""
+    """Write under the final name from the start."""
     move = rename_of(recording, folder, name)
     (where, temporary, _), (_, _, node) = move.changes
     named = Names(((where, name, node),))
@@ -158,7 +158,7 @@ def written_in_place(recording: Recording, folder: str, name: str) -> list[Event
 
 
 def pruned_before_rename(recording: Recording) -> list[Event]:
-    """As if the old checkpoint had gone while the new one still had its temporary name."""
+    """Remove the old checkpoint while the new one still has its temporary name."""
     events = recording.events
     at = events.index(rename_of(recording, "checkpoints", "step-00000002"))
     gone = events.index(rename_of(recording, "checkpoints", ".old-step-00000001"))

@@ -1,4 +1,4 @@
-"""Manifests from strangers: a verified checkpoint or one short line, and nothing outside of the folder is looked at."""
+"""Untrusted manifests give a verified checkpoint or one short error; no path outside the folder is accessed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def mutate_bytes(rng: random.Random, raw: bytes) -> bytes:
 
 
 def test_fuzzed_manifests(folder: Path) -> None:
-    """Without any name, size or hash that leads elsewhere, or to a file that is no plain one."""
+    """No accepted manifest names a path outside the folder or a file that is not regular."""
     good, rng, verified = (folder / "manifest.json").read_bytes(), random.Random(0), 0
     before = sorted(folder.parent.parent.rglob("*"))
     store = CheckpointStore(folder.parent, Retention(last=1))

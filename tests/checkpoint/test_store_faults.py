@@ -1,4 +1,4 @@
-"""Full disks, kills and readers beside a writer: real processes on real files."""
+"""Full disks, kills and concurrent readers: real processes on real files."""
 
 import os
 import random

@@ -173,7 +173,7 @@ def same(one: tuple[int, list[Batch]], other: tuple[int, list[Batch]]) -> bool:
 @quick
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_resumes_at_any_step(tiny_store: Path, workers: int) -> None:
-    """Without a word at the sum over the stages; and, in mid-run, with micro-batches that were halved meanwhile."""
+    """The default position is the sum over the stages; micro-batches may be halved in the middle of a run."""
     store, batch_at = Store.open(tiny_store), sizes(1, RAMP)
     whole = list(loader(store, batch_at, 0).steps(0, 12))
     reader = loader(store, batch_at, workers)

@@ -1,4 +1,4 @@
-"""A store that is damaged, or was written with samples that nobody can train on: refused or left out, by name."""
+"""Damaged stores are refused and unusable samples are refused or skipped, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders of M > 1, and the models of sentence-transformers, which give what the library itself gives."""
+"""Encoders with several latent tokens, and models of sentence-transformers, which give the library's own results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def library(folder: Path, **options: Any) -> Any:
 
 
 def with_prompts(folder: Path, default: str | None = None) -> Path:
-    """As Qwen3-Embedding has them."""
+    """Add prompts to the model's config, in the form of Qwen3-Embedding."""
     path = folder / "config_sentence_transformers.json"
     prompts = {"query": "Instruct: Find similar text\nQuery:", "document": ""}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": prompts, "default_prompt_name": default}))

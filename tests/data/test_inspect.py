@@ -1,4 +1,4 @@
-"""`mmldlm data info`, `verify` and `sample`: numbers of the data itself, and every flipped byte found."""
+"""`mmldlm data info`, `verify` and `sample`: statistics of the data, and detection of every flipped bit."""
 
 from __future__ import annotations
 

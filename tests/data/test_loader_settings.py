@@ -1,4 +1,4 @@
-"""Settings of the loader that change no batch: how far ahead workers read, how long they live, where memory lies."""
+"""Loader settings that change no batch: prefetching, persistent workers and pinned memory."""
 
 from __future__ import annotations
 

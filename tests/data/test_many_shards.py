@@ -1,4 +1,4 @@
-"""Stores of streaming size: start-up grows with the number of shards at most, and what is mapped has a bound."""
+"""Very large stores: start-up time depends on the number of shards only, and mapped memory is bounded."""
 
 from __future__ import annotations
 

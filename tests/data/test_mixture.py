@@ -1,4 +1,4 @@
-"""`data.mixture`: several stores as one, drawn from by their shares as a pure function of the position."""
+"""`data.mixture`: several stores read as one, by their shares, as a pure function of the position."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_samples_of_equal_length_are_mixed_in_every_block() -> None:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of 300, 40 and 7 samples, whose latents lie at different places."""
+    """Three stores with 300, 40 and 7 samples, whose latents have different means."""
     folder = tmp_path_factory.mktemp("stores")
     sizes = [("one", 300, 0.0, 1.0, 20), ("two", 40, 3.0, 2.0, 9), ("three", 7, -5.0, 0.5, 15)]
     return [

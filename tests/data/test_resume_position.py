@@ -1,4 +1,4 @@
-"""A run goes on with the sample after its last, also where the batch size has changed between two starts."""
+"""A resumed run continues with the sample after its last, even if the batch size has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loader workers that die, hang or raise end a run with one line, at the next batch, and leave no process behind."""
+"""Loader workers that die, hang or raise end the run with one line at the next batch, and leave no process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_workers_ignore_scheduler_signals(store: Store) -> None:
 @quick
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
-    """Also where batches of it are ready, which have yet to be fetched from it."""
+    """Batches that the worker has prepared do not help if it cannot send them."""
     steps = reading(store, worker_timeout_s=0.5)
     if ready:
         time.sleep(0.3)

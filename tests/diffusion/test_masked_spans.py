@@ -1,4 +1,4 @@
-"""A part of a text is written anew, given the rest: `generate(template=...)`."""
+"""Masked spans of a text are generated given the rest: `generate(template=...)`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_perfect_denoiser_restores_the_text(config: SamplingConfig) -> None:
 
 
 def test_only_masked_positions_are_predicted() -> None:
-    """By `ancestral` each token once, when it is written; by `confidence` all that are masked, in every step."""
+    """`ancestral` predicts each token once, when it is unmasked; `confidence` all masked tokens in every step."""
     model, steps, ancestral = Guesser(), [KEPT], SamplingConfig(steps=8, decoding="ancestral")
     written(model, ancestral, on_step=lambda _, tokens: steps.append(tokens.clone()))
     for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):

@@ -1,4 +1,4 @@
-"""The modes' shares as a function of the step: piecewise constant, and known as a whole before the first step."""
+"""Mode weights as a piecewise constant function of the step."""
 
 from __future__ import annotations
 

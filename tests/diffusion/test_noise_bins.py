@@ -1,4 +1,4 @@
-"""Losses by noise level: parts of the losses that are shown anyway, and no change to what is trained."""
+"""Losses by noise bin add up to the logged losses and do not change training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""alpha, sigma, clock and velocity of every latent process; the text schedule; low-discrepancy times."""
+"""alpha, sigma and velocity of every latent process, the text schedule, and stratified times."""
 
 from __future__ import annotations
 

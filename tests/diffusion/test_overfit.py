@@ -1,4 +1,4 @@
-"""64 pairs are learned by heart, and sampling gives them back: both ways, by every process, prediction and loss."""
+"""64 memorized pairs are sampled back in both directions, with every process, prediction type and loss."""
 
 from __future__ import annotations
 

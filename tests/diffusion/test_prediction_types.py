@@ -1,4 +1,4 @@
-"""epsilon, x0 and v: one state told in three ways, and finite where a naive conversion divides by zero."""
+"""epsilon, x0 and v convert into each other and stay finite where a naive conversion divides by zero."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def orthogonal_pair(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 def test_correct_prediction_recovers_data_and_noise(
     process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
-    """Also for a cosine-trained prediction of arbitrary magnitude, since data and noise lie on their sphere."""
+    """A cosine-trained prediction may have any magnitude, since data and noise have known norms."""
     diffusion = gaussian(process, prediction, loss, CHANNELS)
     t = torch.linspace(0, 1, 101, dtype=torch.float64)
     t = t[(diffusion.path.alpha(t) > 2 * ALPHA_MIN) & (diffusion.path.sigma(t) > 2 * SIGMA_MIN)]

@@ -1,4 +1,4 @@
-"""A denoiser that knows the data gets them back through every sampler."""
+"""A perfect denoiser recovers the data with every sampler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recovered(latent: GaussianDiffusion, mode: Mode, config: SamplingConfig) -> 
 def test_latents_are_recovered(
     process: Process, prediction: PredictionType, loss: LatentLoss, sampler: LatentSampler
 ) -> None:
-    """To float32 by DDIM, to the error of 40 straight steps by Euler.
+    """DDIM recovers latents to float32 precision, Euler to the error of 40 straight steps.
 
     Directions alone, of epsilon or v at z, do not tell how much of the start lies along the datum: about 1 / C of
     its square is chance overlap, which a cosine-trained network leaves in the sample.

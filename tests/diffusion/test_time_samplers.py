@@ -1,4 +1,4 @@
-"""Times by their densities, and a text loss that stays the same bound whatever they were drawn from."""
+"""Times have their documented densities, and the text bound does not depend on the density."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_masked_mean_has_no_importance_weights() -> None:
 
 @pytest.mark.parametrize("which", ["text", "latent"])
 def test_stratification_is_set_per_modality(which: str) -> None:
-    """Without, each sample's own: some strata stay empty. Nothing else of the noise changes."""
+    """Without stratification some strata stay empty; the rest of the noise is unchanged."""
     alone = {which: TimeSampler(stratified=False)}
     grid = draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint"))
     free = draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint"), **alone)

@@ -1,4 +1,4 @@
-"""What only training adds to the losses: smoothing, z-loss, weights by time, learned ones; what is shown is plain."""
+"""Terms that only training adds: smoothing, z-loss, time weights and learned weights; logged losses have none."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_loss_text_weight_limit_affects_training_only() -> None:
 def test_loss_latent_time_weighting_min_snr_weighs_the_same_error_of_x0(
     process: Process, prediction: PredictionType
 ) -> None:
-    """Whatever is predicted: weight x squared error of it = min(SNR, gamma) x squared error of x0."""
+    """For every prediction type: weight x its squared error = min(SNR, gamma) x squared error of x0."""
     diffusion, gamma = gaussian(process, prediction, "mse"), 5.0
     diffusion.max_norm = math.inf
     t = torch.linspace(0.03, 0.97, 60, dtype=torch.float64)
@@ -244,7 +244,7 @@ def test_weight_of_an_absent_loss_is_unchanged(mode: Mode) -> None:
 
 
 def test_learned_weights_converge_to_half_the_inverse_loss() -> None:
-    """Of losses that stand still, by Adam at a usual learning rate, in the time that a short run has."""
+    """Constant losses, Adam at a usual learning rate, as many steps as a short run."""
     weights, losses = LossWeights((1.0, 0.1)), torch.tensor([6.0, 0.25])
     adam = torch.optim.Adam(weights.parameters(), lr=2e-3)
     for _ in range(700):

@@ -1,4 +1,4 @@
-"""One run config, one curve: every engine through its shipped config file, on real processes."""
+"""All engines give the curve of one process, with the shipped config files, in real processes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: P
 def test_run_resumes_under_other_engines(
     parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each goes on where the one before was stopped."""
+    """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each resumes where the previous one stopped."""
     settings = ["train.global_batch_size=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     settings += ["ema.decay=0.9", "validation.every=7"]
     whole = single(*settings)

@@ -1,4 +1,4 @@
-"""The distributed settings reach the engine: read off the running process, and seen in what it exchanges."""
+"""Distributed settings reach the engine: checked in the running process and in the collectives that it calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exit records appear whole and keep the first cause; a process is told from another of the same number."""
+"""Exit records are written atomically and keep the first cause; a reused process id is recognized."""
 
 from __future__ import annotations
 

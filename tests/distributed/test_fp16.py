@@ -1,4 +1,4 @@
-"""`precision: fp16`: its loss scale, and the steps that are left out because gradients overflow."""
+"""`precision: fp16`: the loss scale, and the steps skipped because gradients overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is accused, from what the ranks said of themselves."""
+"""Which rank the hang diagnosis names, given the heartbeats of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher asks for, and what is refused by name before anything is trained."""
+"""The launcher's environment and files: what they select, and what is refused before training."""
 
 from __future__ import annotations
 

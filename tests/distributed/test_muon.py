@@ -1,4 +1,4 @@
-"""The optimizers under the engines: Muon whole and sharded, DeepSpeed's AdamW, and what is refused."""
+"""Optimizers under the engines: Muon whole and sharded, DeepSpeed's AdamW, and refused combinations."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def cpu_adam() -> None:
 def test_deepspeeds_adam_is_adamw(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """And goes on from its own checkpoint and from AdamW's of another engine, and AdamW goes on from its."""
+    """It resumes from its own checkpoint and from AdamW's of another engine, and AdamW resumes from its checkpoint."""
     name = "optim.name=deepspeed_adam"
     whole = tmp_path / "whole"
     forked.succeed(engine, whole, 2, parity_config, name)

@@ -1,4 +1,4 @@
-"""Interfaces and obstacles, on real sockets."""
+"""Network interfaces and connection problems, with real sockets."""
 
 from __future__ import annotations
 

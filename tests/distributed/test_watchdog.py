@@ -1,4 +1,4 @@
-"""A rank that stops, hangs, dies or raises ends all ranks in time, and by name: real processes, real signals."""
+"""A rank that stops, hangs, dies or raises ends all ranks in time, and is named: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_an_endless_loop_outside_of_collectives_ends_the_run(forked: ForkedRuns,
 
 
 def test_code_that_holds_the_gil_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
-    """Its own watchdog cannot run, so those of the others on its machine kill it."""
+    """Its own watchdog cannot run, so the watchdogs of other ranks on its machine kill it."""
     with WatchedRun(forked, tmp_path, 2, 2, "hold", 1) as run:
         assert run.codes() == [76, -signal.SIGKILL]
         check_lost(run, 1, SILENT, [0])
 
 
 def test_stuck_main_thread_is_killed(forked: ForkedRuns, tmp_path: Path) -> None:
-    """As in a collective that hangs in a device; the thread finds it in `sum_of_ones`."""
+    """The main thread hangs as in a collective on a device; the watchdog thread names `sum_of_ones`."""
     with WatchedRun(forked, tmp_path, 2, 2, "hang") as run:
         run.harm(1, signal.SIGSTOP)
         assert run.codes() == [76, -signal.SIGKILL]
@@ -110,7 +110,7 @@ def test_stuck_main_thread_is_killed(forked: ForkedRuns, tmp_path: Path) -> None
 
 
 def test_remote_rank_is_judged_by_its_heartbeat(forked: ForkedRuns, tmp_path: Path) -> None:
-    """It cannot be killed from here, but learns of its end once it goes on."""
+    """It cannot be killed from another machine; it exits when it continues."""
     with WatchedRun(forked, tmp_path, 2, 2, "none", FAR="1") as run:
         run.harm(1, signal.SIGSTOP)
         assert run.code(0) == 76
@@ -162,7 +162,7 @@ def test_clean_exit_blames_no_rank(forked: ForkedRuns, tmp_path: Path) -> None:
 
 
 def test_rank_may_finish_early(forked: ForkedRuns, tmp_path: Path) -> None:
-    """For longer than the timeout, and although the store ends with rank 0."""
+    """The others work longer than the timeout, although the store ends with rank 0."""
     with WatchedRun(forked, tmp_path, 2, 1, "early-end", 0) as run:
         assert run.codes() == [0, 0]
         assert run.seconds > 4

@@ -1,4 +1,4 @@
-"""`mmldlm evaluate` on the command line: what is asked for is what is measured, and what cannot be is refused."""
+"""`mmldlm evaluate` on the command line: requested metrics and refused requests."""
 
 from __future__ import annotations
 

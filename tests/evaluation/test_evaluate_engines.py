@@ -1,4 +1,4 @@
-"""One, two and three processes evaluate a run with the same results, whatever engine trained it or starts them."""
+"""Results of `mmldlm evaluate` do not depend on the number of processes, the engine or the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that knows all documents scores as well as can be, one that has learned nothing is at chance."""
+"""Metrics of a perfect run are optimal, those of an untrained run are at chance."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_only_requested_metrics_are_measured(fresh: LoadedRun, modes: list[Any])
 
 
 def test_batch_size_changes_rounding_only(fresh: LoadedRun) -> None:
-    """What is drawn for a document does not depend on those beside it."""
+    """Noise of a document does not depend on the other documents of its batch."""
     small, large = (Evaluation(fresh, EvaluationConfig(batch=batch)) for batch in (3, 64))
     for mode in ("l2t", "t2l", "joint"):
         one, two = (each.generate(mode, "own", 20, fresh.config.sampling) for each in (small, large))

@@ -1,4 +1,4 @@
-"""Generative perplexity is what transformers computes, of a small random GPT-2 that lies in a folder."""
+"""Generative perplexity matches transformers, with a small random GPT-2 in a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ["The rose of soil and water.", "The wave.", "T", "", "The tide " * 40]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
-    """Of 48 positions, with the store's tokenizer."""
+    """A GPT-2 with 48 positions and the store's tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     made = tmp_path_factory.mktemp("gpt2")
@@ -73,7 +73,7 @@ def test_perplexity_has_held_out_texts_as_baseline(folder: Path, tiny_store: Pat
 
 
 def pickle_weights(folder: Path) -> None:
-    """As older models come, which transformers would read."""
+    """Save the weights with pickle, as older models, which transformers would read."""
     file = folder / "model.safetensors"
     torch.save(load_file(file), folder / "pytorch_model.bin")
     file.unlink()

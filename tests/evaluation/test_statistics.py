@@ -1,4 +1,4 @@
-"""The formulas behind the metrics give what the reference libraries give."""
+"""The formulas behind the metrics match reference libraries."""
 
 from __future__ import annotations
 

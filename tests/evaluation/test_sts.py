@@ -1,4 +1,4 @@
-"""Pairs of sentences with a score: what is read, what is refused, and what is left out."""
+"""Sentence pairs with similarity scores: formats, refused files and correlations."""
 
 from __future__ import annotations
 

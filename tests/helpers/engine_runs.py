@@ -113,7 +113,7 @@ def exit_record(folder: Path, name: str = "exit.json") -> dict[str, object]:
 
 
 def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object]) -> None:
-    """Until `step` is in the curve; AssertionError with the log where the run has `ended` before."""
+    """Wait until `step` is in the curve; AssertionError with the log if the run has `ended` before."""
 
     def there() -> bool:
         return (folder / "metrics.jsonl").exists() and max(records(folder), default=0) >= step

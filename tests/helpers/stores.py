@@ -1,4 +1,4 @@
-"""Stores that fit together, and stores of very many samples that take no room."""
+"""Stores that can be mixed, and stores of very many samples that take little disk space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmldlm sample --edit`: a marked span is written anew, and nothing else."""
+"""`mmldlm sample --edit` regenerates the marked span and nothing else."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_versions_differ_in_the_span_only(short_run: LoadedRun) -> None:
 
 
 def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By what `--out` writes: the latents that were written from."""
+    """`--out` writes the latents that the text was generated from."""
     found = []
     for name, more in (("own", []), ("like", ["--like", "The wave."]), ("read", ["--latents", tmp_path / "like.npy"])):
         out = tmp_path / f"{name}.npy"

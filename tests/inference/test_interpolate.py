@@ -1,4 +1,4 @@
-"""`mmldlm sample --interpolate`: the way between two latents, and the texts along it."""
+"""`mmldlm sample --interpolate`: points between two latents, and the texts generated from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_degenerate_cases_interpolate_linearly(factor: float) -> None:
     ids=str,
 )
 def test_neighbors_differ_by_their_latents_only(short_run: LoadedRun, config: SamplingConfig) -> None:
-    """Where both latents are the same, so are all texts, and they are what the latent gives by itself."""
+    """With equal latents all texts are equal to the text generated from the latent alone."""
     same = encode_texts(short_run, [A, A])
     made, texts = interpolate(short_run, config, 5, same, 4, length=12)
     assert len(set(texts)) == 1 and made.lengths == (12,) * 4

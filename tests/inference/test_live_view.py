@@ -1,4 +1,4 @@
-"""`mmldlm sample --watch`: texts as they appear, in a terminal and without one."""
+"""`mmldlm sample --watch`: intermediate texts, in a terminal and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train.batch_schedule` under every engine: one curve over its stages, and the same bits after a resume."""
+"""`train.batch_schedule` under every engine: one curve over all stages, and bitwise equal resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user types wrong: one clear line, the documented exit code, nothing created, no traceback."""
+"""Wrong command lines end with one clear line, the documented exit code, no traceback and no files."""
 
 from __future__ import annotations
 

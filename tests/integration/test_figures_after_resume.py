@@ -1,4 +1,4 @@
-"""TensorBoard under kills and on several ranks: each value once, and the same as of one process that nobody killed."""
+"""TensorBoard after kills and on several ranks: each value once, equal to those of one undisturbed process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def arguments(config: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(forked: ForkedRuns, parity_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process that nobody disturbed."""
+    """The run of one undisturbed process."""
     folder = tmp_path_factory.mktemp("pictures") / "whole"
     forked.succeed("single", folder, 1, *arguments(parity_config))
     return folder
 
 
 def shown(folder: Path) -> Counter[tuple[str, int]]:
-    """How often TensorBoard itself sees each (tag, step)."""
+    """Count how often TensorBoard reads each (tag, step)."""
     events = PluginAccumulator(str(folder / "tensorboard"), size_guidance=ALL).Reload()
     return Counter((tag, event.step) for tag in events.Tags()["tensors"] for event in events.Tensors(tag))
 
@@ -42,7 +42,7 @@ def of_steps(places: Counter[tuple[str, int]]) -> set[tuple[str, int]]:
 
 
 def public(folder: Path) -> Iterator[tuple[str, int, object]]:
-    """What the documented reader sees of curves, figures and histograms."""
+    """Read curves, figures and histograms through TensorBoard's documented reader."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance=ALL).Reload()
     for tag in events.Tags()["scalars"]:
         yield from ((tag, event.step, event.value) for event in events.Scalars(tag))

@@ -1,4 +1,4 @@
-"""Values that a shell would run, in all that the launch scripts take: none is run, and the answer is an error."""
+"""Values that a shell would execute, in every input of the launch scripts: none is executed, all are refused."""
 
 from __future__ import annotations
 

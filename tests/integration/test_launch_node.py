@@ -1,4 +1,4 @@
-"""scripts/launch_node.sh on one machine: what it refuses, its log, its exit code, signals and restarts."""
+"""scripts/launch_node.sh on one machine: refused variables, log, exit code, signals and restarts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Without those that are zombies, or gone since they were found."""
+    """Return the processes that still exist and are not zombies."""
     return [found for found in processes if state(found) not in ("", psutil.STATUS_ZOMBIE)]
 
 

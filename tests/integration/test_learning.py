@@ -1,7 +1,7 @@
-"""The learning gate in small: a model of seconds learns to write texts from latents and to find latents of texts.
+"""A small learning gate: a model learns within seconds to generate texts from latents and latents from texts.
 
-`python -m benchmarks learning` holds the quickstart itself against bars, over seeds. This test fails on faults of the
-same kinds: each of them is put in here, and must miss a bar that the trainer as it is passes.
+`python -m benchmarks learning` compares the quickstart with thresholds, over seeds. These tests plant faults of the
+same kinds; each must miss a threshold that the unchanged trainer reaches.
 """
 
 from __future__ import annotations

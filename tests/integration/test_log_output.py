@@ -1,4 +1,4 @@
-"""What several processes print: a start-up report, lines of progress, and nothing twice."""
+"""Output of several processes: a start-up report and progress lines, nothing twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on several stores: exact resume, one scale of latents for good, and reports store by store."""
+"""Runs on several stores: exact resume, a fixed latent scale, and reports per store."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_report_and_the_validation_name_each_store(
 def test_a_checkpoint_keeps_the_scale_of_its_latents(
     run: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where it goes on with other shares, and where it is used with one of the stores alone."""
+    """The scale also holds after a change of shares, and with one of the stores alone."""
     found = run("run")
     pooled = open_data(load_config(found / "config.yaml").data.location).manifest
     for data in (None, str(folder / "three"), str(folder / "one")):

@@ -1,4 +1,4 @@
-"""A rank that is stopped, killed or raises ends the run on all ranks, with its cause; nothing is left running."""
+"""A rank that is stopped, is killed or raises ends the run on all ranks, with its cause; no process is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From any engine and number of processes to any other: what one saved, each of them goes on from."""
+"""Every engine with any number of processes resumes from the checkpoints of every other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/slurm under programs that stand for the site's: they really start the command of each node, here."""
+"""scripts/slurm with stand-ins for srun and scontrol, which start the command of each node on this machine."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_indivisible_batch_is_refused_with_what_works(tiny_config: Path, capsys:
 
 
 def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: Path) -> None:
-    """Ended at step 5, gone on to 9, and again to 12, which lies in the fourth epoch."""
+    """Stop at step 5, resume to 9, and to 12, which is in the fourth epoch."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [str(tiny_config), "train.steps=12", "train.global_batch_size=128", "train.micro_batch_size=64"]
     # A constant rate: with a course over train.steps, a shorter run would have other learning rates.

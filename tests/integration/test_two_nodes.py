@@ -1,4 +1,4 @@
-"""Training over two nodes that are network namespaces: the curve of one node, and a cable that is pulled."""
+"""Training on two nodes, as network namespaces: equal to one node, and with a lost connection."""
 
 from __future__ import annotations
 

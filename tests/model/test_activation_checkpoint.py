@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks compute again, and that no bit changes."""
+"""Activation checkpointing: which blocks are recomputed, and bitwise equality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def loss_and_gradients(model: MMDiT, mode: Any = "joint", latent_tokens: int = 2) -> dict[str, Tensor]:
-    """Of one step with the random numbers of seed 1, and one number drawn afterwards."""
+    """Return loss and gradients of one step with seed 1, and a random number drawn afterwards."""
     objective, noised = noised_batch(mode, latent_tokens)
     torch.manual_seed(1)
     device = model.latent_in.weight.device

@@ -1,4 +1,4 @@
-"""Samples never see each other, padding changes nothing, and every backend computes the same numbers."""
+"""Samples are independent, padding has no effect, and all backends agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compile.scope`: regional compilation changes the speed and nothing else, and compiles once."""
+"""`compile.scope`: regional compilation changes speed only, and compiles once."""
 
 from __future__ import annotations
 

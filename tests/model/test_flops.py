@@ -1,4 +1,4 @@
-"""Useful FLOPs in closed form against those that PyTorch counts in a forward pass."""
+"""Useful FLOPs in closed form match those that PyTorch counts in a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen parts: what each loss reaches, that nothing frozen moves, and what may not be frozen."""
+"""Frozen parts: what each loss reaches, that frozen weights do not change, and refused choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations with gradients of their own: what they compute, their gradients, and how little they keep."""
+"""Autograd functions: their results, gradients and saved tensors."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_bfloat16_elementwise_operations_run_in_float32(case: str) -> None:
     [("modulated linear", 1), ("add_gated", 1), ("swiglu", 2), ("swiglu, linear", 2), ("heads, turned", 3 * HEADS)],
 )
 def test_only_inputs_are_saved_for_backward(case: str, kept: int) -> None:
-    """In units of [T, width]; what has a row for each sample, position or head is small beside them."""
+    """Units are tensors [T, width]; tensors with a row per sample, position or head are negligible."""
     fused, _, inputs = CASES[case]
     sizes: list[int] = []
 

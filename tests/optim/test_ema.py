@@ -1,4 +1,4 @@
-"""`ema`: the average of the weights, under every engine, through skipped steps, validations and checkpoints."""
+"""`ema`: averaged weights under every engine, with skipped steps, validations and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates against closed forms and PyTorch's own schedulers, to 1e-12, across resume and through real runs."""
+"""Learning rates match closed forms and PyTorch's schedulers to 1e-12, across resume and in real runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_schedules_match_torch(name: str) -> None:
 
 @quick
 def test_steps_may_be_fractions() -> None:
-    """Of the run: of `train.steps`, and of what is behind the warmup for periods, which so come out even."""
+    """Fractions are relative to `train.steps`; those of periods to the steps after the warmup, which they divide."""
     period = ScheduleConfig("cosine_restarts", restart_period=0.25)
     rates = [lr_at(step, 110, OPTIM, period) for step in range(110)]
     assert [step for step in range(10, 110) if rates[step] == PEAK] == [10, 35, 60, 85]

@@ -1,4 +1,4 @@
-"""The learning rate's closed forms, the optimizers' parameter groups, and Muon against PyTorch's own."""
+"""Closed forms of the learning rate, parameter groups, and Muon against PyTorch's Muon."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_nothing_else() -> None:
 
 
 def test_muons_updates_are_as_large_as_adamws() -> None:
-    """Root mean square near 0.2 of the learning rate, where AdamW's lies (arXiv 2502.16982, section 2.2)."""
+    """The root mean square is near 0.2 of the learning rate, as AdamW's (arXiv 2502.16982, section 2.2)."""
     model, before = small_model(), small_model()
     optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1, weight_decay=0), "cpu")
     set_gradients(model, 0)

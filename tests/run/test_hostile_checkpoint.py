@@ -1,4 +1,4 @@
-"""Checkpoints from strangers, with manifests that vouch for them: refused in one line, and nothing in them is run."""
+"""Untrusted checkpoints with matching manifests: refused in one line, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = tuple[RunConfig, Store, torch.nn.Module, Path]
 
 @pytest.fixture
 def run(tiny_config: Path, tiny_store: Path) -> Run:
-    """A run folder with one checkpoint, and the network that goes on from it."""
+    """A run folder with one checkpoint, and the network that loads it."""
     config, store = load_config(tiny_config), Store.open(tiny_store)
     model = build_model(config, store.manifest, "cpu")
     optimizer = build_optimizer(model, config.optim, "cpu")
@@ -201,7 +201,7 @@ DTYPES = [torch.int64, torch.bool, torch.complex64, torch.uint8, torch.float8_e5
 
 @quick
 def test_wrong_shapes_and_types_are_refused(run: Run, tmp_path: Path) -> None:
-    """Under the right name; also one number that is several, and no number."""
+    """Names are right; shapes or types are wrong, including scalars with several elements or none."""
     path = run[-1]
     checkpoint = verify_checkpoint(path)
     for group in ("model", "optimizer"):

@@ -1,4 +1,4 @@
-"""`extends:` in run configs: who wins, what is refused, and that a run is the same again from its folder alone."""
+"""`extends:` in run configs: precedence, refused files, and reproducibility from the run folder alone."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def curve(run: Path) -> list[tuple[float, float]]:
 def test_run_is_reproducible_from_its_folder(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a config that extends others, with relative paths and changes on the command line; then from elsewhere."""
+    """Start from a config that extends others, with relative paths and overrides; then from another folder."""
     (tmp_path / "stores").mkdir()
     (tmp_path / "stores" / "tiny").symlink_to(tiny_store)
     base = TINY.format(run="runs/first", store="stores/tiny") + "mode: {l2t: 1, joint: 2}\n"

@@ -1,4 +1,4 @@
-"""The run configs in configs/: each loads, has the size that it names, and goes together with those of other kinds."""
+"""The run configs in configs/: each loads, has the size in its comment, and combines with those of other kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(config: RunConfig) -> dict[str, Any]:
 
 
 def set_by(name: str) -> dict[str, Any]:
-    """What the file says itself, by dotted key."""
+    """Return the values that the file itself sets, by dotted key."""
     file = CONFIGS / f"{name}.yaml"
     config, origins = load_with_provenance(file)
     return {key: flat(config)[key] for key, origin in origins.by_key().items() if origin.startswith(f"{file}:")}

@@ -1,4 +1,4 @@
-"""Figures and histograms: what they are computed from, that they are drawn, and what is said where they cannot be."""
+"""Figures and histograms: their data, their rendering, and the message if they cannot be drawn."""
 
 from __future__ import annotations
 

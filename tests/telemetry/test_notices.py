@@ -1,4 +1,4 @@
-"""Warnings come once, each in one line; and a log that nobody can write to ends no run."""
+"""Warnings are printed once, in one line each, and an unwritable log ends no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace of chosen steps on chosen ranks: readable by Perfetto, with the loop's phases in it, and a table."""
+"""Traces of chosen steps on chosen ranks: readable by Perfetto, with the phases of the loop, and a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def phases(folder: Path, rank: int) -> Counter[str]:
 
 
 def test_configured_steps_are_profiled(parity_config: Path, tmp_path: Path) -> None:
-    """Also where the first step is among them, and where the run ends before the last one."""
+    """The first step may be among them, and the run may end before the last of them."""
     for first, last, traced in ((1, 2, 2), (5, 9, 2)):
         folder = tmp_path / f"{first}-{last}"
         command = [str(parity_config), *SETTINGS, f"run.dir={folder}", f"profile.steps=[{first}, {last}]"]

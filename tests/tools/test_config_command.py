@@ -1,4 +1,4 @@
-"""`mmldlm config`: what a run will use, where it comes from, and what differs between two."""
+"""`mmldlm config`: the values that a run uses, their origins, and the differences of two configs."""
 
 from __future__ import annotations
 

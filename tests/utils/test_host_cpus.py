@@ -1,4 +1,4 @@
-"""OpenMP's spinning is chosen by the load of the machine, before torch is imported, unless the environment says."""
+"""OpenMP's spinning is chosen by the load of the machine, before torch is imported, unless the environment sets it."""
 
 from __future__ import annotations
 

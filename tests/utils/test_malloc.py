@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, unless the environment says otherwise."""
+"""Freed memory stays with the process, unless environment variables say otherwise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ALL_PAGES = 10 * 40 * 2**20 // 4096  # of ten rounds
 
 
 def faults(*arguments: object, **variables: str) -> dict[str, int]:
-    """By what was answered: the pages that the system handed out in ten rounds after the first."""
+    """Return the number of page faults in ten rounds after the first."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],

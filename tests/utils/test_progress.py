@@ -1,4 +1,4 @@
-"""How far commands are: plain lines where stderr is no terminal, also during one long call; a bar on a terminal."""
+"""Progress of commands: plain lines without a terminal, also during one long call; a bar on a terminal."""
 
 from __future__ import annotations
 

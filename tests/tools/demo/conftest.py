@@ -12,7 +12,7 @@ from mmldlm.tools.demo.server import DemoServer
 
 @pytest.fixture(scope="session")
 def server(short_run: LoadedRun) -> Iterator[DemoServer]:
-    """What `mmldlm demo` serves, in a thread of this process."""
+    """The server of `mmldlm demo`, in a thread of this process."""
     with DemoServer(Api(short_run), 0) as serving:
         thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
         thread.start()

@@ -1,4 +1,4 @@
-"""Faults planted on one node: devices, disk, data, limits, ports."""
+"""Problems of one node: devices, disk, data, limits, ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults planted between two nodes, each a real process on this machine; the doctors of both must say which it is."""
+"""Problems between two nodes, each a real process on this machine; both doctors must report them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder says about its run, read without torch, while it is written and after."""
+"""Reading a run folder without torch, while it is written and afterwards."""
 
 from __future__ import annotations
 
