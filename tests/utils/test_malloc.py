@@ -54,7 +54,7 @@ ALL_PAGES = 10 * 40 * 2**20 // 4096  # of ten rounds
 
 
 def faults(*arguments: object, **variables: str) -> dict[str, int]:
-    """Return the number of page faults in ten rounds after the first."""
+    """Return the page faults in ten rounds after the first, by the answer of `keep_freed_memory`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
