@@ -16,6 +16,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
 from mmldlm.run.load import LoadedRun, load_run
 from tests.helpers.tiny_config import TINY
+from tests.helpers.user_errors import assert_user_error
 
 TEXT = "The rose of soil and water."
 
@@ -109,21 +110,16 @@ def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.Capt
 def test_sample_refuses(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
 ) -> None:
-    assert cli.main(["sample", str(run_dir), *arguments]) == code
-    assert expected in capsys.readouterr().err
+    assert_user_error((cli.main(["sample", str(run_dir), *arguments]), capsys.readouterr().err), code, expected)
 
 
 def test_bad_latent_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = tmp_path / "bad.npy"
-    np.save(bad, np.full((2, 8), np.nan, np.float32))
-    assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
-    assert "row 0 is not finite" in capsys.readouterr().err
-    np.savez(tmp_path / "bad.npz", a=np.zeros(8))
-    assert cli.main(["sample", str(run_dir), "--latents", str(tmp_path / "bad.npz")]) == 65
-    assert "archive" in capsys.readouterr().err
-    np.save(bad, np.zeros((2, 9), np.float32))
-    assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
-    assert "[2, 1, 9]" in capsys.readouterr().err
+    np.save(tmp_path / "nan.npy", np.full((2, 8), np.nan, np.float32))
+    np.savez(tmp_path / "archive.npz", a=np.zeros(8))
+    np.save(tmp_path / "wide.npy", np.zeros((2, 9), np.float32))
+    for name, problem in (("nan.npy", "row 0 is not finite"), ("archive.npz", "an archive"), ("wide.npy", "[2, 1, 9]")):
+        status = cli.main(["sample", str(run_dir), "--latents", str(tmp_path / name)])
+        assert_user_error((status, capsys.readouterr().err), 65, problem)
 
 
 def test_guidance_needs_a_run_that_saw_no_condition(run: LoadedRun) -> None:

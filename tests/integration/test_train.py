@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from mmldlm import train
 from mmldlm.telemetry import read_metrics
 from tests.helpers.paths import ROOT
+from tests.helpers.user_errors import assert_user_error
 from tests.helpers.waiting import PATIENCE_S
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -194,9 +195,8 @@ def test_resume_never_starts_anew(tiny_config: Path, tmp_path: Path) -> None:
 def test_resume_refuses_another_network(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(tiny_config)]) == 0
     capsys.readouterr()
-    assert train.main([str(tiny_config), "model.width=64"]) == 65
-    message = capsys.readouterr().err
-    assert "model.width is 32 in the checkpoint, 64 now" in message and message.count("\n") == 1
+    status = train.main([str(tiny_config), "model.width=64"])
+    assert_user_error((status, capsys.readouterr().err), 65, "model.width is 32 in the checkpoint, 64 now")
 
 
 @pytest.mark.setting("data.path")

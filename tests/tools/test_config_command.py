@@ -16,6 +16,7 @@ from mmldlm import cli
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.settings.fields import build, leaves
 from mmldlm.settings.yaml import parse_yaml
+from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
 KEYS = [key for key, _ in leaves(RunConfig)]
@@ -144,9 +145,10 @@ def test_diff_of_files_and_run_folders(mine: Path, tmp_path: Path, capsys: pytes
 def test_refusals(
     mine: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
 ) -> None:
-    assert cli.main(["config", *(argument.format(mine=mine) for argument in arguments)]) == code
-    found = capsys.readouterr()
-    assert found.out == "" and expected in found.err and len(found.err.splitlines()) == 1
+    status = cli.main(["config", *(argument.format(mine=mine) for argument in arguments)])
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert_user_error((status, output.err), code, expected)
 
 
 def test_closed_pipe_is_no_error(mine: Path) -> None:
