@@ -1,4 +1,4 @@
-"""Fixtures for all folders: a small real store, a short config, and the commands as a user calls them."""
+"""Fixtures for all folders: a small real store, short configs and runs, and commands as a user calls them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,27 @@ SHORT_RUN = (
     "checkpoint.every_steps=0",
 )
 
-# Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all that they start.
+# Tests started in the background may inherit an ignored SIGINT, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TESTED_SETTINGS = pytest.StashKey[set[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Collect the keys in the marks `setting(KEY, ...)` of tests that run by default."""
+    default = [item for item in items if not any(item.iter_markers("slow")) and not any(item.iter_markers("gpu"))]
+    marks = [mark for item in default for mark in item.iter_markers("setting")]
+    config.stash[TESTED_SETTINGS] = {key for mark in marks for key in mark.args}
+
+
+@pytest.fixture(scope="session")
+def tested_settings(request: pytest.FixtureRequest) -> set[str]:
+    """Keys of the settings that have a test in the default suite."""
+    config = request.config
+    if not {(config.rootpath / argument).resolve() for argument in config.args} & {ROOT, ROOT / "tests"}:
+        pytest.skip("only part of the suite is collected")
+    return config.stash[TESTED_SETTINGS]
 
 
 @pytest.fixture(scope="session")

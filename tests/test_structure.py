@@ -1,4 +1,4 @@
-"""Rules of the code base that no reviewer should have to remember."""
+"""Rules of the code base that are checked by tests, so that reviewers need not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_diffusion_and_data_do_not_know_the_model() -> None:
         assert not {name for name in names if name.startswith(forbidden)}, folder
 
 
-def test_files_stay_readable() -> None:
+def test_files_have_at_most_500_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
 

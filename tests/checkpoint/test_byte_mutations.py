@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a real checkpoint is seen, and the file that it happened to is named."""
+"""Every change to the bytes of a real checkpoint is detected, and the changed file is named."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def mutated(original: dict[str, bytes], draw: random.Random) -> dict[str, bytes]
             return {name: data}
 
 
-def test_a_thousand_mutations_are_all_seen(trained: Path, tmp_path: Path) -> None:
+def test_mutated_bytes_are_detected(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step-00000002"
     shutil.copytree(trained, folder)
     files = [path for path in folder.rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""After a power failure at any point of a save, the old or the new checkpoint is there, whole."""
+"""After a power failure at any point of a save, the old or the new checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def content(store: CheckpointStore, repair: bool = False) -> tuple[int, dict[str
 
 
 def record(run: Path, before: Sequence[Save], saves: Sequence[Save], last: int = 1) -> tuple[Recording, list[Any]]:
-    """What `saves` do in the folder of a run that has made the checkpoints `before`, and what is newest after each."""
+    """Record `saves` in a run folder with the checkpoints `before`; also return the newest one after each save."""
     run.mkdir()
     for save in before:
         save(store_in(run, last))
@@ -97,7 +97,7 @@ def distinct(recording: Recording, events: Sequence[Event], limit: int = LIMIT) 
 
 
 def fault(folder: Path, kept: int, tree: Tree, after: Sequence[Any]) -> str:
-    """What is wrong with a state in which `kept` promises hold; "" if it has the last of them or the one to come."""
+    """Return the fault of a state in which `kept` promises hold; "" if the last or the next checkpoint is valid."""
     write_tree(folder, tree)
     try:
         store = store_in(folder)
@@ -123,7 +123,7 @@ SCENARIOS: dict[str, tuple[list[Save], list[Save], int]] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_good_checkpoint_after_every_crash(name: str, tmp_path: Path) -> None:
+def test_valid_checkpoint_after_every_crash(name: str, tmp_path: Path) -> None:
     recording, after = record(tmp_path / "run", *SCENARIOS[name])
     states = list(distinct(recording, recording.events))
     faults = [found for kept, tree in states if (found := fault(tmp_path / "state", kept, tree, after))]
@@ -148,7 +148,7 @@ def rename_of(recording: Recording, folder: str, name: str) -> Names:
 
 
 def written_in_place(recording: Recording, folder: str, name: str) -> list[Event]:
-    """As if the final name had been the first one."""
+    """Write under the final name from the start."""
     move = rename_of(recording, folder, name)
     (where, temporary, _), (_, _, node) = move.changes
     named = Names(((where, name, node),))
@@ -158,7 +158,7 @@ def written_in_place(recording: Recording, folder: str, name: str) -> list[Event
 
 
 def pruned_before_rename(recording: Recording) -> list[Event]:
-    """As if the old checkpoint had gone while the new one still had its temporary name."""
+    """Remove the old checkpoint while the new one still has its temporary name."""
     events = recording.events
     at = events.index(rename_of(recording, "checkpoints", "step-00000002"))
     gone = events.index(rename_of(recording, "checkpoints", ".old-step-00000001"))
@@ -180,7 +180,7 @@ MUTANTS: dict[str, Callable[[Recording], list[Event]]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("save", [of_one, of_two])
-def test_what_is_left_out_is_missed(name: str, save: Callable[[int], Save], tmp_path: Path) -> None:
+def test_faulty_saves_are_detected(name: str, save: Callable[[int], Save], tmp_path: Path) -> None:
     recording, after = record(tmp_path / "run", [of_one(1)], [save(2)])
     states = distinct(recording, MUTANTS[name](recording))
     assert any(fault(tmp_path / "state", kept, tree, after) for kept, tree in states)
@@ -204,7 +204,7 @@ def wrong(recording: Recording, events: Sequence[Event]) -> list[Tree]:
     return [tree for kept, tree in distinct(recording, events) if tree.get("file") not in (OLD, NEW)[kept:]]
 
 
-def test_a_file_written_atomically_is_old_or_new(tmp_path: Path) -> None:
+def test_atomic_write_is_old_or_new_after_a_crash(tmp_path: Path) -> None:
     recording = record_write(tmp_path / "folder")
     assert wrong(recording, recording.events) == []
     in_place: list[Event] = [Write(recording.names[ROOT]["file"], NEW), *recording.events[-2:]]

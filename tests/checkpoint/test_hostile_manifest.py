@@ -1,4 +1,4 @@
-"""Manifests from strangers: a verified checkpoint or one short line, and nothing outside of the folder is looked at."""
+"""Untrusted manifests give a verified checkpoint or one short error; no path outside the folder is accessed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mmldlm.checkpoint import Checkpoint, CheckpointStore, Retention, verify_checkpoint
-from tests.helpers.hostile_checkpoints import HASH, body_of, opened, seal
+from tests.helpers.hostile_checkpoints import HASH, manifest_body, read_or_refused, seal
 
 quick = pytest.mark.quick
 CASES = 2000
@@ -73,19 +73,19 @@ def mutate_bytes(rng: random.Random, raw: bytes) -> bytes:
 
 
 def test_fuzzed_manifests(folder: Path) -> None:
-    """Without any name, size or hash that leads elsewhere, or to a file that is no plain one."""
+    """No accepted manifest names a path outside the folder or a file that is not regular."""
     good, rng, verified = (folder / "manifest.json").read_bytes(), random.Random(0), 0
     before = sorted(folder.parent.parent.rglob("*"))
     store = CheckpointStore(folder.parent, Retention(last=1))
     for case in range(CASES):
         (folder / "manifest.json").write_bytes(good)
         if case % 3:
-            body = body_of(folder)
+            body = manifest_body(folder)
             mutate(rng, body)
             seal(folder, body)
         else:
             (folder / "manifest.json").write_bytes(mutate_bytes(rng, good))
-        found: Checkpoint | None = opened(lambda: store.open(folder))
+        found: Checkpoint | None = read_or_refused(lambda: store.open(folder))
         if found is not None:
             verified += 1
             assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in found.files)
@@ -96,19 +96,19 @@ def test_fuzzed_manifests(folder: Path) -> None:
 
 @quick
 @pytest.mark.parametrize("name", NAMES)
-def test_no_name_leads_out_of_the_folder(folder: Path, name: str) -> None:
-    body = body_of(folder)
+def test_names_cannot_leave_the_folder(folder: Path, name: str) -> None:
+    body = manifest_body(folder)
     body["files"][name] = body["files"]["model.bin"]
     seal(folder, body)
     assert (
-        opened(lambda: verify_checkpoint(folder)) is None
-        and opened(lambda: verify_checkpoint(folder, hashes=False)) is None
+        read_or_refused(lambda: verify_checkpoint(folder)) is None
+        and read_or_refused(lambda: verify_checkpoint(folder, hashes=False)) is None
     )
 
 
 @quick
 @pytest.mark.parametrize("kind", ["fifo", "folder", "endless", "link"])
-def test_a_manifest_that_is_no_plain_file_is_not_read(folder: Path, kind: str) -> None:
+def test_manifest_must_be_a_regular_file(folder: Path, kind: str) -> None:
     manifest = folder / "manifest.json"
     manifest.rename(folder / "other")
     if kind == "fifo":
@@ -117,12 +117,12 @@ def test_a_manifest_that_is_no_plain_file_is_not_read(folder: Path, kind: str) -
         manifest.mkdir()
     else:
         manifest.symlink_to("/dev/zero" if kind == "endless" else "other")
-    assert opened(lambda: verify_checkpoint(folder)) is None
+    assert read_or_refused(lambda: verify_checkpoint(folder)) is None
 
 
 @quick
 def test_large_and_deep_manifests(folder: Path) -> None:
-    body = body_of(folder)
+    body = manifest_body(folder)
     deep: Any = 1
     for _ in range(300):  # as deep as Python's own recursion would bear
         deep = {"model": deep}
@@ -133,6 +133,6 @@ def test_large_and_deep_manifests(folder: Path) -> None:
         {"info": {"x": "y" * 2**24}},
     ):
         seal(folder, {**body, **change})
-        assert opened(lambda: verify_checkpoint(folder)) is None
+        assert read_or_refused(lambda: verify_checkpoint(folder)) is None
     (folder / "manifest.json").write_bytes(b"[" * 2**23)
-    assert opened(lambda: verify_checkpoint(folder)) is None
+    assert read_or_refused(lambda: verify_checkpoint(folder)) is None

@@ -50,7 +50,7 @@ def test_second_run_is_refused_and_a_killed_one_frees_the_folder(tmp_path, caplo
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
 
 
-def test_orderly_end_leaves_nobody_named(tmp_path):
+def test_clean_exit_releases_the_lock(tmp_path):
     for _ in range(2):
         with RunLock(tmp_path / "new" / "folder") as lock:
             assert lock.previous is None
@@ -101,7 +101,7 @@ def test_a_worker_that_leaves_the_block_does_not_free_the_lock(tmp_path):
             pass
 
 
-def test_of_many_racing_for_a_folder_one_wins(tmp_path):
+def test_one_of_many_racing_processes_gets_the_lock(tmp_path):
     """50 times; the winner holds it until the others have been refused, however late they come."""
     for _ in range(50):
         (ready, go), (held, release) = os.pipe(), os.pipe()

@@ -130,7 +130,7 @@ def test_loaded_state_shares_no_memory_with_what_was_read():
     assert bits(tensors) == before
 
 
-def test_an_optimizer_before_its_first_step(tmp_path):
+def test_optimizer_without_state(tmp_path):
     model = Tied()
     optimizer = OPTIMIZERS["fused"](model.parameters())
     write_tensors(tmp_path / "x.safetensors", optimizer_state(optimizer, model))
@@ -138,7 +138,7 @@ def test_an_optimizer_before_its_first_step(tmp_path):
     assert not optimizer.state
 
 
-def test_missing_extra_and_misshapen_are_named_and_change_nothing():
+def test_wrong_tensors_are_named_and_nothing_is_loaded():
     model = Tied()
     optimizer = OPTIMIZERS["fused"](model.parameters())
     steps(model, optimizer, 0, 2)

@@ -10,7 +10,7 @@ from mmldlm.checkpoint import CheckpointStore, Retention, write_files
 from mmldlm.checkpoint import manifest as manifest_module
 from mmldlm.errors import DataError, StorageError
 from mmldlm.utils.files import FileInfo
-from tests.helpers.hostile_checkpoints import body_of, seal
+from tests.helpers.hostile_checkpoints import manifest_body, seal
 
 quick = pytest.mark.quick
 FILES = {
@@ -57,7 +57,7 @@ def test_keep_last(tmp_path):
 
 
 @quick
-def test_pruning_waits_for_the_new_one(tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, Retention(last=1))
     save(store, 1)
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
@@ -67,7 +67,7 @@ def test_pruning_waits_for_the_new_one(tmp_path, monkeypatch):
 
 
 @quick
-def test_same_step_again_keeps_a_good_one_at_every_moment(tmp_path):
+def test_saving_a_step_again_always_leaves_a_valid_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=2))
     save(store, 1)
     save(store, 2)
@@ -111,7 +111,7 @@ def test_order_of_writes_fsyncs_and_rename(tmp_path, monkeypatch):
 
 
 @quick
-def test_every_flipped_byte_is_seen(tmp_path):
+def test_flipped_bytes_are_detected(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     path = save(store, 1)
     generator = random.Random(0)
@@ -166,7 +166,7 @@ def test_superseded_branch_is_not_picked_up(tmp_path):
 
 
 def reseal(path, change):
-    body = body_of(path)
+    body = manifest_body(path)
     change(body)
     seal(path, body)
 
@@ -230,7 +230,7 @@ def test_hostile_manifests(tmp_path):
 
 
 @quick
-def test_whoever_may_write_removes_what_the_dead_left(tmp_path):
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     for name in (".tmp-step-00000001-x", ".old-step-00000001"):
         (tmp_path / name).mkdir()
@@ -240,7 +240,7 @@ def test_whoever_may_write_removes_what_the_dead_left(tmp_path):
 
 
 @quick
-def test_what_is_kept(tmp_path):
+def test_retention_rules(tmp_path):
     """The newest, those of given steps, of every multiple, and the best; a new loss lets the worst of them go."""
     store = CheckpointStore(tmp_path, Retention(last=2, steps=(3,), every=10, best=2))
     losses = {2: 0.5, 4: 0.9, 5: 0.4, 6: 0.4, 7: 3.0, 12: 0.1}
@@ -266,7 +266,7 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
 
 
 @quick
-def test_space_is_asked_for_before_writing(tmp_path):
+def test_too_little_disk_space_is_refused_before_writing(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     save(store, 1)
     with pytest.raises(StorageError, match=r"1048576\.0 MiB needed, [\d.]+ MiB free"):

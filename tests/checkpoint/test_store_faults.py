@@ -1,4 +1,4 @@
-"""Full disks, kills and readers beside a writer: real processes on real files."""
+"""Full disks, kills and concurrent readers: real processes on real files."""
 
 import os
 import random
@@ -53,7 +53,7 @@ def test_full_disk_leaves_the_old_ones_intact(tmp_path):
     assert "No space left" in lines[0] and "No space left" in lines[1] and "MiB needed" in lines[2]
 
 
-def test_killed_at_any_moment_a_good_checkpoint_is_left(tmp_path):
+def test_killed_writer_leaves_a_valid_checkpoint(tmp_path):
     generator, kills_inside, last = random.Random(0), 0, 0
     store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(0, FILES, {})
@@ -83,7 +83,7 @@ def test_killed_at_any_moment_a_good_checkpoint_is_left(tmp_path):
     assert last > 5 and kills_inside > 0, "the kills must hit saves"
 
 
-def test_a_reader_beside_a_writer_always_finds_a_whole_checkpoint(tmp_path, caplog):
+def test_concurrent_reader_sees_complete_checkpoints(tmp_path, caplog):
     store = CheckpointStore(tmp_path, Retention(last=1))
     store.save(0, FILES, {})
     child = os.fork()

@@ -39,7 +39,7 @@ RAMP = (
 @quick
 @pytest.mark.parametrize("micro", ["null", "2"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_a_stage_does_not_name_keeps_its_value(micro: str, world_size: int) -> None:
+def test_values_that_a_stage_does_not_name_are_kept(micro: str, world_size: int) -> None:
     config = load_config(None, ["train.global_batch_size=8", f"train.micro_batch_size={micro}", RAMP]).train
     first = 2 if micro == "2" else 8 // world_size
     expected = [(8, first)] * 3 + [(16, 2)] * 2 + [(16, 4)] * 2 + [(64, 4)] * 3
@@ -76,7 +76,7 @@ def test_null_stays_null_and_a_stage_at_step_0_replaces_the_first() -> None:
         ("{soon: {micro_batch_size: 4}}", "batch_schedule.soon: expected whole number, found 'soon'"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused_by_key(schedule: str, complaint: str) -> None:
+def test_invalid_schedule_is_refused_by_key(schedule: str, complaint: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, [f"train.batch_schedule={schedule}"])
     assert f"train.{complaint}" in str(error.value) and "\n" not in str(error.value)
@@ -95,7 +95,7 @@ def test_a_schedule_that_cannot_be_is_refused_by_key(schedule: str, complaint: s
         (64, "null", "{9: {global_batch_size: 5}}", 4, "train.batch_schedule.9: global_batch_size is 5", "4 or 8"),
     ],
 )
-def test_a_stage_that_does_not_divide_is_refused_with_the_nearest(
+def test_indivisible_stage_names_the_nearest_sizes(
     size: int, micro: str, schedule: str, world_size: int, key: str, nearest: str
 ) -> None:
     settings = [
@@ -173,8 +173,8 @@ def same(one: tuple[int, list[Batch]], other: tuple[int, list[Batch]]) -> bool:
 
 @quick
 @pytest.mark.parametrize("workers", [0, 2])
-def test_reading_goes_on_at_any_step_with_the_same_workers(tiny_store: Path, workers: int) -> None:
-    """Without a word at the sum over the stages; and, in mid-run, with micro-batches that were halved meanwhile."""
+def test_reading_resumes_at_any_step(tiny_store: Path, workers: int) -> None:
+    """The default position is the sum over the stages; micro-batches may be halved in the middle of a run."""
     store, batch_at = Store.open(tiny_store), sizes(1, RAMP)
     whole = list(loader(store, batch_at, 0).steps(0, 12))
     reader = loader(store, batch_at, workers)
@@ -272,7 +272,7 @@ def test_a_schedule_is_the_chain_of_its_stages(tiny_config: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_run_gives_the_same_bits_over_the_edges(tiny_config: Path, tmp_path: Path, workers: int) -> None:
+def test_resume_across_stage_boundaries_is_bitwise_equal(tiny_config: Path, tmp_path: Path, workers: int) -> None:
     """Ended in the midst of a stage, on an edge and again in the midst, in the second epoch."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = [str(tiny_config), *COMMON, SCHEDULE, "train.micro_batch_size=8", "log.every=3"]

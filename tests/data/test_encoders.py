@@ -1,4 +1,4 @@
-"""Encoders of M > 1, and the models of sentence-transformers, which give what the library itself gives."""
+"""Encoders with several latent tokens, and models of sentence-transformers, which give the library's own results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.inspect import verify_store
@@ -77,7 +79,7 @@ def library(folder: Path, **options: Any) -> Any:
 
 
 def with_prompts(folder: Path, default: str | None = None) -> Path:
-    """As Qwen3-Embedding has them."""
+    """Add prompts to the model's config, in the form of Qwen3-Embedding."""
     path = folder / "config_sentence_transformers.json"
     prompts = {"query": "Instruct: Find similar text\nQuery:", "document": ""}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": prompts, "default_prompt_name": default}))
@@ -101,11 +103,13 @@ def test_minilm_gives_what_the_library_gives(folder: Path) -> None:
 def test_encoder_batch_size_and_device_change_no_latent(folder: Path, tmp_path: Path) -> None:
     encoder = SentenceTransformerEncoder(str(folder), batch_size=1, device="cpu")
     sizes = []
-    forward = encoder._model.forward
-    encoder._model.forward = lambda features, **options: (
-        sizes.append(len(features["input_ids"])) or forward(features, **options)
-    )
-    found = encoder.encode(TEXTS)
+
+    def note_size(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if type(module).__name__ == "SentenceTransformer":
+            sizes.append(len(inputs[0]["input_ids"]))
+
+    with register_module_forward_pre_hook(note_size):
+        found = encoder.encode(TEXTS)
     assert sizes == [1, 1, 1]
     assert np.allclose(found, SentenceTransformerEncoder(str(folder), batch_size=32).encode(TEXTS), atol=1e-5)
     with pytest.raises(DataError, match="cannot load the model"):

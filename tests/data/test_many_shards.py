@@ -1,4 +1,4 @@
-"""Stores of streaming size: start-up grows with the number of shards at most, and what is mapped has a bound."""
+"""Very large stores: start-up time depends on the number of shards only, and mapped memory is bounded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
 from mmldlm.telemetry import read_metrics
-from tests.helpers.batch_sizes import always
-from tests.helpers.stores import fitting_store, linked, of_many_shards
+from tests.helpers.batch_sizes import constant_batch_size
+from tests.helpers.stores import linked_shards_store, many_shards_store, random_letters_store
 
 pytestmark = pytest.mark.quick
 SIZES = DataConfig(verify="sizes")
@@ -30,7 +30,7 @@ SIZES = DataConfig(verify="sizes")
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2,500 shards of 4 samples."""
-    return of_many_shards(tmp_path_factory.mktemp("many") / "store", 2500, 4)
+    return many_shards_store(tmp_path_factory.mktemp("many") / "store", 2500, 4)
 
 
 def mapped_of(store: Store) -> int:
@@ -39,7 +39,7 @@ def mapped_of(store: Store) -> int:
 
 
 def first_steps(store: Store, stop: int = 3) -> list[Batch]:
-    return [batches[0] for _, batches in Loader(store, "train", SIZES, 0, always(64, 64)).steps(0, stop)]
+    return [batches[0] for _, batches in Loader(store, "train", SIZES, 0, constant_batch_size(64, 64)).steps(0, stop)]
 
 
 def test_a_store_of_many_shards_opens_and_trains(many: Path, tiny_config: Path, tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_store_of_many_shards_opens_and_trains(many: Path, tiny_config: Path, 
     assert len(losses) == 8
 
 
-def test_what_is_mapped_at_once_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = of_many_shards(tmp_path / "store", 60, 4)
+def test_number_of_mapped_arrays_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = many_shards_store(tmp_path / "store", 60, 4)
     whole = first_steps(Store.open(path))
     monkeypatch.setattr(mapped, "max_mapped_arrays", lambda: 50)
     store = Store.open(path)
@@ -65,12 +65,12 @@ def test_what_is_mapped_at_once_has_a_bound(tmp_path: Path, monkeypatch: pytest.
     assert verify_part(store) == (0, []) and mapped_of(store) <= 50
 
 
-def test_half_of_what_the_system_allows_is_left_to_others() -> None:
+def test_limit_of_mapped_arrays() -> None:
     assert 100 <= mapped.max_mapped_arrays() <= 40_000
 
 
-def test_lengths_are_looked_up_where_they_lie(tmp_path: Path) -> None:
-    split = Store.open(of_many_shards(tmp_path / "store", 60, 4)).split("train")
+def test_lengths_are_read_from_the_mapped_files(tmp_path: Path) -> None:
+    split = Store.open(many_shards_store(tmp_path / "store", 60, 4)).split("train")
     rows = np.random.default_rng(0).integers(0, len(split), 500)
     whole = np.asarray(split.lengths)
     assert np.array_equal(split.lengths[rows], whole[rows]) and split.lengths[rows].dtype == np.int32
@@ -79,19 +79,19 @@ def test_lengths_are_looked_up_where_they_lie(tmp_path: Path) -> None:
     assert np.array_equal(lengths, whole[rows]) and len(tokens) == whole[rows].sum()
 
 
-def test_fifty_million_samples_start_as_one_hundred_thousand_do(tmp_path: Path) -> None:
+def test_start_up_does_not_depend_on_the_number_of_samples(tmp_path: Path) -> None:
     """500 shards instead of one: the same memory to a few MiB, and less time than to map their files twice."""
     found = {}
-    one = fitting_store(tmp_path / "one", 100_000, seed=1, longest=8, shard=100_000)
+    one = random_letters_store(tmp_path / "one", 100_000, seed=1, longest=8, shard=100_000)
     for shards in (1, 500):
-        path = linked(one, tmp_path / str(shards), shards)
+        path = linked_shards_store(one, tmp_path / str(shards), shards)
         first_steps(Store.open(path), 1)
         began = time.process_time()
         first_steps(Store.open(path), 1)
         seconds = time.process_time() - began
         tracemalloc.start()
         store = Store.open(path)
-        loader = Loader(store, "train", SIZES, 0, always(64, 64))
+        loader = Loader(store, "train", SIZES, 0, constant_batch_size(64, 64))
         next(loader.steps(1000, 1001))
         found[shards] = (seconds, tracemalloc.get_traced_memory()[1] / 2**20)
         tracemalloc.stop()
@@ -104,14 +104,14 @@ def test_fifty_million_samples_start_as_one_hundred_thousand_do(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_offsets_that_cannot_be_are_named_when_they_are_met(tmp_path: Path, workers: int) -> None:
-    path = of_many_shards(tmp_path / "store", 3, 50)
+def test_invalid_offsets_are_named_when_read(tmp_path: Path, workers: int) -> None:
+    path = many_shards_store(tmp_path / "store", 3, 50)
     offsets = path / "train-00001.offsets.npy"
     found = np.load(offsets)
     offsets.unlink()
     np.save(offsets, np.where(np.arange(51) == 7, found[5], found))
     store = Store.open(path)
-    loader = Loader(store, "train", DataConfig(verify="sizes", num_workers=workers), 0, always(8, 8))
+    loader = Loader(store, "train", DataConfig(verify="sizes", num_workers=workers), 0, constant_batch_size(8, 8))
     with pytest.raises(DataError, match=r"^step 0: .*train-00001.offsets.npy: sample [67] has -?\d+ tokens") as error:
         list(loader.steps(0, 30))
     assert "\n" not in str(error.value)
@@ -121,7 +121,7 @@ def test_offsets_that_cannot_be_are_named_when_they_are_met(tmp_path: Path, work
         store.split("train").gather(np.array([56]))
 
 
-def test_a_shard_is_mapped_when_it_is_asked_for(many: Path) -> None:
+def test_shards_are_mapped_on_demand(many: Path) -> None:
     split = Store.open(many).split("train")
     shard = split.shards[1234]
     assert isinstance(shard, Shard) and not mapped.KINDS & vars(shard).keys()

@@ -1,4 +1,4 @@
-"""`data.mixture`: several stores as one, drawn from by their shares as a pure function of the position."""
+"""`data.mixture`: several stores read as one, by their shares, as a pure function of the position."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.trainer.consistency import fingerprint
-from tests.helpers.batch_sizes import always
-from tests.helpers.stores import change_manifest, fitting_store
+from tests.helpers.batch_sizes import constant_batch_size
+from tests.helpers.stores import change_manifest, random_letters_store
 
 pytestmark = pytest.mark.quick
 WEIGHTS = [(0.7, 0.2, 0.1), (0.999, 0.001), (0.5, 0.5), (1 / 3, 1 / 3, 1 / 3), (8, 4, 2, 1, 1), (1,) * 9, (1,)]
@@ -44,7 +44,7 @@ def mixed(weights: Sequence[float], counts: Sequence[int], window: int = 64, blo
     return MixedOrder(np.random.default_rng(0).integers(1, 100, firsts[-1]), 5, parts, window, block)
 
 
-def test_the_order_of_one_store_is_what_it_was() -> None:
+def test_order_of_one_store_is_unchanged() -> None:
     """Recorded before there were mixtures, and when lengths were held in memory."""
     recorded = {
         (1000, 7, 128, 16, ()): "3989e74b23184e02",
@@ -60,7 +60,7 @@ def test_the_order_of_one_store_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_shares_hold_within_rounding_everywhere(weights: tuple[float, ...]) -> None:
+def test_shares_hold_within_rounding(weights: tuple[float, ...]) -> None:
     exact, few = shares(weights), len(weights) <= 3
     for start in (0, 12_345_678_901_234):
         drawn = np.array([count_draws(position, exact) for position in range(start, start + 1500)])
@@ -100,7 +100,7 @@ def test_each_window_has_its_shares_and_each_epoch_of_a_store_its_samples_once(
     assert order.epochs(640)[0] == count_draws(640, shares(weights))[0] / counts[0]
 
 
-def test_any_cut_of_the_stream_agrees() -> None:
+def test_any_start_gives_the_same_stream() -> None:
     stream = mixed((0.7, 0.2, 0.1), (300, 7, 50)).take(0, 3000)
     for start, count in [(0, 1), (63, 3), (64, 64), (500, 1000), (2999, 1), (17, 0)]:
         assert np.array_equal(mixed((0.7, 0.2, 0.1), (300, 7, 50)).take(start, count), stream[start : start + count])
@@ -122,11 +122,11 @@ def test_samples_of_equal_length_are_mixed_in_every_block() -> None:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of 300, 40 and 7 samples, whose latents lie at different places."""
+    """Three stores with 300, 40 and 7 samples, whose latents have different means."""
     folder = tmp_path_factory.mktemp("stores")
     sizes = [("one", 300, 0.0, 1.0, 20), ("two", 40, 3.0, 2.0, 9), ("three", 7, -5.0, 0.5, 15)]
     return [
-        fitting_store(folder / name, samples, seed, center, spread, longest)
+        random_letters_store(folder / name, samples, seed, center, spread, longest)
         for seed, (name, samples, center, spread, longest) in enumerate(sizes)
     ]
 
@@ -136,7 +136,7 @@ def weighed(three: list[Path]) -> dict[str, float]:
     return dict(zip(map(str, three), (0.7, 0.2, 0.1), strict=True))
 
 
-def test_what_holds_for_all_follows_from_the_manifests(weighed: dict[str, float], three: list[Path]) -> None:
+def test_shared_properties_follow_from_the_manifests(weighed: dict[str, float], three: list[Path]) -> None:
     store = open_data(weighed)
     assert [source.name for source in store.sources] == ["one", "two", "three"]
     assert len(store.split("train")) == store.manifest.splits["train"].samples == 347
@@ -148,7 +148,9 @@ def test_what_holds_for_all_follows_from_the_manifests(weighed: dict[str, float]
     longest = max(np.linalg.norm(store.standardize(part), axis=-1).max() for part in latents)
     assert longest <= found.max_norm * (1 + 1e-6) < 2 * longest
     assert store.manifest.max_length == max(Store.open(path).manifest.max_length for path in three)
-    drawn = store.split("train").lengths[Loader(store, "train", DataConfig(), 0, always(64, 64)).order.take(0, 200_000)]
+    drawn = store.split("train").lengths[
+        Loader(store, "train", DataConfig(), 0, constant_batch_size(64, 64)).order.take(0, 200_000)
+    ]
     assert store.split("train").mean_length == pytest.approx(drawn.mean(), rel=0.01)
     own = [Store.open(path) for path in three]
     share = [float(each.token_counts.sum()) / len(each.split("train")) for each in own]
@@ -176,7 +178,7 @@ def test_rows_hold_the_samples_of_their_store(weighed: dict[str, float], three: 
 def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, float], workers: int) -> None:
     store = open_data(weighed).without({"train": [2, 310, 346]})
     config = DataConfig(num_workers=workers, window=32)
-    order = Loader(store, "train", config, 5, always(16, 4)).order
+    order = Loader(store, "train", config, 5, constant_batch_size(16, 4)).order
     stream = order.take(0, 16 * 60)
     assert not np.isin([2, 310, 346], stream).any() and len(order) == 344
     latent = store.manifest.latent
@@ -184,7 +186,7 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
         for start, stop in [(17, 23)] if workers else [(0, 40), (17, 23)]:
             slots: dict[int, int] = {}
             for rank in range(world):
-                loader = Loader(store, "train", config, 5, always(16, 4), rank, world)
+                loader = Loader(store, "train", config, 5, constant_batch_size(16, 4), rank, world)
                 for step, batches in loader.steps(start, stop, 16 * start):
                     for batch in batches:
                         assert len(batch.lengths) == 4
@@ -196,9 +198,7 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
     assert [found[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
 
 
-def test_neither_the_place_of_stores_nor_the_order_of_the_map_matters(
-    weighed: dict[str, float], three: list[Path], tmp_path: Path
-) -> None:
+def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: list[Path], tmp_path: Path) -> None:
     elsewhere = {
         str(shutil.copytree(path, tmp_path / str(number))): weighed[str(path)] for number, path in enumerate(three)
     }
@@ -209,7 +209,7 @@ def test_neither_the_place_of_stores_nor_the_order_of_the_map_matters(
         store = open_data(mixture)
         config = load_config(None, [f"data.mixture={mixture}"])
         prints.append(fingerprint(config, store))
-        streams.append(Loader(store, "train", config.data, 3, always(8, 8)).order.take(0, 500).tolist())
+        streams.append(Loader(store, "train", config.data, 3, constant_batch_size(8, 8)).order.take(0, 500).tolist())
     assert prints[0] == prints[1] == prints[2] == prints[3] and streams[0] == streams[1] == streams[2] == streams[3]
     other = open_data({path: weight + 0.1 for path, weight in weighed.items()})
     assert other.identity != open_data(weighed).identity
@@ -218,12 +218,12 @@ def test_neither_the_place_of_stores_nor_the_order_of_the_map_matters(
 def test_a_mixture_of_one_is_that_store(three: list[Path]) -> None:
     alone, store = open_data({str(three[1]): 0.3}), Store.open(three[1])
     assert alone.identity == store.identity and alone.manifest == store.manifest
-    orders = [Loader(each, "train", DataConfig(), 3, always(8, 8)).order for each in (alone, store)]
+    orders = [Loader(each, "train", DataConfig(), 3, constant_batch_size(8, 8)).order for each in (alone, store)]
     assert all(isinstance(order, SampleOrder) for order in orders)
     assert orders[0].take(0, 99).tolist() == orders[1].take(0, 99).tolist()
 
 
-def test_two_stores_of_one_name_are_told_apart(three: list[Path], tmp_path: Path) -> None:
+def test_stores_with_equal_names_are_distinguished(three: list[Path], tmp_path: Path) -> None:
     shutil.copytree(three[1], tmp_path / "one")
     store = open_data({str(three[0]): 2, str(tmp_path / "one"): 1})
     assert [source.name for source in store.sources] == [str(three[0]), str(tmp_path / "one")]
@@ -241,7 +241,7 @@ def test_two_stores_of_one_name_are_told_apart(three: list[Path], tmp_path: Path
         ({"latent__channels": 2, "latent__mean": [0, 0]}, r"latent shape is \[1, 4\] and \[1, 2\]"),
     ],
 )
-def test_stores_that_do_not_fit_together_are_refused(
+def test_incompatible_stores_are_refused(
     three: list[Path], tmp_path: Path, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(three[1], tmp_path / "other"))
@@ -272,7 +272,7 @@ def test_the_same_store_twice_is_refused(three: list[Path], tmp_path: Path) -> N
         open_data({str(three[1]): 1, str(tmp_path / "copy"): 1})
 
 
-def test_data_mixture_is_checked_at_once(weighed: dict[str, float]) -> None:
+def test_mixture_is_checked_before_reading(weighed: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"data.mixture: expected this or data.path, found both \(data.path is a\)"):
         load_config(None, ["data.path=a", "data.mixture={b: 1}"])
     for weight in (0, -1):

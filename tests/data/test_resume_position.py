@@ -1,4 +1,4 @@
-"""A run goes on with the sample after its last, also where the batch size has changed between two starts."""
+"""A resumed run continues with the sample after its last, even if the batch size has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 
 
 def in_order(batches: list[Any]) -> list[int]:
@@ -33,13 +33,14 @@ def test_a_changed_batch_size_reads_on_where_the_last_ended(store: Store, worker
     read: list[int] = []
     step = 0
     for size, steps in [(64, n // 64), (16, 3), (48, n // 48), (8, n // 8)]:  # the last starts in the third epoch
-        loader = Loader(store, "train", DataConfig(num_workers=workers), 5, always(size, 8))
+        loader = Loader(store, "train", DataConfig(num_workers=workers), 5, constant_batch_size(size, 8))
         for found, batches in loader.steps(step, step + steps, len(read)):
             assert found == step
             read += in_order(batches)
             step += 1
     assert len(read) > 2.5 * n and read == expected[: len(read)]
-    (first, batches), *_ = Loader(store, "train", DataConfig(), 5, always(16, 8)).steps(3, 4)  # without a word, 3 * 16
+    loader = Loader(store, "train", DataConfig(), 5, constant_batch_size(16, 8))
+    (first, batches), *_ = loader.steps(3, 4)  # the default position is 3 * 16
     assert first == 3 and in_order(batches) == expected[48:64]
 
 

@@ -13,7 +13,7 @@ from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder, assign_slots, fixed_batches, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 
 pytestmark = pytest.mark.quick
 
@@ -29,14 +29,14 @@ def test_permute_is_a_permutation_that_differs_by_seed_and_epoch(n: int) -> None
             assert (other == images).mean() < 0.1
 
 
-def test_permute_reaches_every_place_about_equally() -> None:
+def test_permute_is_uniform_over_positions() -> None:
     places = np.stack([permute(np.arange(16), 16, seed, 0) for seed in range(2000)])
     counts = np.stack([np.bincount(places[:, i], minlength=16) for i in range(16)])
     assert counts.min() > 70 and counts.max() < 190  # 125 expected, standard deviation 11
 
 
 @pytest.mark.parametrize(("n", "window", "block"), [(1000, 128, 16), (100, 4096, 64), (257, 256, 7), (1, 4, 2)])
-def test_each_sample_once_per_epoch_and_any_cut_agrees(n: int, window: int, block: int) -> None:
+def test_each_sample_is_read_once_per_epoch(n: int, window: int, block: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 100, n).astype(np.int32)
     order = SampleOrder(lengths, seed=7, window=window, block=block)
     stream = order.take(0, 3 * n)
@@ -58,7 +58,7 @@ def test_neighbors_have_similar_lengths() -> None:
 
 
 def loader(store: Store, global_batch: int = 64, micro: int = 8, rank: int = 0, world: int = 1, **config) -> Loader:  # type: ignore[no-untyped-def]
-    return Loader(store, "train", DataConfig(**config), 5, always(global_batch, micro), rank, world)
+    return Loader(store, "train", DataConfig(**config), 5, constant_batch_size(global_batch, micro), rank, world)
 
 
 def equal(one: Batch, other: Batch) -> bool:
@@ -77,7 +77,7 @@ def test_workers_change_nothing_and_any_step_can_be_resumed(store: Store) -> Non
             assert all(equal(one, other) for one, other in zip(batches, alone[step], strict=True))
 
 
-def test_an_abandoned_iterator_of_workers_leaves_nothing_behind(store: Store) -> None:
+def test_abandoned_iterator_leaves_no_workers(store: Store) -> None:
     reader = loader(store, num_workers=2)
     next(reader.steps(0, 12))
     (step, batches), *_ = reader.steps(7, 8)
@@ -108,7 +108,7 @@ def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (4, 8), (8, 1)])
-def test_each_rank_knows_the_tokens_of_all_ranks_micro_batches(store: Store, world: int, micro: int) -> None:
+def test_token_counts_of_all_ranks_are_known(store: Store, world: int, micro: int) -> None:
     for step in (0, 5):
         found = loader(store, 32, micro, 0, world).tokens(step * 32, BatchSize(32, micro)).tolist()
         for rank in range(world):

@@ -23,7 +23,7 @@ def copy(store_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(store_path, tmp_path / "copy"))
 
 
-def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_store_round_trip(tmp_path: Path) -> None:
     written = write_store(tmp_path / "store")
     store = Store.open(tmp_path / "store")
     assert verify_part(store) == (0, [])
@@ -55,7 +55,7 @@ def test_standardized_latents_have_unit_mean_square(tmp_path: Path) -> None:
     assert store.manifest.latent.max_norm == pytest.approx(largest, rel=1e-5)
 
 
-def test_the_manifest_is_read_as_it_was_written(store: Store) -> None:
+def test_manifest_round_trip(store: Store) -> None:
     manifest = store.manifest
     assert json.loads(manifest.to_json()) == json.loads((store.path / MANIFEST_NAME).read_text())
     assert isinstance(manifest.latent.mean, tuple) and manifest.splits["train"].shards[0].files["tokens.npy"].bytes > 0
@@ -124,7 +124,7 @@ def test_malformed_arrays_are_named(copy: Path) -> None:
         (lambda found: found.update(latent_dtype="float32"), "float16 .*, expected float32"),
     ],
 )
-def test_a_manifest_that_is_off_is_refused(copy: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_inconsistent_manifest_is_refused(copy: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
     found = json.loads((copy / MANIFEST_NAME).read_text())
     change(found)
     (copy / MANIFEST_NAME).write_text(json.dumps(found))
@@ -132,7 +132,7 @@ def test_a_manifest_that_is_off_is_refused(copy: Path, change, message: str) -> 
         Store.open(copy)
 
 
-def test_what_is_no_store_is_said_to_be_none(copy: Path, tmp_path: Path) -> None:
+def test_folder_without_a_store_is_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder"):
         Store.open(tmp_path / "nowhere")
     manifest = copy / MANIFEST_NAME
@@ -144,7 +144,7 @@ def test_what_is_no_store_is_said_to_be_none(copy: Path, tmp_path: Path) -> None
         Store.open(copy)
 
 
-def test_a_manifest_that_cannot_be_read_is_named(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_manifest_is_named(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, **_: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -1,4 +1,4 @@
-"""Loader workers that die, hang or raise end a run with one line, at the next batch, and leave no process behind."""
+"""Loader workers that die, hang or raise end the run with one line at the next batch, and leave no process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker
 from mmldlm.errors import DataError
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.engine_runs import environment
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import PATIENCE_S
@@ -39,7 +39,7 @@ def copy(store_path: Path, tmp_path: Path) -> Path:
 def reading(store: Store, **config: object) -> Iterator[tuple[int, list[Batch]]]:
     """100,000 steps through one worker, unless told, the first already taken."""
     settings = DataConfig(**{"num_workers": 1, "prefetch_factor": 1, **config})  # type: ignore[arg-type]
-    steps = Loader(store, "train", settings, 5, always(64, 8)).steps(0, 100_000)
+    steps = Loader(store, "train", settings, 5, constant_batch_size(64, 8)).steps(0, 100_000)
     next(steps)
     return steps
 
@@ -53,7 +53,7 @@ def one_line(steps: Iterator[tuple[int, list[Batch]]], message: str) -> None:
 
 
 @quick
-def test_a_worker_that_dies_is_reported_where_data_is_waited_for(store: Store) -> None:
+def test_dead_worker_is_reported(store: Store) -> None:
     steps = reading(store)
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid or 0, signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_a_worker_that_dies_is_reported_where_data_is_waited_for(store: Store) -
 
 
 @quick
-def test_a_worker_that_dies_in_a_wait_ends_it_at_once(store: Store) -> None:
+def test_dead_worker_ends_the_wait_at_once(store: Store) -> None:
     steps = reading(store, num_workers=2, worker_timeout_s=600)
     first, second = multiprocessing.active_children()
     os.kill(first.pid or 0, signal.SIGSTOP)
@@ -72,7 +72,7 @@ def test_a_worker_that_dies_in_a_wait_ends_it_at_once(store: Store) -> None:
 
 
 @quick
-def test_workers_leave_the_signals_of_a_scheduler_to_the_run(store: Store) -> None:
+def test_workers_ignore_scheduler_signals(store: Store) -> None:
     steps = reading(store)
     (worker,) = multiprocessing.active_children()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -80,10 +80,11 @@ def test_workers_leave_the_signals_of_a_scheduler_to_the_run(store: Store) -> No
     assert [next(steps)[0] for _ in range(20)] == list(range(1, 21)) and worker.is_alive()
 
 
+@pytest.mark.setting("data.worker_timeout_s")
 @quick
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
-    """Also where batches of it are ready, which have yet to be fetched from it."""
+    """Batches that the worker has prepared do not help if it cannot send them."""
     steps = reading(store, worker_timeout_s=0.5)
     if ready:
         time.sleep(0.3)
@@ -94,9 +95,7 @@ def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
 
 @quick
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_cannot_be_read_is_an_error_in_one_line(
-    store: Store, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_unreadable_file_is_a_data_error(store: Store, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     def gather(*_: object) -> None:
         raise OSError(5, "Input/output error", "train-00000.tokens.npy")
 
@@ -108,7 +107,7 @@ def test_a_file_that_cannot_be_read_is_an_error_in_one_line(
 
 
 @quick
-def test_any_other_error_of_a_worker_is_one_line_with_its_cause(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_worker_errors_name_their_cause(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
@@ -122,7 +121,7 @@ def test_any_other_error_of_a_worker_is_one_line_with_its_cause(store: Store, mo
 
 
 @quick
-def test_a_file_cut_short_while_it_is_read_is_named(copy: Path) -> None:
+def test_file_truncated_while_read_is_named(copy: Path) -> None:
     steps = reading(Store.open(copy))
     os.truncate(copy / "train-00000.latents.npy", 0)
     one_line(steps, r"train-00000.latents.npy: damaged: 0 bytes, expected")
@@ -150,13 +149,13 @@ def test_the_command_ends_with_65_and_leaves_nothing_running(
 
 @quick
 def test_workers_end_with_their_run(store: Store) -> None:
-    steps = Loader(store, "train", DataConfig(num_workers=2), 5, always(64, 8)).steps(0, 3)
+    steps = Loader(store, "train", DataConfig(num_workers=2), 5, constant_batch_size(64, 8)).steps(0, 3)
     assert [step for step, _ in steps] == [0, 1, 2]
     del steps
     assert not any(worker.is_alive() for worker in multiprocessing.active_children())
 
 
-def test_a_worker_says_nothing_of_a_parent_that_went_away(capfd: pytest.CaptureFixture[str]) -> None:
+def test_worker_exits_silently_after_its_parent(capfd: pytest.CaptureFixture[str]) -> None:
     """While it hands over a batch, which a thread of multiprocessing does; of all else it does."""
     process = multiprocessing.get_context("fork").Process(target=_left_alone)
     process.start()

@@ -1,4 +1,4 @@
-"""Marginals of both forward processes match alpha; reverse steps of the text keep them."""
+"""Marginals of both forward processes match alpha, and reverse steps of the text preserve them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text loss is a likelihood bound: nothing for a perfect denoiser, log V for one that knows nothing."""
+"""The text loss is a likelihood bound: 0 for a perfect denoiser, log V for a uniform one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_perfect_denoiser_has_no_loss(
 
 @pytest.mark.parametrize("mode", ["l2t", "joint"])
 def test_the_bound_of_a_uniform_predictor_is_log_v(mode: Mode) -> None:
-    """Within 4.5 standard deviations.
+    """Compare the estimate with log V, within 4.5 standard deviations.
 
     A token counts 1 / t with probability t, t uniform above t_min: mean 1 and variance log(1 / t_min) - 1 + t_min.
     Given t the masks are independent, so over n tokens the deviation is at most log V sqrt(variance / n): 0.76 % here.

@@ -1,4 +1,4 @@
-"""A step's loss and gradient are those of its global batch, however it is cut into micro-batches."""
+"""Loss and gradient of a step do not depend on how its global batch is split into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of a text is written anew, given the rest: `generate(template=...)`."""
+"""Masked spans of a text are generated given the rest: `generate(template=...)`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def written(model: object, config: SamplingConfig, kept: torch.Tensor | None = K
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_rest_is_given_clean_at_every_step_and_stays(config: SamplingConfig) -> None:
+def test_unmasked_tokens_stay_clean_at_every_step(config: SamplingConfig) -> None:
     model, steps = Guesser(), []
     made = written(model, config, on_step=lambda t, tokens: steps.append((t, tokens.clone())))
     for tokens, _, positions in model.asked:
@@ -75,12 +75,12 @@ def test_the_rest_is_given_clean_at_every_step_and_stays(config: SamplingConfig)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_who_knows_the_text_writes_it_again(config: SamplingConfig) -> None:
+def test_perfect_denoiser_restores_the_text(config: SamplingConfig) -> None:
     assert torch.equal(written(PerfectDenoiser(PAIRS, LATENT), config).tokens, PAIRS.tokens)
 
 
-def test_the_network_is_asked_for_what_is_written_alone() -> None:
-    """By `ancestral` each token once, when it is written; by `confidence` all that are masked, in every step."""
+def test_only_masked_positions_are_predicted() -> None:
+    """`ancestral` predicts each token once, when it is unmasked; `confidence` all masked tokens in every step."""
     model, steps, ancestral = Guesser(), [KEPT], SamplingConfig(steps=8, decoding="ancestral")
     written(model, ancestral, on_step=lambda _, tokens: steps.append(tokens.clone()))
     for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):
@@ -92,7 +92,7 @@ def test_the_network_is_asked_for_what_is_written_alone() -> None:
         assert torch.equal(positions, (tokens == MASK).nonzero().squeeze(1))
 
 
-def test_the_network_is_told_the_time_of_as_many_masks() -> None:
+def test_time_matches_the_number_of_masks() -> None:
     model = Guesser()
     written(model, SamplingConfig(steps=5, decoding="confidence"))
     shares = torch.tensor(SIZES) / torch.tensor(PAIRS.lengths)
@@ -100,7 +100,7 @@ def test_the_network_is_told_the_time_of_as_many_masks() -> None:
         torch.testing.assert_close(t_text, t * shares)
 
 
-def test_the_surest_are_written_at_the_pace_of_the_span() -> None:
+def test_most_confident_tokens_are_unmasked_first() -> None:
     steps: list[torch.Tensor] = []
     config = SamplingConfig(steps=5, decoding="confidence")
     written(Guesser(), config, on_step=lambda _, tokens: steps.append(tokens.clone()))
@@ -110,14 +110,14 @@ def test_the_surest_are_written_at_the_pace_of_the_span() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_text_of_masks_alone_is_any_text(config: SamplingConfig) -> None:
+def test_fully_masked_template_equals_plain_generation(config: SamplingConfig) -> None:
     """The same model calls and random numbers as without `template`."""
     assert torch.equal(
         written(Guesser(), config, torch.full_like(KEPT, MASK)).tokens, written(Guesser(), config, None).tokens
     )
 
 
-def test_what_was_kept_decides_what_is_written() -> None:
+def test_context_determines_the_generated_tokens() -> None:
     """Given a model that writes its left neighbor again."""
 
     def echo(tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]

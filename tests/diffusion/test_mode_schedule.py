@@ -1,4 +1,4 @@
-"""The modes' shares as a function of the step: piecewise constant, and known as a whole before the first step."""
+"""Mode weights as a piecewise constant function of the step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_stages_begin_at_step_0_and_are_in_order(mode: ModeShares, schedule: dic
         ("l2t", {3: {}}, r"^mode_schedule\.3: weights must be"),
     ],
 )
-def test_what_cannot_be_is_refused_by_key(mode: ModeShares, schedule: dict[int, ModeShares], message: str) -> None:
+def test_invalid_schedules_are_refused_by_key(mode: ModeShares, schedule: dict[int, ModeShares], message: str) -> None:
     for call in (trained_modes, mode_stages, lambda *both: mode_weights_at(0, *both)):
         with pytest.raises(ValueError, match=message):
             call(mode, schedule)

@@ -1,4 +1,4 @@
-"""Losses by noise level: parts of the losses that are shown anyway, and no change to what is trained."""
+"""Losses by noise bin add up to the logged losses and do not change training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def noise() -> Noise:
 
 
 @pytest.mark.parametrize("text", ["elbo", "masked_mean"])
-def test_levels_are_means_over_their_samples_alone(model: MMDiT, text: str) -> None:
+def test_bins_are_means_over_their_own_samples(model: MMDiT, text: str) -> None:
     """Against a loop over the samples: which level each belongs to, by its own time in its modality."""
     levels, drawn = 4, noise()
     total = of_levels(levels, text)
@@ -77,7 +77,7 @@ def test_levels_are_means_over_their_samples_alone(model: MMDiT, text: str) -> N
             assert math.isnan(value) if not count else value == pytest.approx(expected[level, 0] / count, rel=1e-4)
 
 
-def test_the_number_of_levels_changes_no_bit_of_loss_and_gradient(model: MMDiT) -> None:
+def test_number_of_bins_does_not_change_the_loss(model: MMDiT) -> None:
     results = []
     for levels in (1, 5):
         total = of_levels(levels)
@@ -94,7 +94,7 @@ def test_the_number_of_levels_changes_no_bit_of_loss_and_gradient(model: MMDiT) 
     assert not [name for name in one if "noise" in name] and len(five) == len(one) + 2 * 5
 
 
-def test_finer_levels_are_shown_as_the_coarse_ones(model: MMDiT) -> None:
+def test_fine_bins_add_up_to_coarse_ones(model: MMDiT) -> None:
     coarse = of_levels(5)
     fine = coarse.for_validation(6)
     summaries = []

@@ -64,7 +64,7 @@ def test_seed_step_and_slot_each_change_the_noise() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 60])
-def test_times_lie_one_in_each_stratum_of_the_global_batch(size: int) -> None:
+def test_times_are_stratified_over_the_global_batch(size: int) -> None:
     pairs = random_pairs((2,) * size)
     for step in range(5):
         noise = draw_noise(pairs, 0, step, size, mode_weights("joint"))
@@ -76,7 +76,7 @@ def test_times_lie_one_in_each_stratum_of_the_global_batch(size: int) -> None:
         assert noise.t_text.min() >= torch.tensor(LogLinear.t_min)
 
 
-def test_times_of_the_modalities_are_dealt_independently() -> None:
+def test_times_of_the_modalities_are_independent() -> None:
     """Correlations of t_text, t_latent, mode and slot stay within 5 / sqrt(n)."""
     size = 4000
     pairs = random_pairs((1,) * size, channels=1)
@@ -89,7 +89,7 @@ def test_times_of_the_modalities_are_dealt_independently() -> None:
 @pytest.mark.parametrize(
     "weights", [{"l2t": 0.5, "t2l": 0.5}, {"l2t": 2, "t2l": 1, "joint": 1}, {"joint": 1}, {"t2l": 3, "joint": 7}]
 )
-def test_shares_of_the_modes_match_their_weights(weights: dict[Mode, float]) -> None:
+def test_mode_frequencies_match_their_weights(weights: dict[Mode, float]) -> None:
     size = 40
     pairs, shares = random_pairs((1,) * size), mode_weights(weights)
     total = torch.zeros(len(MODES))

@@ -1,4 +1,4 @@
-"""alpha, sigma, clock and velocity of every latent process; the text schedule; low-discrepancy times."""
+"""alpha, sigma and velocity of every latent process, the text schedule, and stratified times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def path(request: pytest.FixtureRequest) -> LatentPath:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ends_are_exactly_data_and_exactly_noise(path: LatentPath, dtype: torch.dtype) -> None:
+def test_endpoints_are_data_and_noise(path: LatentPath, dtype: torch.dtype) -> None:
     ends = torch.tensor([0.0, 1.0], dtype=dtype)
     assert path.alpha(ends).tolist() == [1, 0]
     assert path.sigma(ends).tolist() == [0, 1]
@@ -34,13 +34,13 @@ def test_noise_rises_and_signal_falls(path: LatentPath) -> None:
     assert (path.clock(GRID).diff() > 0).all()
 
 
-def test_variance_is_preserved_where_the_name_says_so(path: LatentPath) -> None:
+def test_variance_preserving_paths_preserve_variance(path: LatentPath) -> None:
     total = path.alpha(GRID) ** 2 + path.sigma(GRID) ** 2
     flow = isinstance(path, PATHS["rectified_flow"])
     torch.testing.assert_close(total, GRID**2 + (1 - GRID) ** 2 if flow else torch.ones_like(GRID))
 
 
-def test_velocity_is_the_derivative_by_the_clock(path: LatentPath) -> None:
+def test_velocity_is_the_time_derivative(path: LatentPath) -> None:
     step = 1e-6
     later, earlier = INSIDE + step, INSIDE - step
     ticks = path.clock(later) - path.clock(earlier)
@@ -62,7 +62,7 @@ def test_elbo_weight_is_minus_alpha_prime_over_masked_share() -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.123, 0.999])
-def test_one_time_in_each_stratum(offset: float) -> None:
+def test_stratified_times(offset: float) -> None:
     count = 64
     strata = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     times = stratified_times(offset, strata, count)

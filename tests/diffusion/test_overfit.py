@@ -1,4 +1,4 @@
-"""64 pairs are learned by heart, and sampling gives them back: both ways, by every process, prediction and loss."""
+"""64 memorized pairs are sampled back in both directions, with every process, prediction type and loss."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
     ("process", "prediction", "loss"),
     [pytest.param(*names, marks=[] if names in COVERING else pytest.mark.slow) for names in COMBINATIONS],
 )
-def test_pairs_learned_by_heart_are_sampled_back(
-    process: Process, prediction: PredictionType, loss: LatentLoss
-) -> None:
+def test_memorized_pairs_are_sampled_back(process: Process, prediction: PredictionType, loss: LatentLoss) -> None:
     accuracy, cosines = memorize(process, prediction, loss)
     assert accuracy >= 0.95
     assert min(cosines.values()) >= 0.95

@@ -1,4 +1,4 @@
-"""epsilon, x0 and v: one state told in three ways, and finite where a naive conversion divides by zero."""
+"""epsilon, x0 and v convert into each other and stay finite where a naive conversion divides by zero."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def orthogonal_pair(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 
 @every_combination
-def test_a_right_prediction_gives_back_data_and_noise(
+def test_correct_prediction_recovers_data_and_noise(
     process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
-    """Also for a cosine-trained prediction of arbitrary magnitude, since data and noise lie on their sphere."""
+    """A cosine-trained prediction may have any magnitude, since data and noise have known norms."""
     diffusion = gaussian(process, prediction, loss, CHANNELS)
     t = torch.linspace(0, 1, 101, dtype=torch.float64)
     t = t[(diffusion.path.alpha(t) > 2 * ALPHA_MIN) & (diffusion.path.sigma(t) > 2 * SIGMA_MIN)]
@@ -64,9 +64,7 @@ def test_predictions_convert_into_each_other(process: Process, first: Prediction
 
 @every_combination
 @pytest.mark.parametrize("bounded", [True, False])
-def test_everything_is_finite_at_both_ends(
-    process: Process, prediction: PredictionType, loss: LatentLoss, bounded: bool
-) -> None:
+def test_finite_at_both_ends(process: Process, prediction: PredictionType, loss: LatentLoss, bounded: bool) -> None:
     diffusion = gaussian(process, prediction, loss, CHANNELS)
     if not bounded:
         diffusion.max_norm = math.inf
@@ -103,7 +101,7 @@ def test_losses_are_zero_for_the_target_and_bounded_as_documented(
 
 
 @every_combination
-def test_the_zero_of_an_untrained_network_has_a_moderate_gradient(
+def test_zero_prediction_has_a_moderate_gradient(
     process: Process, prediction: PredictionType, loss: LatentLoss
 ) -> None:
     """Or it alone would fill the first clipped step, and Adam's second moments for hundreds more."""
@@ -124,7 +122,7 @@ def test_estimates_are_never_longer_than_the_data() -> None:
         assert x0.norm(dim=-1).max() <= diffusion.max_norm * (1 + 1e-5)
 
 
-def test_only_a_cosine_trained_start_lies_on_the_sphere() -> None:
+def test_only_cosine_training_starts_on_the_sphere() -> None:
     noise = torch.randn(5, 2, CHANNELS, generator=torch.Generator().manual_seed(0))
     assert torch.equal(gaussian("vp_cosine", "epsilon", "mse").prior(noise), noise)
     start = gaussian("vp_cosine", "epsilon", "cosine").prior(noise)

@@ -1,4 +1,4 @@
-"""A denoiser that knows the data gets them back through every sampler."""
+"""A perfect denoiser recovers the data with every sampler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def recovered(latent: GaussianDiffusion, mode: Mode, config: SamplingConfig) -> 
 def test_latents_are_recovered(
     process: Process, prediction: PredictionType, loss: LatentLoss, sampler: LatentSampler
 ) -> None:
-    """To float32 by DDIM, to the error of 40 straight steps by Euler.
+    """DDIM recovers latents to float32 precision, Euler to the error of 40 straight steps.
 
     Directions alone, of epsilon or v at z, do not tell how much of the start lies along the datum: about 1 / C of
     its square is chance overlap, which a cosine-trained network leaves in the sample.
@@ -77,7 +77,7 @@ def test_texts_are_recovered(config: SamplingConfig) -> None:
 
 
 @pytest.mark.parametrize("remask", [0.0, 0.5])
-def test_the_network_is_asked_only_in_steps_that_write(remask: float) -> None:
+def test_forward_passes_only_in_steps_that_unmask(remask: float) -> None:
     asked = []
     latent = gaussian("vp_cosine", "v", "cosine", CHANNELS)
 
@@ -99,7 +99,7 @@ def test_both_are_recovered_together(decoding: TextDecoding) -> None:
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-5)
 
 
-def test_guided_latents_are_recovered_where_the_condition_changes_nothing() -> None:
+def test_guidance_without_effect_of_the_condition_recovers_latents() -> None:
     made = recovered(gaussian("vp_cosine", "x0", "mse", CHANNELS), "t2l", SamplingConfig(steps=8, guidance=3.0))
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-4)
 

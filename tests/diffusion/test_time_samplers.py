@@ -1,4 +1,4 @@
-"""Times by their densities, and a text loss that stays the same bound whatever they were drawn from."""
+"""Times have their documented densities, and the text bound does not depend on the density."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_mode_scale_is_that_of_sd3(scale: float) -> None:
 
 
 @pytest.mark.parametrize("integrand", [torch.cos, torch.square, lambda t: 1 / (t + 0.01)])
-def test_importance_makes_means_those_of_uniform_times(integrand: object) -> None:
+def test_importance_weights_restore_uniform_means(integrand: object) -> None:
     sampler = TimeSampler("mode")
     assert callable(integrand)
     weighted = (sampler.importance(U) * integrand(sampler.times(U))).mean()
@@ -73,7 +73,7 @@ def test_the_bound_does_not_depend_on_text_time_sampling(limit: float | None) ->
     assert found["not"] < 0.3
 
 
-def test_masked_mean_claims_no_bound_and_has_no_importance() -> None:
+def test_masked_mean_has_no_importance_weights() -> None:
     weights = MaskedDiffusion(MASK, "masked_mean").weights(
         torch.tensor([0.1, 0.9]), torch.tensor([5, 9]), torch.tensor([2.0, 0.3])
     )
@@ -81,8 +81,8 @@ def test_masked_mean_claims_no_bound_and_has_no_importance() -> None:
 
 
 @pytest.mark.parametrize("which", ["text", "latent"])
-def test_stratified_times_are_a_choice_of_each_modality(which: str) -> None:
-    """Without, each sample's own: some strata stay empty. Nothing else of the noise changes."""
+def test_stratification_is_set_per_modality(which: str) -> None:
+    """Without stratification some strata stay empty; the rest of the noise is unchanged."""
     alone = {which: TimeSampler(stratified=False)}
     grid = draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint"))
     free = draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint"), **alone)
@@ -94,7 +94,7 @@ def test_stratified_times_are_a_choice_of_each_modality(which: str) -> None:
     assert torch.equal(grid.mode, free.mode) and torch.equal(grid.uniforms, free.uniforms)
 
 
-def test_text_and_latent_have_samplers_of_their_own() -> None:
+def test_text_and_latent_time_samplers_are_separate() -> None:
     uniform = draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint"))
     config = load_config(None, ["text.time_sampling=mode", "text.mode_scale=1.0", "latent.time_sampling=logit_normal"])
     drawn = draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint"), config.text.sampler, config.latent.sampler)
@@ -120,6 +120,6 @@ def test_text_and_latent_have_samplers_of_their_own() -> None:
         ("text.time_sampling=logit_normal", r"text.time_sampling: expected 'uniform' or 'mode'"),
     ],
 )
-def test_time_settings_that_do_nothing_are_refused(settings: str, message: str) -> None:
+def test_unused_time_settings_are_refused(settings: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, [settings])

@@ -1,4 +1,4 @@
-"""What only training adds to the losses: smoothing, z-loss, weights by time, learned ones; what is shown is plain."""
+"""Terms that only training adds: smoothing, z-loss, time weights and learned weights; logged losses have none."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_loss_label_smoothing_and_z_loss_are_those_of_full_logits(settings: dict
 # ---- weights by time -----------------------------------------------------------------------------------------
 
 
-def test_loss_text_weight_limit_bounds_what_is_trained_and_not_what_is_shown() -> None:
+def test_loss_text_weight_limit_affects_training_only() -> None:
     limited, free = (objective(text_weight_limit=limit, length_weight=0.0) for limit in (2.0, None))
     ours, theirs = noised_by(limited), noised_by(free)
     assert theirs.token_weight.max() > 2 and theirs.trained_token_weight is None
@@ -135,7 +135,7 @@ def test_loss_text_weight_limit_bounds_what_is_trained_and_not_what_is_shown() -
 def test_loss_latent_time_weighting_min_snr_weighs_the_same_error_of_x0(
     process: Process, prediction: PredictionType
 ) -> None:
-    """Whatever is predicted: weight x squared error of it = min(SNR, gamma) x squared error of x0."""
+    """For every prediction type: weight x its squared error = min(SNR, gamma) x squared error of x0."""
     diffusion, gamma = gaussian(process, prediction, "mse"), 5.0
     diffusion.max_norm = math.inf
     t = torch.linspace(0.03, 0.97, 60, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_loss_latent_time_weighting_min_snr_weighs_the_same_error_of_x0(
         torch.testing.assert_close(weight, paper.get(prediction, snr.clamp_max(gamma) / (snr + 1)))
 
 
-def test_loss_min_snr_gamma_is_trained_and_not_shown() -> None:
+def test_loss_min_snr_gamma_affects_training_only() -> None:
     plain = objective(gaussian("vp_cosine", "x0", "mse", 6), length_weight=0.0, latent_weight=1.0)
     model = model_of(plain.config)
     noised = noised_by(plain, mode=mode_weights("t2l"))
@@ -219,7 +219,7 @@ def test_loss_latent_weighting_is_kendalls_sum() -> None:
     assert gradient.tolist() == pytest.approx(wanted, rel=1e-4)
 
 
-def test_learned_weights_are_the_same_however_a_step_is_cut() -> None:
+def test_learned_weights_do_not_depend_on_micro_batches() -> None:
     total = learned(label_smoothing=0.1, z_loss=1e-3, latent_time_weighting="min_snr", text_weight_limit=3.0)
     model = model_of(total.config)
     results = []
@@ -236,15 +236,15 @@ def test_learned_weights_are_the_same_however_a_step_is_cut() -> None:
 
 
 @pytest.mark.parametrize("mode", ["l2t", "t2l"])
-def test_a_step_without_a_loss_leaves_its_weight_alone(mode: Mode) -> None:
+def test_weight_of_an_absent_loss_is_unchanged(mode: Mode) -> None:
     total = learned()
     model, noised = model_of(total.config), noised_by(total, mode=mode_weights(mode))
     gradient = gradients(model, total(model, noised, noised.counts.tolist())[0])["loss_weights.value"]
     assert (gradient == 0).tolist() == [mode == "t2l", mode == "l2t"]
 
 
-def test_learned_weights_find_one_over_twice_the_loss() -> None:
-    """Of losses that stand still, by Adam at a usual learning rate, in the time that a short run has."""
+def test_learned_weights_converge_to_half_the_inverse_loss() -> None:
+    """Constant losses, Adam at a usual learning rate, as many steps as a short run."""
     weights, losses = LossWeights((1.0, 0.1)), torch.tensor([6.0, 0.25])
     adam = torch.optim.Adam(weights.parameters(), lr=2e-3)
     for _ in range(700):
@@ -256,7 +256,7 @@ def test_learned_weights_find_one_over_twice_the_loss() -> None:
     torch.testing.assert_close((-weights()).exp() * losses, torch.tensor([0.5, 0.5]), rtol=0.02, atol=0)
 
 
-def test_validation_and_sampling_do_not_see_what_only_training_adds() -> None:
+def test_training_only_terms_are_absent_in_validation() -> None:
     total = learned(label_smoothing=0.1, z_loss=1e-3, latent_time_weighting="min_snr", text_weight_limit=3.0)
     model, plain = model_of(total.config).eval(), total.for_validation()
     assert plain.config == LossConfig(latent="mse", latent_weight=0.5)
@@ -284,7 +284,7 @@ def test_validation_and_sampling_do_not_see_what_only_training_adds() -> None:
         (["loss.latent_weighting=gradnorm"], r"loss.latent_weighting: expected 'fixed' or 'uncertainty'"),
     ],
 )
-def test_loss_settings_that_cannot_be_are_refused(settings: list[str], message: str) -> None:
+def test_invalid_loss_settings_are_refused(settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
         load_config(None, settings)
     assert "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""`Engine.gather`: the same plain values on all ranks, and nothing that came over the network is run."""
+"""`Engine.gather` gives the same plain values on all ranks and never unpickles."""
 
 from __future__ import annotations
 

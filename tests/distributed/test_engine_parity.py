@@ -1,4 +1,4 @@
-"""One run config, one curve: every engine through its shipped config file, on real processes."""
+"""All engines give the curve of one process, with the shipped config files, in real processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.helpers.engine_runs import (
     deepspeed,
     difference,
     records,
+    saved_tensors,
     some,
-    state,
     succeed,
     torchrun,
 )
@@ -39,7 +39,7 @@ def test_two_processes_follow_one(
     assert_same_run(folder, single(), FP32)
     # Not the curve alone: weights and moments, whole and by name, are those of one process.
     for name in ("model", "optimizer"):
-        ours, theirs = state(folder, name), state(single(), name)
+        ours, theirs = saved_tensors(folder, name), saved_tensors(single(), name)
         assert ours.keys() == theirs.keys()
         worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
         assert worst < 1e-5, f"{name}: {worst}"
@@ -62,7 +62,7 @@ def test_bf16_follows_one_process_in_bf16(
     assert_same_run(folder, single("precision=bf16"), BF16)
     # bfloat16 it is, and the master weights it is not.
     assert records(folder)[1]["loss/total"] != records(single())[1]["loss/total"]
-    saved = state(folder)
+    saved = saved_tensors(folder)
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert any((tensor != tensor.bfloat16().float()).float().mean() > 0.5 for tensor in saved.values())
 
@@ -81,7 +81,7 @@ def test_frozen_parts_and_recomputed_blocks(
     assert difference(single(*settings), single(settings[0])) == 0
     assert difference(single(*settings), single(), CURVE[:1]) > FP32
     # What is frozen is what one process starts with, under engines that round their copy as well.
-    start, end = state(single(*settings, "train.steps=1")), state(folder)
+    start, end = saved_tensors(single(*settings, "train.steps=1")), saved_tensors(folder)
     frozen = [name for name in end if name.startswith("token_embedding") or ".latent." in name]
     assert frozen and all(torch.equal(start[name], end[name]) for name in frozen)
     assert not torch.equal(start["text_out.weight"], end["text_out.weight"])
@@ -122,14 +122,14 @@ def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: P
     assert_same_run(tmp_path, single(), FP32)
 
 
-def test_a_run_goes_on_under_other_engines(
+def test_run_resumes_under_other_engines(
     parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each goes on where the one before was stopped."""
+    """DDP x 2 to FSDP2 x 3 to ZeRO-3 x 2 to one process: each resumes where the previous one stopped."""
     settings = ["train.global_batch_size=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     settings += ["ema.decay=0.9", "validation.every=7"]
     whole = single(*settings)
-    at, expected = [whole / "checkpoints" / "step-00000004"], state(whole, "ema")
+    at, expected = [whole / "checkpoints" / "step-00000004"], saved_tensors(whole, "ema")
     for step, engine, processes in ((8, "ddp", 2), (12, "fsdp2", 3), (16, "zero3", 2)):
         folder = tmp_path / engine
         forked.succeed(engine, folder, processes, parity_config, *settings, f"resume={at[-1]}")
@@ -138,7 +138,7 @@ def test_a_run_goes_on_under_other_engines(
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
         ours, theirs = records(folder, "validation"), records(whole, "validation")
         assert max(abs(ours[s][LOSS] / theirs[s][LOSS] - 1) for s in ours) < FP32 and ours[20]["weights"] == "ema"
-        average = state(folder, "ema")
+        average = saved_tensors(folder, "ema")
         assert average.keys() == expected.keys()
         assert max(float((average[name] - expected[name]).abs().max()) for name in average) < 1e-5
         at.append(folder / "checkpoints" / f"step-{step:08}")
@@ -150,9 +150,7 @@ def test_a_run_goes_on_under_other_engines(
 @pytest.mark.parametrize(
     "engine", ["single", "fsdp2", "zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2"))]
 )
-def test_a_resumed_run_gives_the_same_bits(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_resumed_run_is_bitwise_equal(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Resumed twice, in the second epoch and in the third, with accumulation and dropout, on the same processes."""
     settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=16", "model.dropout=0.1"]
     settings += ["checkpoint.every_steps=4", "validation.every=0", "ema.decay=0.9"]
@@ -166,9 +164,9 @@ def test_a_resumed_run_gives_the_same_bits(
     assert list(ours) == [9, 10, 11, 12] and 1 < whole[4]["data/epoch"] < 2 < whole[8]["data/epoch"] < 3
     assert all(ours[step][key] == whole[step][key] for step in ours for key in CURVE)
     for name in ("model", "optimizer", "ema"):
-        expected = state(folders[0], name)
-        assert expected.keys() == state(folders[2], name).keys()
-        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in state(folders[2], name).items())
+        expected = saved_tensors(folders[0], name)
+        assert expected.keys() == saved_tensors(folders[2], name).keys()
+        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in saved_tensors(folders[2], name).items())
 
 
 def test_freezing_may_change_between_starts(
@@ -176,14 +174,14 @@ def test_freezing_may_change_between_starts(
 ) -> None:
     settings = [str(parity_config), f"run.dir={tmp_path}", "checkpoint.every_steps=4"]
     assert train.main([*settings, "train.steps=4"]) == 0
-    before = state(tmp_path)
+    before = saved_tensors(tmp_path)
     assert train.main([*settings, "train.steps=8", "freeze=[latent_stream]"]) == 0
     assert "changed since: freeze: [] -> ['latent_stream']" in capsys.readouterr().out
-    after = state(tmp_path)
+    after = saved_tensors(tmp_path)
     assert all(torch.equal(before[name], after[name]) for name in after if ".latent." in name)
-    assert not any(".latent." in name for name in state(tmp_path, "optimizer"))
+    assert not any(".latent." in name for name in saved_tensors(tmp_path, "optimizer"))
     forked.succeed("zero2", tmp_path, 2, *settings, "train.steps=12")
-    thawed = state(tmp_path)
+    thawed = saved_tensors(tmp_path)
     assert not any(torch.equal(after[name], thawed[name]) for name in after if ".latent.qkv.weight" in name)
     assert train.main([*settings, "train.steps=16", "freeze=[text_stream]"]) == 0
     assert train.main([*settings, "train.steps=20"]) == 0

@@ -1,4 +1,4 @@
-"""The distributed settings reach the engine: read off the running process, and seen in what it exchanges."""
+"""Distributed settings reach the engine: checked in the running process and in the collectives that it calls."""
 
 from __future__ import annotations
 
@@ -51,6 +51,19 @@ def test_ddp_defaults(probe: Probe) -> None:
         assert first == 0 and last > 0
 
 
+@pytest.mark.setting(
+    "distributed.timeout_s",
+    "distributed.heartbeat_timeout_s",
+    "distributed.blocking_wait",
+    "distributed.async_error_handling",
+    "distributed.flight_recorder",
+    "distributed.nccl",
+    "distributed.ddp.find_unused_parameters",
+    "distributed.ddp.gradient_as_bucket_view",
+    "distributed.ddp.broadcast_buffers",
+    "distributed.ddp.static_graph",
+    "distributed.ddp.bucket_cap_mb",
+)
 def test_ddp_settings_changed(probe: Probe) -> None:
     facts = probe(
         "ddp",
@@ -94,6 +107,7 @@ def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
     assert reductions == [bool(in_first)] * 3, facts["steps"]
 
 
+@pytest.mark.setting("distributed.ddp.comm_hook")
 @pytest.mark.parametrize("hook", ["fp16", "powersgd"])
 def test_communication_hooks(
     hook: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
@@ -104,6 +118,7 @@ def test_communication_hooks(
     assert 1e-7 < difference(tmp_path / "run", single(), CURVE[:1]) < (0.05 if hook == "powersgd" else 0.01)
 
 
+@pytest.mark.setting("distributed.ddp.powersgd_rank", "distributed.ddp.powersgd_start_step")
 def test_powersgd_rank_and_start_step_change_the_curve(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     curves = []
     for name, rank, start in (("base", 8, 2), ("rank", 1, 2), ("start", 8, 50)):
@@ -114,7 +129,7 @@ def test_powersgd_rank_and_start_step_change_the_curve(parity_config: Path, fork
     assert len(base) == 6 and base != other_rank != later != base
 
 
-def test_a_hook_that_gloo_has_not_is_refused(
+def test_hook_unsupported_by_gloo_is_refused(
     parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
 ) -> None:
     ranks = two_ranks("ddp", parity_config, f"run.dir={tmp_path / 'run'}", "distributed.ddp.comm_hook=bf16")
@@ -137,15 +152,16 @@ def test_refused_settings(setting: str, complaint: str) -> None:
         load_config(None, [setting])
 
 
+@pytest.mark.setting("distributed.allow_long_timeout")
 @pytest.mark.quick
-def test_138_days_when_they_are_wanted() -> None:
+def test_allow_long_timeout() -> None:
     config = load_config(None, ["distributed.timeout_s=11923200", "distributed.allow_long_timeout=true"])
     assert config.distributed.timeout_s == 11923200
     assert settings_to_export(config.distributed)["NCCL_NSOCKS_PERTHREAD"] == "4"
 
 
 @pytest.mark.quick
-def test_a_variable_that_nobody_reads_is_found() -> None:
+def test_unknown_nccl_variables_are_reported() -> None:
     libraries = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
     assert libraries
     names = ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_NO_SUCH_THING"]
@@ -153,7 +169,7 @@ def test_a_variable_that_nobody_reads_is_found() -> None:
 
 
 @pytest.mark.quick
-def test_a_name_that_nccl_builds_from_its_prefix_is_known(tmp_path: Path) -> None:
+def test_prefixed_nccl_variables_are_known(tmp_path: Path) -> None:
     (tmp_path / "libnccl.so").write_bytes(b"..SOCKET_NTHREADS\0..NCCL_DEBUG\0")
     names = ["NCCL_SOCKET_NTHREADS", "NCCL_DEBUG", "NCCL_SOCKET_NTHREAD"]
     assert variables_not_in([tmp_path / "libnccl.so"], names) == ["NCCL_SOCKET_NTHREAD"]

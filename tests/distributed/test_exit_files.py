@@ -1,4 +1,4 @@
-"""Exit records appear whole and keep the first cause; a process is told from another of the same number."""
+"""Exit records are written atomically and keep the first cause; a reused process id is recognized."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def codes(folder: Path) -> dict[str, int]:
     return {path.name: json.loads(path.read_text())["code"] for path in folder.iterdir()}
 
 
-def test_of_many_failures_one_is_the_first(tmp_path: Path) -> None:
+def test_first_of_many_failures_is_recorded(tmp_path: Path) -> None:
     ranks, ended = 12, threading.Event()
     together = threading.Barrier(ranks)
 
@@ -64,15 +64,13 @@ def test_of_many_failures_one_is_the_first(tmp_path: Path) -> None:
         ([(1, 65), (1, 1), (0, 76)], {"exit.json": 65, "exit.rank0.json": 76}),
     ],
 )
-def test_a_failure_comes_before_a_good_end(
-    tmp_path: Path, ends: list[tuple[int, int]], expected: dict[str, int]
-) -> None:
+def test_failure_replaces_a_clean_exit(tmp_path: Path, ends: list[tuple[int, int]], expected: dict[str, int]) -> None:
     for rank, code in ends:
         write_exit(tmp_path, rank, 7, code, "cause")
     assert codes(tmp_path) == expected
 
 
-def test_without_hard_links_the_first_cause_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_cause_is_kept_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise PermissionError
 
@@ -82,13 +80,13 @@ def test_without_hard_links_the_first_cause_is_kept_too(tmp_path: Path, monkeypa
     assert codes(tmp_path) == {"exit.json": 65, "exit.rank0.json": 76}
 
 
-def test_a_folder_that_refuses_is_no_second_error(tmp_path: Path) -> None:
+def test_unwritable_folder_raises_no_second_error(tmp_path: Path) -> None:
     write_exit(tmp_path / "gone", 0, 7, 74, "the disk is full")
     dump_stacks(tmp_path / "gone", 0, "step 7")
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_new_run_clears_what_the_last_left(tmp_path: Path) -> None:
+def test_new_run_clears_old_exit_files(tmp_path: Path) -> None:
     write_exit(tmp_path, 0, 7, 65, "cause")
     write_exit(tmp_path, 1, 7, 76, "cause")
     dump_stacks(tmp_path, 1, "step 7", ValueError("seven"))
@@ -106,11 +104,12 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_only_the_process_that_is_meant_is_put_down(
+def test_only_the_identified_process_is_killed(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(last_words, "KILL_TIMEOUT_S", 0.2)
-    start_time = last_words._stat(sleeper.pid)[1]
+    stat = Path(f"/proc/{sleeper.pid}/stat").read_text()
+    start_time = int(stat.rpartition(")")[2].split()[19])
     assert (
         abs(start_time / os.sysconf("SC_CLK_TCK") - (psutil.Process(sleeper.pid).create_time() - psutil.boot_time()))
         < 1

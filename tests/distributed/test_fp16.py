@@ -1,4 +1,4 @@
-"""`precision: fp16`: its loss scale, and the steps that are left out because gradients overflow."""
+"""`precision: fp16`: the loss scale, and the steps skipped because gradients overflow."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, 
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.engine_runs import Single, assert_same_run, records, state
-from tests.helpers.faulty_steps import facts, skipped_steps
+from tests.helpers.engine_runs import Single, assert_same_run, records, saved_tensors
+from tests.helpers.faulty_steps import run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
 
 FP16 = 5e-3  # against fp32; bf16, with 3 bits less, is held to 2e-2
@@ -26,7 +26,7 @@ SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16
 
 
 @pytest.mark.quick
-def test_gradients_are_those_of_a_multiple_of_the_loss(tiny_config: Path) -> None:
+def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
     """In float16 the others would be lost; the optimizer gets the gradients themselves."""
     found: dict[str, list[list[torch.Tensor]]] = {}
     norms: dict[str, float] = {}
@@ -61,7 +61,7 @@ def test_precision_fp16_follows_fp32(
     assert ours[1]["loss/total"] != theirs[1]["loss/total"]
     assert {record["optim/loss_scale"] for record in ours.values()} == {INITIAL_SCALE}
     assert "optim/loss_scale" not in theirs[1]
-    saved = state(folder)
+    saved = saved_tensors(folder)
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert any((tensor != tensor.half().float()).float().mean() > 0.5 for tensor in saved.values())
 
@@ -75,7 +75,9 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     faults.append({"step": 4, "kind": "loss", "rank": 0, "micro_batch": 1})
     settings = ("train.steps=9", "guard.max_consecutive=2")
     folder = tmp_path / "run"
-    found = facts(forked, engine, folder, faults, parity_config, *settings, "precision=fp16", "validation.every=0")
+    found = run_with_faults(
+        forked, engine, folder, faults, parity_config, *settings, "precision=fp16", "validation.every=0"
+    )
     for rank in found:
         changed = [after != before for before, after in zip(rank["digests"], rank["digests"][1:], strict=False)]
         assert [step for step, new in enumerate(changed) if not new] == [1, 2, 3, 4]
@@ -95,7 +97,7 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     assert curve[9]["health/skipped_steps"] == 4
 
 
-def test_a_resumed_run_has_the_same_scale(parity_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scale_is_resumed(parity_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**24)  # which overflows
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
     settings = ["precision=fp16", "checkpoint.every_steps=8", "validation.every=0", "guard.max_consecutive=1"]
@@ -111,15 +113,17 @@ def test_a_resumed_run_has_the_same_scale(parity_config: Path, tmp_path: Path, m
     assert min(scales.values()) < 2.0**24 and len(set(scales.values())) > 1
     assert {step: scales[step] for step in again} == {step: again[step]["optim/loss_scale"] for step in again}
     for name in ("model", "optimizer"):
-        expected = state(tmp_path / "whole", name)
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in state(tmp_path / "again", name).items())
+        expected = saved_tensors(tmp_path / "whole", name)
+        assert all(
+            torch.equal(tensor, expected[key]) for key, tensor in saved_tensors(tmp_path / "again", name).items()
+        )
     ends = [tmp_path / name / "checkpoints/step-00000020/state.json" for name in ("whole", "again")]
     first, second = (json.loads(path.read_text()) for path in ends)
     assert first == second and first["loss_scale"] is not None and first["skipped_in_a_row"] == 0
 
 
 @pytest.mark.quick
-def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scale_follows_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 4)
     ours, theirs = LossScale(torch.device("cpu")), torch.amp.GradScaler("cpu", growth_interval=4)
     seen = set()
@@ -154,7 +158,7 @@ def test_the_scale_moves_as_that_of_gradscaler(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.quick
-def test_what_the_smallest_scale_does_not_mend_is_a_fault() -> None:
+def test_overflow_at_the_smallest_scale_is_an_error() -> None:
     records = [[{"samples": [1], "loss": 2.0}]]
     assert Skip.classify(1, math.inf, records, 2.0).reason == "overflow"
     assert Skip.classify(1, math.inf, records, MIN_SCALE).reason == "norm"

@@ -1,4 +1,4 @@
-"""Who is accused, from what the ranks said of themselves."""
+"""Which rank the hang diagnosis names, given the heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def verdict(
     return diagnose(wait, world_size or len(peers) + 1, by_rank, window=1.5, store_unreachable=store_unreachable)
 
 
-def test_the_silent_come_before_the_stuck() -> None:
+def test_silent_rank_is_named_before_stuck_ranks() -> None:
     found = verdict(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
     assert found.rank == 2 and [process.pid for process in found.silent] == [102, 103]
     assert found.cause == (
@@ -45,7 +45,7 @@ def test_the_silent_come_before_the_stuck() -> None:
     )
 
 
-def test_who_left_the_collectives_longest_ago_is_stuck() -> None:
+def test_rank_longest_out_of_collectives_is_stuck() -> None:
     found = verdict(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
     assert found.rank == 3 and found.silent == ()
     assert "rank 3 (host far, pid 103) has been stuck outside of any collective for 9.0 s (step 7)" in found.cause
@@ -60,28 +60,28 @@ def test_who_left_the_collectives_longest_ago_is_stuck() -> None:
         ([seen(1), seen(2)], None, "the ranks called different collectives: all 3 ranks respond"),
     ],
 )
-def test_ranks_that_answer_but_do_something_else(peers: list[PeerHeartbeat], rank: int | None, text: str) -> None:
+def test_ranks_in_different_collectives(peers: list[PeerHeartbeat], rank: int | None, text: str) -> None:
     found = verdict(*peers)
     assert found.rank == rank and text in found.cause
 
 
-def test_a_broken_connection_does_not_accuse_who_is_at_work() -> None:
+def test_broken_connection_does_not_blame_working_ranks() -> None:
     found = verdict(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False))
     assert found.rank is None and "the connection broke" in found.cause
 
 
-def test_a_rank_that_never_came() -> None:
+def test_rank_that_never_started() -> None:
     assert "rank 2 never connected, nor did ranks [3]" in verdict(seen(1), world_size=4).cause
 
 
-def test_a_store_that_is_out_of_reach_proves_nothing_about_the_ranks() -> None:
+def test_unreachable_store_blames_no_rank() -> None:
     found = verdict(seen(1, ""), store_unreachable="the store at a:1")
     assert found.rank is None and found.cause.startswith(
         "the store at a:1 does not respond; rank 0 or the launcher hosts it"
     )
 
 
-def test_reading_goes_on_until_there_is_a_fault_or_all_moved() -> None:
+def test_heartbeats_are_read_until_conclusive() -> None:
     peers = {1: seen(1), 2: seen(2)}
     assert not is_conclusive(peers, {}, 1.5)
     assert not is_conclusive(peers, {1: 9, 2: 10}, 1.5)
@@ -91,7 +91,7 @@ def test_reading_goes_on_until_there_is_a_fault_or_all_moved() -> None:
     assert not is_conclusive({**peers, 2: seen(2, silent_s=2, done=True)}, {}, 1.5)
 
 
-def test_what_is_published_is_what_is_read() -> None:
+def test_heartbeat_round_trip() -> None:
     failure = verdict(seen(1, silent_s=4.0))
     assert Failure.parse(json.dumps(asdict(failure)).encode()) == failure
     beat = seen(1).heartbeat

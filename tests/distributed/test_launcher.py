@@ -1,4 +1,4 @@
-"""What the launcher asks for, and what is refused by name before anything is trained."""
+"""The launcher's environment and files: what they select, and what is refused before training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_no_launcher_is_one_process() -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
-def test_the_config_file_picks_the_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_file_selects_the_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     launch = read_launcher_env(dict(LAUNCHED), accelerate_file=f"accelerate_configs/{engine}.yaml")
     assert (launch.engine, launch.rank, launch.world_size) == (engine, 1, 2)
@@ -128,7 +128,7 @@ def test_auto_is_filled_from_the_run_config(engine: str) -> None:
         ({"prescale_gradients": "auto"}, 'prescale_gradients: "auto" is not supported here'),
     ],
 )
-def test_a_deepspeed_file_that_says_otherwise_is_refused(section: dict[str, object], complaint: str) -> None:
+def test_contradicting_deepspeed_file_is_refused(section: dict[str, object], complaint: str) -> None:
     config = {"zero_optimization": {"stage": 2}, **section}
     with pytest.raises(ConfigError, match=complaint):
         resolve_deepspeed_config(config, "x.json", PLAN)
@@ -149,7 +149,7 @@ def test_a_cpu_config_that_would_train_separate_copies(parity_config: Path, tmp_
     assert "every process would train its own copy" in done.stdout
 
 
-def test_processes_that_were_asked_for_and_did_not_come(parity_config: Path, tmp_path: Path) -> None:
+def test_missing_processes_are_refused(parity_config: Path, tmp_path: Path) -> None:
     """Two are asked for, one is started: it says so instead of waiting for half an hour. Here after 2 s, not 30."""
     alone = environment(**{**LAUNCHED, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29653"})
     settings = [f"run.dir={tmp_path / 'run'}", "distributed.timeout_s=2"]
@@ -186,7 +186,7 @@ os._exit(code)
         ("data.path=/nowhere", "rank 1: /nowhere"),
     ],
 )
-def test_ranks_that_were_not_started_alike(
+def test_ranks_with_different_configs_are_refused(
     change: str,
     complaint: str,
     parity_config: Path,

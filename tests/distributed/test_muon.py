@@ -1,4 +1,4 @@
-"""The optimizers under the engines: Muon whole and sharded, DeepSpeed's AdamW, and what is refused."""
+"""Optimizers under the engines: Muon whole and sharded, DeepSpeed's AdamW, and refused combinations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mmldlm import train
-from tests.helpers.engine_runs import CURVE, difference, environment, records, run, state
+from tests.helpers.engine_runs import CURVE, difference, environment, records, run, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import BIN, ROOT, SCRIPTS
 from tests.helpers.ports import free_port
@@ -36,7 +36,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert difference(folder, reference, ("validation/total",), "validation") < MUON_LOSS
 
 
-def test_muon_of_a_sharded_matrix_has_the_bits_of_the_whole() -> None:
+def test_sharded_muon_equals_whole_muon_bitwise() -> None:
     command = [str(BIN / "torchrun"), "--nproc_per_node", "3", "--master_port", str(free_port())]
     done = run([*command, str(SCRIPTS / "sharded_muon.py")], env=environment(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0, done.stdout[-3000:]
@@ -53,11 +53,13 @@ def test_muon_on_two_processes_follows_one(
     assert report(tmp_path / engine) == report(single(MUON, prediction))
     assert report(single(MUON, prediction)).startswith("torch.Muon for 24 matrices of")
     for name in ("model", "optimizer"):
-        ours, theirs = state(tmp_path / engine, name), state(single(MUON, prediction), name)
+        ours, theirs = saved_tensors(tmp_path / engine, name), saved_tensors(single(MUON, prediction), name)
         assert ours.keys() == theirs.keys() and all(ours[key].shape == theirs[key].shape for key in ours)
         # Of weights that have moved by 1e-2.
         assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel()) < 5e-3
-    kept = {name.rpartition("/")[2] for name in state(single(MUON, prediction), "optimizer") if "qkv.weight" in name}
+    kept = {
+        name.rpartition("/")[2] for name in saved_tensors(single(MUON, prediction), "optimizer") if "qkv.weight" in name
+    }
     assert kept == {"momentum_buffer"}
 
 
@@ -74,12 +76,12 @@ def test_a_resumed_run_with_muon_gives_the_same_bits(
     assert list(records(resumed)) == [6, 7, 8, 9, 10]
     assert all(records(resumed)[step][key] == records(whole)[step][key] for step in range(6, 11) for key in CURVE)
     for name in ("model", "optimizer"):
-        expected, found = state(whole, name), state(resumed, name)
+        expected, found = saved_tensors(whole, name), saved_tensors(resumed, name)
         assert expected.keys() == found.keys()
         assert all(torch.equal(tensor, expected[entry]) for entry, tensor in found.items())
 
 
-def test_a_run_with_muon_goes_on_under_other_engines(
+def test_muon_run_resumes_under_other_engines(
     parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """DDP x 2 to FSDP2 x 3 to one process, and not to AdamW."""
@@ -95,7 +97,7 @@ def test_a_run_with_muon_goes_on_under_other_engines(
         at.append(folder / "checkpoints" / f"step-{step:08}")
 
 
-def test_another_kind_of_optimizer_does_not_go_on(
+def test_other_optimizer_cannot_resume(
     parity_config: Path, single: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for before, now in (((MUON,), "adamw"), ((), "muon")):
@@ -167,7 +169,7 @@ def cpu_adam() -> None:
 def test_deepspeeds_adam_is_adamw(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """And goes on from its own checkpoint and from AdamW's of another engine, and AdamW goes on from its."""
+    """It resumes from its own checkpoint and from AdamW's of another engine, and AdamW resumes from its checkpoint."""
     name = "optim.name=deepspeed_adam"
     whole = tmp_path / "whole"
     forked.succeed(engine, whole, 2, parity_config, name)
@@ -175,7 +177,7 @@ def test_deepspeeds_adam_is_adamw(
     assert difference(whole, single()) < 1e-5
     assert difference(whole, single()) > 0, "another implementation rounds otherwise"
     for group in ("model", "optimizer"):
-        ours, theirs = state(whole, group), state(single(), group)
+        ours, theirs = saved_tensors(whole, group), saved_tensors(single(), group)
         assert ours.keys() == theirs.keys()
         assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel()) < 1e-5
     for source, target, settings in ((whole, engine, [name]), (single(), engine, [name]), (whole, "ddp", [])):
@@ -187,7 +189,7 @@ def test_deepspeeds_adam_is_adamw(
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < 1e-5
         if source is whole and settings:
             for group in ("model", "optimizer"):
-                expected, found = state(whole, group), state(folder, group)
+                expected, found = saved_tensors(whole, group), saved_tensors(folder, group)
                 assert all(torch.equal(found[entry], expected[entry]) for entry in expected), "not the same bits"
-        steps = {float(tensor) for key, tensor in state(folder, "optimizer").items() if key.endswith("/step")}
+        steps = {float(tensor) for key, tensor in saved_tensors(folder, "optimizer").items() if key.endswith("/step")}
         assert steps == {20.0}

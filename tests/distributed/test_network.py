@@ -1,4 +1,4 @@
-"""Interfaces and obstacles, on real sockets."""
+"""Network interfaces and connection problems, with real sockets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mmldlm.distributed.network import bind_problem, connect_problem, interface_
 pytestmark = pytest.mark.quick
 
 
-def test_loopback_leads_through_lo() -> None:
+def test_loopback_uses_lo() -> None:
     assert interface_for("127.0.0.1") == "lo"
     assert interface_for("localhost") == "lo"
     assert is_loopback("127.0.1.1") and is_loopback("::1") and not is_loopback("10.0.0.1")
 
 
-def test_an_address_of_this_machine_leads_through_the_interface_that_carries_it() -> None:
+def test_own_address_uses_its_interface() -> None:
     own = [
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()
@@ -30,18 +30,18 @@ def test_an_address_of_this_machine_leads_through_the_interface_that_carries_it(
     assert [(interface_for(address), address) for _, address in own] == own
 
 
-def test_no_interface_towards_a_name_that_is_not_resolved() -> None:
+def test_unresolved_name_has_no_interface() -> None:
     environment: dict[str, str] = {}
     assert use_interface_for("node0.invalid", environment) is None and environment == {}
 
 
-def test_the_interface_is_named_to_gloo_and_nccl_unless_the_user_did() -> None:
+def test_interface_variables_are_set_unless_given() -> None:
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
     assert use_interface_for("127.0.0.1", environment) == "lo"
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_what_keeps_a_connection_from_opening() -> None:
+def test_connect_problems() -> None:
     assert connect_problem("node0.invalid", 29500, 0.3) == "name not resolved"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert connect_problem("127.0.0.1", listener.getsockname()[1], 0.3) is None
@@ -49,7 +49,7 @@ def test_what_keeps_a_connection_from_opening() -> None:
     assert connect_problem("127.0.0.1", port, 0.3) == "refused"
 
 
-def test_nothing_comes_back_is_a_timeout() -> None:
+def test_no_answer_is_a_timeout() -> None:
     """A listener whose queue is full drops what comes, as a firewall does."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         address = listener.getsockname()
@@ -64,7 +64,7 @@ def test_nothing_comes_back_is_a_timeout() -> None:
                 client.close()
 
 
-def test_a_port_can_be_bound_unless_somebody_listens() -> None:
+def test_port_can_be_bound_unless_taken() -> None:
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
         assert "in use by process" in (bind_problem(port) or "")

@@ -1,4 +1,4 @@
-"""A rank that stops, hangs, dies or raises ends all ranks in time, and by name: real processes, real signals."""
+"""A rank that stops, hangs, dies or raises ends all ranks in time, and is named: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -94,23 +94,23 @@ def test_an_endless_loop_outside_of_collectives_ends_the_run(forked: ForkedRuns,
         assert re.search(r'watchdog_rank.py", line \d+ in spin\n', run.stacks(1))
 
 
-def test_code_that_holds_the_interpreter_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
-    """Its own watchdog cannot run, so those of the others on its machine kill it."""
+def test_code_that_holds_the_gil_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    """Its own watchdog cannot run, so the watchdogs of other ranks on its machine kill it."""
     with WatchedRun(forked, tmp_path, 2, 2, "hold", 1) as run:
         assert run.codes() == [76, -signal.SIGKILL]
         check_lost(run, 1, SILENT, [0])
 
 
-def test_a_main_thread_that_no_timeout_frees_is_ended(forked: ForkedRuns, tmp_path: Path) -> None:
-    """As in a collective that hangs in a device; the thread finds it in `sum_of_ones`."""
+def test_stuck_main_thread_is_killed(forked: ForkedRuns, tmp_path: Path) -> None:
+    """The main thread hangs as in a collective on a device; the watchdog thread names `sum_of_ones`."""
     with WatchedRun(forked, tmp_path, 2, 2, "hang") as run:
         run.harm(1, signal.SIGSTOP)
         assert run.codes() == [76, -signal.SIGKILL]
         check_lost(run, 1, STOPPED, [0])
 
 
-def test_a_rank_of_another_machine_is_judged_by_its_heartbeat(forked: ForkedRuns, tmp_path: Path) -> None:
-    """It cannot be killed from here, but learns of its end once it goes on."""
+def test_remote_rank_is_judged_by_its_heartbeat(forked: ForkedRuns, tmp_path: Path) -> None:
+    """It cannot be killed from another machine; it exits when it continues."""
     with WatchedRun(forked, tmp_path, 2, 2, "none", FAR="1") as run:
         run.harm(1, signal.SIGSTOP)
         assert run.code(0) == 76
@@ -121,7 +121,7 @@ def test_a_rank_of_another_machine_is_judged_by_its_heartbeat(forked: ForkedRuns
         assert "exit.rank1.json" in run.files()
 
 
-def test_a_store_that_is_out_of_reach_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+def test_unreachable_store_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, 2, "none", FAR="1") as run:
         run.harm(0, signal.SIGSTOP)
         assert run.code(1) == 76
@@ -130,7 +130,7 @@ def test_a_store_that_is_out_of_reach_ends_the_run(forked: ForkedRuns, tmp_path:
         assert re.fullmatch(rf"the store at 127.0.0.1:\d+ does not respond; {host}{WAITED}", cause), cause
 
 
-def test_a_lost_store_ends_ranks_that_wait_for_nobody(forked: ForkedRuns, tmp_path: Path) -> None:
+def test_lost_store_ends_independent_ranks(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, 2, "work-alone") as run:
         run.harm(0, signal.SIGSTOP)
         assert run.codes() == [-signal.SIGKILL, 76]
@@ -145,7 +145,7 @@ def test_ranks_in_different_collectives_are_named(forked: ForkedRuns, tmp_path: 
         assert "all-reduce of the loss counts" in cause and "barrier before saving" in cause and "step 7" in cause
 
 
-def test_a_bug_on_all_ranks_stays_a_bug(forked: ForkedRuns, tmp_path: Path) -> None:
+def test_bug_on_all_ranks_is_reported_as_such(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, LONG_S, "bug") as run:
         assert run.codes() == [1, 1]
         assert run.files() == {"exit.json", f"exit.rank{1 - run.record()['rank']}.json"}
@@ -154,15 +154,15 @@ def test_a_bug_on_all_ranks_stays_a_bug(forked: ForkedRuns, tmp_path: Path) -> N
             assert run.complaints(rank) == []
 
 
-def test_a_good_end_accuses_nobody(forked: ForkedRuns, tmp_path: Path) -> None:
+def test_clean_exit_blames_no_rank(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, LONG_S, "end") as run:
         assert run.codes() == [0, 0]
         assert run.files() == {"exit.json", "exit.rank1.json"}
         assert run.record()["code"] == run.record("exit.rank1.json")["code"] == 0
 
 
-def test_a_rank_may_end_before_others_that_work_alone(forked: ForkedRuns, tmp_path: Path) -> None:
-    """For longer than the timeout, and although the store ends with rank 0."""
+def test_rank_may_finish_early(forked: ForkedRuns, tmp_path: Path) -> None:
+    """The others work longer than the timeout, although the store ends with rank 0."""
     with WatchedRun(forked, tmp_path, 2, 1, "early-end", 0) as run:
         assert run.codes() == [0, 0]
         assert run.seconds > 4

@@ -1,4 +1,4 @@
-"""`mmldlm evaluate` on the command line: what is asked for is what is measured, and what cannot be is refused."""
+"""`mmldlm evaluate` on the command line: requested metrics and refused requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (["--weights", "ema"], 65, "has no EMA of the weights"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is(
+def test_invalid_requests_are_refused_before_any_evaluation(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
 ) -> None:
     try:
@@ -46,12 +46,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
     assert not (run_dir / "evaluation.json").exists()
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", str(tmp_path)]) == 65
     assert "not a run folder" in capsys.readouterr().err
 
 
-def test_what_is_asked_for_is_measured(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_metrics_are_measured(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = tmp_path / "pairs.jsonl"
     rows = (("The rose.", "The tulip.", 5), ("The rose.", "The wave.", 1), ("The oven.", "The flour.", 4))
     keys = ("sentence1", "sentence2", "score")
@@ -70,7 +70,7 @@ def test_what_is_asked_for_is_measured(run_dir: Path, tmp_path: Path, capsys: py
     assert (run_dir / "evaluation.json").read_bytes() == first
 
 
-def test_a_log_tells_phases_and_micro_batches(run_dir: Path) -> None:
+def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
     asked = ["--samples", "12", "--texts", "6", "--times", "2", "--batch", "4"]
     script = f"from mmldlm.evaluate import run; run({[str(run_dir), *asked]!r}, interval=0)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

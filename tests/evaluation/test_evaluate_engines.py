@@ -1,4 +1,4 @@
-"""One, two and three processes evaluate a run with the same results, whatever engine trained it or starts them."""
+"""Results of `mmldlm evaluate` do not depend on the number of processes, the engine or the launcher."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_results_do_not_depend_on_the_number_of_processes(
     assert found[0] == found[1] == found[2]  # each number to its last bit
 
 
-def test_a_fault_of_one_rank_is_told_by_all(single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path) -> None:
+def test_error_of_one_rank_ends_all_ranks(single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path) -> None:
     log, missing = tmp_path / "log", tmp_path / "none.tsv"
     pids = forked.start("ddp", [single(), *ASKED, "--sts", missing], 2, log, script="evaluate.py")
     assert set(forked.wait(pids).values()) == {65}
@@ -86,7 +86,9 @@ def test_quality_does_not_depend_on_the_engine_in_training_or_afterwards(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate ddp", "accelerate fsdp2", "accelerate zero2", "torchrun"])
-def test_every_launcher_starts_it(launcher: str, single: Callable[..., Path], forked: ForkedRuns, sts: Path) -> None:
+def test_evaluate_runs_under_every_launcher(
+    launcher: str, single: Callable[..., Path], forked: ForkedRuns, sts: Path
+) -> None:
     expected, _ = evaluated(single(), forked, 1, sts)
     given = (single(), *ASKED, "--sts", sts)
     name, _, engine = launcher.partition(" ")

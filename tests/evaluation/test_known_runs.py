@@ -1,4 +1,4 @@
-"""A run that knows all documents scores as well as can be, one that has learned nothing is at chance."""
+"""Metrics of a perfect run are optimal, those of an untrained run are at chance."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_texts_and_latents_together_of_a_perfect_run(perfect: dict[str, Any]) ->
     assert joint["repetition_4"] == pytest.approx(joint["repetition_4_true"], abs=0.05)
 
 
-def test_a_run_that_has_learned_nothing_is_at_chance(tiny_store: Path) -> None:
+def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
     fresh = fresh_run(
         tiny_store, "latent.prediction=epsilon"
     )  # which leaves its latents noise; of x0 they are the mean
@@ -126,7 +126,7 @@ def test_bound_of_a_uniform_network_is_log_v(fresh: LoadedRun) -> None:
     assert bound.masked.mean() / evaluation.lengths.mean() == pytest.approx(0.5, abs=0.02)
 
 
-def test_tables_add_up_to_the_bound(fresh: LoadedRun) -> None:
+def test_tables_sum_to_the_bound(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig())
     for found in (likelihood_of_text(evaluation), likelihood_given_latents(evaluation)):
         assert sum(row["bits_of_bound"] for row in found["by_t_text"]) == pytest.approx(found["bits_per_token"])
@@ -148,7 +148,7 @@ class GivesBack(torch.nn.Module):
         return torch.zeros(len(positions)), latents, torch.zeros(len(latents), 32)
 
 
-def test_a_network_that_looks_at_the_latent_alone_fails_with_the_noise(fresh: LoadedRun) -> None:
+def test_network_that_only_reads_the_latent_degrades_with_noise(fresh: LoadedRun) -> None:
     evaluation = Evaluation(replace(fresh, model=GivesBack()), EvaluationConfig(times=50))
     rows = latent_metrics(evaluation)["by_t_latent"]
     cosines, recall = ([row[key] for row in rows] for key in ("cosine", "recall_at_1"))
@@ -161,7 +161,7 @@ def test_a_network_that_looks_at_the_latent_alone_fails_with_the_noise(fresh: Lo
 
 
 @pytest.mark.parametrize("prediction", ["x0", "epsilon", "v"])
-def test_one_pass_of_a_perfect_network_gives_the_latent(prediction: str, tiny_store: Path) -> None:
+def test_one_pass_of_a_perfect_network_recovers_the_latent(prediction: str, tiny_store: Path) -> None:
     evaluation = Evaluation(
         perfect_run(tiny_store, "test", f"latent.prediction={prediction}"), EvaluationConfig(times=3)
     )
@@ -174,7 +174,7 @@ def test_one_pass_of_a_perfect_network_gives_the_latent(prediction: str, tiny_st
     assert np.array_equal(t, denoise_latents(evaluation, "shuffled")[0])
 
 
-def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) -> None:
+def test_rows_by_latent_noise_level_use_all_draws(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=30))
     found = latent_metrics(evaluation)
     rows = found["by_t_latent"]
@@ -192,7 +192,7 @@ def test_rows_by_noise_level_of_the_latent_are_of_all_draws(fresh: LoadedRun) ->
     assert len(empty) >= 8 and all(row["cosine"] is None and row["recall_at_1"] is None for row in empty)
 
 
-def test_unigram_control_is_the_cross_entropy(fresh: LoadedRun) -> None:
+def test_unigram_baseline_is_the_cross_entropy(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
     train = fresh.store.split("train")
     counts = np.ones(fresh.store.manifest.vocab_size)
@@ -212,7 +212,7 @@ def test_unigram_texts_have_the_frequencies_of_the_training_split(fresh: LoadedR
     assert evaluation.unigram_tokens(5) == texts[:5]
 
 
-def test_shuffled_latents_are_never_ones_own(fresh: LoadedRun) -> None:
+def test_shuffled_latents_have_no_fixed_points(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=24))
     own, shuffled = evaluation.latents["own"], evaluation.latents["shuffled"]
     assert sorted(own.flatten().tolist()) == sorted(shuffled.flatten().tolist())
@@ -221,14 +221,14 @@ def test_shuffled_latents_are_never_ones_own(fresh: LoadedRun) -> None:
     assert sum(same) <= 24 - len(rows)  # only true duplicates may coincide
 
 
-def test_latents_that_are_not_numbers_find_nothing(fresh: LoadedRun) -> None:
+def test_nonfinite_latents_match_nothing(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
     assert latent_similarity_metrics(evaluation, np.full((20, 1, 8), np.nan, np.float32))["recall_at_10"] == 0
     assert frechet_metrics(evaluation, np.full((20, 1, 8), np.nan))["frechet_distance"] is None
     json.dumps(replace_nonfinite({"a": [float("inf"), {"b": float("nan")}]}), allow_nan=False)
 
 
-def test_frechet_distance_is_refused_of_too_few_samples(fresh: LoadedRun) -> None:
+def test_frechet_distance_needs_enough_samples(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig())
     found = frechet_metrics(evaluation, evaluation.latents["shuffled"][:8])
     assert found["frechet_distance"] is None and found["frechet_samples_needed"] == 9
@@ -240,7 +240,7 @@ def test_frechet_distance_is_refused_of_too_few_samples(fresh: LoadedRun) -> Non
 
 
 @pytest.mark.parametrize("modes", [["l2t"], ["t2l"], ["joint"]])
-def test_only_what_is_asked_for_is_measured(fresh: LoadedRun, modes: list[Any]) -> None:
+def test_only_requested_metrics_are_measured(fresh: LoadedRun, modes: list[Any]) -> None:
     found = evaluate(fresh, EvaluationConfig(samples=20, texts=10, times=1), modes=modes)
     assert [mode for mode in ("l2t", "t2l", "joint") if mode in found] == found["modes"] == modes
     assert ("bits_per_token" in found) == (modes == ["joint"])
@@ -249,8 +249,8 @@ def test_only_what_is_asked_for_is_measured(fresh: LoadedRun, modes: list[Any]) 
     assert evaluate(narrow, EvaluationConfig(samples=20, texts=10, times=1)) == {**found, "modes_trained": modes}
 
 
-def test_the_split_into_batches_changes_the_last_digits_only(fresh: LoadedRun) -> None:
-    """What is drawn for a document does not depend on those beside it."""
+def test_batch_size_changes_rounding_only(fresh: LoadedRun) -> None:
+    """Noise of a document does not depend on the other documents of its batch."""
     small, large = (Evaluation(fresh, EvaluationConfig(batch=batch)) for batch in (3, 64))
     for mode in ("l2t", "t2l", "joint"):
         one, two = (each.generate(mode, "own", 20, fresh.config.sampling) for each in (small, large))

@@ -1,4 +1,4 @@
-"""Generative perplexity is what transformers computes, of a small random GPT-2 that lies in a folder."""
+"""Generative perplexity matches transformers, with a small random GPT-2 in a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ["The rose of soil and water.", "The wave.", "T", "", "The tide " * 40]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
-    """Of 48 positions, with the store's tokenizer."""
+    """A GPT-2 with 48 positions and the store's tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     made = tmp_path_factory.mktemp("gpt2")
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
     return made
 
 
-def test_nats_are_those_of_transformers(folder: Path) -> None:
+def test_nats_match_transformers(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -61,7 +61,7 @@ def test_nats_are_those_of_transformers(folder: Path) -> None:
     assert perplexity(shares) == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
-def test_perplexity_stands_beside_that_of_held_out_texts(folder: Path, tiny_store: Path) -> None:
+def test_perplexity_has_held_out_texts_as_baseline(folder: Path, tiny_store: Path) -> None:
     config, extras = EvaluationConfig(texts=12, times=1), Extras(perplexity_model=folder)
     joint = evaluate(perfect_run(tiny_store), config, ["joint"], extras)["joint"]
     evaluation = Evaluation(perfect_run(tiny_store), config)
@@ -73,7 +73,7 @@ def test_perplexity_stands_beside_that_of_held_out_texts(folder: Path, tiny_stor
 
 
 def pickle_weights(folder: Path) -> None:
-    """As older models come, which transformers would read."""
+    """Save the weights with pickle, as older models, which transformers would read."""
     file = folder / "model.safetensors"
     torch.save(load_file(file), folder / "pytorch_model.bin")
     file.unlink()
@@ -88,7 +88,7 @@ def pickle_weights(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text(json.dumps(OF_ITS_OWN_CODE)), "cannot load the model"),
     ],
 )
-def test_what_is_no_such_model_is_refused(
+def test_invalid_language_model_is_refused(
     folder: Path, tmp_path: Path, spoil: Callable[[Path], object], expected: str
 ) -> None:
     for file in folder.iterdir():
@@ -100,7 +100,7 @@ def test_what_is_no_such_model_is_refused(
 
 
 @pytest.mark.quick
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install mmldlm\[perplexity\]"):
         CausalModel(tmp_path, CPU)

@@ -1,4 +1,4 @@
-"""What a training measures of its generations is what its checkpoints give afterwards."""
+"""Quality metrics logged during training equal those computed from its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from mmldlm.telemetry import read_metrics
 MODES = {"l2t": "bleu", "t2l": "cosine", "joint": "token_entropy"}
 
 
+@pytest.mark.setting("validation.quality_samples")
 @pytest.mark.parametrize("samples", [6, 18])
-def test_quality_is_that_of_the_checkpoint(samples: int, tiny_config: Path, tmp_path: Path) -> None:
-    """Also of the average of the weights, which is what is measured where one is kept."""
+def test_quality_matches_the_checkpoint(samples: int, tiny_config: Path, tmp_path: Path) -> None:
+    """With EMA, the averaged weights are the ones measured."""
     settings = [f"validation.quality_samples={samples}", "validation.quality_every=3", "train.steps=5", "ema.decay=0.9"]
     assert train.main([str(tiny_config), *settings, "validation.every=0"]) == 0
     records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "quality"]

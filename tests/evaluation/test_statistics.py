@@ -1,4 +1,4 @@
-"""The formulas behind the metrics give what the reference libraries give."""
+"""The formulas behind the metrics match reference libraries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 RANDOM = np.random.default_rng(0)
 
 
-def test_a_mean_has_the_interval_of_scipy() -> None:
+def test_mean_interval_matches_scipy() -> None:
     values = RANDOM.normal(3, 2, 80)
     found = ratio_of_sums(values, np.ones(80))
     assert found.value == pytest.approx(values.mean(), rel=1e-12)
@@ -57,7 +57,7 @@ def test_the_interval_of_a_ratio_covers_the_truth_in_95_of_100_draws() -> None:
 
 
 @pytest.mark.parametrize("levels", [3, 1000])
-def test_spearman_is_that_of_scipy_with_and_without_ties(levels: int) -> None:
+def test_spearman_matches_scipy(levels: int) -> None:
     a = RANDOM.integers(0, levels, 60).astype(float)
     b = a + RANDOM.integers(0, 2 * levels, 60)
     assert spearman(a, b) == pytest.approx(scipy.stats.spearmanr(a, b).statistic, rel=1e-12)
@@ -66,7 +66,7 @@ def test_spearman_is_that_of_scipy_with_and_without_ties(levels: int) -> None:
 
 
 @pytest.mark.parametrize(("samples", "features"), [(200, 5), (9, 8), (50, 1)])
-def test_frechet_distance_is_that_of_scipys_matrix_root(samples: int, features: int) -> None:
+def test_frechet_distance_matches_scipy(samples: int, features: int) -> None:
     mixing = RANDOM.normal(size=(features, features))
     a = RANDOM.normal(size=(samples, features))
     b = RANDOM.normal(size=(samples + 7, features)) @ mixing + 0.5
@@ -81,7 +81,7 @@ def test_frechet_distance_is_that_of_scipys_matrix_root(samples: int, features: 
         frechet_distance(a[:features], b)
 
 
-def test_entropy_is_that_of_scipy() -> None:
+def test_entropy_matches_scipy() -> None:
     texts = [RANDOM.integers(0, 9, size).tolist() for size in (1, 5, 40)]
     expected = [scipy.stats.entropy(np.unique(text, return_counts=True)[1], base=2) for text in texts]
     assert token_entropy(texts) == pytest.approx(np.mean(expected), rel=1e-12)
@@ -99,7 +99,7 @@ def test_distinct_and_repetition_count_n_grams() -> None:
     assert repetition([[4] * 20], 4) == pytest.approx(1 - 1 / 17) and repetition([list(range(20))], 4) == 0
 
 
-def test_cosine_is_that_of_scipy() -> None:
+def test_cosine_matches_scipy() -> None:
     a, b = RANDOM.normal(size=(2, 6, 3, 5))
     expected = [
         [1 - scipy.spatial.distance.cosine(x, y) for x, y in zip(*rows, strict=True)] for rows in zip(a, b, strict=True)
@@ -118,7 +118,7 @@ def ranks(made: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return retrieval_ranks(unit_vectors(made) @ unit_vectors(truth).T)
 
 
-def test_ranks_are_those_of_a_sorted_list_and_ties_are_no_success() -> None:
+def test_ranks_match_sorting_and_ties_count_as_misses() -> None:
     truth, made = RANDOM.normal(size=(2, 30, 4))
     for row, rank in enumerate(ranks(made, truth)):
         distances = [scipy.spatial.distance.cosine(made[row], candidate) for candidate in truth]
@@ -130,7 +130,7 @@ def test_ranks_are_those_of_a_sorted_list_and_ties_are_no_success() -> None:
     assert ranks(made, truth)[3] == 30
 
 
-def test_texts_are_scored_as_sacrebleu_does() -> None:
+def test_text_scores_match_sacrebleu() -> None:
     references = ["the cat sat on the mat .", "a second sentence, with words", "Übung macht den Meister"]
     texts = ["the cat sat on a mat .", "a second sentence, with birds", "Übung macht keinen Meister"]
     spelled = [[ord(letter) for letter in text.ljust(40)] for text in references]

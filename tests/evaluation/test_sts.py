@@ -1,4 +1,4 @@
-"""Pairs of sentences with a score: what is read, what is refused, and what is left out."""
+"""Sentence pairs with similarity scores: formats, refused files and correlations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(tiny_store: Path) -> LoadedRun:
     return fresh_run(tiny_store, "latent.prediction=epsilon")
 
 
-def test_both_formats_say_the_same(tmp_path: Path) -> None:
+def test_both_formats_give_the_same_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\t{score}\n" for a, b, score in PAIRS) + "\n")
     rows = (json.dumps({"score": score, "sentence1": a, "sentence2": b, "genre": "x"}) for a, b, score in PAIRS)
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
@@ -54,20 +54,20 @@ def test_both_formats_say_the_same(tmp_path: Path) -> None:
         ("a.tsv", "a\tb\t1\na\tc\t1\nd\te\t1\n", "of different scores"),
     ],
 )
-def test_what_is_no_pair_is_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+def test_malformed_pairs_are_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=expected):
         read_pairs(tmp_path / name)
 
 
-def test_a_sentence_beyond_the_model_is_refused(run: LoadedRun) -> None:
+def test_too_long_sentence_is_refused(run: LoadedRun) -> None:
     evaluation = Evaluation(run, EvaluationConfig(samples=4))
     with pytest.raises(DataError, match="sentences of 1 to 32 tokens, found"):
         tokenize_sentences(evaluation, [*PAIRS, Pair("The " * 40, "a", 1.0)])
 
 
-def test_the_correlations_are_those_of_scipy(run: LoadedRun) -> None:
+def test_correlations_match_scipy(run: LoadedRun) -> None:
     evaluation = Evaluation(run, EvaluationConfig(samples=4))
     pairs = [*PAIRS, Pair("zzz qqq", "The wave.", 2.0)]  # of words that the encoder does not know
     found = sts_metrics(evaluation, pairs)

@@ -5,6 +5,6 @@ from collections.abc import Callable
 from mmldlm.data.batch_schedule import BatchSize
 
 
-def always(global_batch_size: int, micro_batch_size: int) -> Callable[[int], BatchSize]:
-    """The same sizes at every step."""
+def constant_batch_size(global_batch_size: int, micro_batch_size: int) -> Callable[[int], BatchSize]:
+    """Return a batch schedule with the same sizes at every step."""
     return lambda _step: BatchSize(global_batch_size, micro_batch_size)

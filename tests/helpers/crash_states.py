@@ -1,11 +1,11 @@
-"""What a disk may hold after a power failure, from the file operations that a piece of code was seen to do.
+"""Contents that a disk may have after a power failure, derived from the observed file operations of a piece of code.
 
-Operations are seen, not asked for: around each call that orders them (fsync, rename, ...) the folder is looked at, so
-that a file written by a library in Rust counts as well. Files and folders are known by a number of their own.
+Operations are observed, not intercepted: the folder is read around each call that orders them (fsync, rename, ...),
+so files written by a library in Rust count as well. Files and folders are identified by numbers.
 
-The model is the weakest that POSIX allows. What was written to a file is on the disk for sure once the file was
-synced, and until then it may be there, in part, as zeros or not at all. A name that was made, moved or removed is so
-for sure once its folder was synced, and until then each such change may have happened or not, in any order.
+The model is the weakest that POSIX allows. Content of a file is on the disk for sure once the file was synced;
+until then it may be there, in part, as zeros or not at all. A created, moved or removed name is on the disk for sure
+once its folder was synced; until then each such change may have happened or not, in any order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Sync:
-    """Of a file's content or a folder's names."""
+    """A sync of a file's content or a folder's names."""
 
     node: int
 
@@ -174,7 +174,7 @@ def crash_states(recording: Recording, events: Sequence[Event], draw: random.Ran
 
 
 def _contents(file: int, recording: Recording, events: Sequence[Event]) -> list[bytes]:
-    """What may be in a file: what was synced last, or any later state of its writing."""
+    """Return the possible contents of a file: the last synced one, or any later state of its writing."""
     durable, later = recording.contents.get(file, b""), []
     current = durable
     for event in events:

@@ -1,4 +1,4 @@
-"""Start `mmldlm doctor --json` as real processes, one for each node, and read what they found."""
+"""Start `mmldlm doctor --json` as real processes, one for each node, and read their reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Node:
-    """What differs on one node."""
+    """The arguments and environment of one node."""
 
     arguments: Sequence[object] = ()
     environment: Mapping[str, str] | None = None

@@ -113,7 +113,7 @@ def exit_record(folder: Path, name: str = "exit.json") -> dict[str, object]:
 
 
 def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object]) -> None:
-    """Until `step` is in the curve; AssertionError with the log where the run has `ended` before."""
+    """Wait until `step` is in the curve; AssertionError with the log if the run has `ended` before."""
 
     def there() -> bool:
         return (folder / "metrics.jsonl").exists() and max(records(folder), default=0) >= step
@@ -122,7 +122,7 @@ def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object
     assert there(), log.read_text()[-3000:]
 
 
-def state(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+def saved_tensors(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
     files = max((folder / "checkpoints").glob("step-*")).glob(f"{name}*.safetensors")
     return {key: tensor for file in files for key, tensor in load_file(file).items()}
 

@@ -1,4 +1,4 @@
-"""Runs of `scripts/faulty_steps.py`: the faults that it plants, and what its ranks write down."""
+"""Runs of `scripts/faulty_steps.py`: the planted faults, and the facts that its ranks record."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FAULTS = [
 ]
 
 
-def facts(
+def run_with_faults(
     forked: ForkedRuns, engine: str, folder: Path, faults: list[Any], *arguments: object, **variables: str
 ) -> list[dict[str, Any]]:
-    """What each rank of a `faulty_steps.py` wrote down."""
+    """Run `faulty_steps.py` to its end and return the facts of each rank."""
     folder.mkdir()
     count = 1 if engine == "single" else 2
     faults = [{**fault, "rank": fault["rank"] % count} for fault in faults]

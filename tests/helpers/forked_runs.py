@@ -1,4 +1,4 @@
-"""Training runs that start in a fraction of a second: forked from one process that has imported all there is.
+"""Training runs that start in a fraction of a second: forked from one process that has imported everything.
 
 The process is this module as a script, since a fork of pytest, with its threads, would not be clean. It reads one
 request a line and answers each with one line, both in JSON.
@@ -37,7 +37,7 @@ LATE = (
 
 
 class ForkedRuns:
-    """Starts runs. Whatever is left of them ends with the context."""
+    """Client of the fork server; runs that are left are killed at the end of the context."""
 
     def __init__(self, environment: Mapping[str, str]):
         self.environment = environment
@@ -83,11 +83,11 @@ class ForkedRuns:
         assert [codes.get(pid) for pid in pids] == [0] * processes, f"{codes}\n{log.read_text()[-3000:]}"
 
     def kill(self, pids: Sequence[int]) -> None:
-        """SIGKILL to those that have not ended."""
+        """Kill the processes that have not ended."""
         self._ask("kill", pids=list(pids))
 
     def wait(self, pids: Sequence[int], seconds: float = 300.0) -> dict[int, int]:
-        """Exit codes, or negative signals, of those that have ended within `seconds`."""
+        """Return exit codes, or negative signals, of the processes that end within `seconds`."""
         return {int(pid): code for pid, code in self._ask("wait", pids=list(pids), seconds=seconds).items()}
 
     def _ask(self, verb: str, **values: Any) -> Any:
@@ -108,7 +108,7 @@ def serve() -> None:
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keeps the output of libraries out of the answers
     codes: dict[int, int] = {}
     for line in sys.stdin:
         verb, values = json.loads(line)
@@ -137,7 +137,7 @@ def start(
             os.environ.update(variables)
             run(arguments, log, script)
         pids.append(pid)
-        codes.pop(pid, None)  # numbers come again
+        codes.pop(pid, None)  # process ids are reused
     return pids
 
 
@@ -168,12 +168,12 @@ def run(arguments: list[str], log: str, script: str) -> None:
 
 def kill(codes: dict[int, int], pids: list[int]) -> None:
     for pid in pids:
-        if pid not in codes:  # else its number may be another process's by now
+        if pid not in codes:  # otherwise its id may belong to another process by now
             os.kill(pid, signal.SIGKILL)
 
 
 def wait(codes: dict[int, int], pids: list[int], seconds: float) -> dict[int, int]:
-    """`codes` holds all that were ever found."""
+    """Return the exit codes of `pids` that are known; `codes` keeps all of them."""
     deadline = time.monotonic() + seconds
     for pid in pids:
         if pid not in codes:
@@ -185,7 +185,7 @@ def wait(codes: dict[int, int], pids: list[int], seconds: float) -> dict[int, in
 
 
 def quiet_port() -> int:
-    """A free one below those that the system hands out by itself, of which one may be taken before we use it."""
+    """Return a free port below the ephemeral range, whose ports may be taken before we use them."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as probe, suppress(OSError):

@@ -1,4 +1,4 @@
-"""Runs of which it is known how well they must do: one that knows all documents, and one that has learned nothing."""
+"""Runs with known scores: one that knows all documents, and an untrained one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as a monitor saw them at an earlier step: what is in their folders, cut off there."""
+"""Run folders cut off at an earlier step, as a monitor would have seen them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmldlm.tools.run_history import History
 
 
 def seen_at(run: Path, step: int, **thresholds: float) -> Snapshot:
-    """A look at the moment at which the run wrote its last record of `step`."""
+    """Return the snapshot of the moment at which the run wrote its last record of `step`."""
     folder = run.with_name(f"{run.name}-{step}")
     folder.mkdir(exist_ok=True)
     for name in ("config.yaml", "startup.json"):

@@ -1,4 +1,4 @@
-"""A run of three steps in this process, and all that can be seen of it."""
+"""A run of three steps in this process, and everything observable of it, by aspect."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mmldlm.telemetry import read_metrics
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 
-Sight = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
-SIGHTS: dict[Sight, str] = {
+Aspect = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
+ASPECTS: dict[Aspect, str] = {
     "curve": "loss, gradient norm and learning rate of each step",
-    "validation": "the held-out losses, and the quality of what is made of held-out samples",
-    "texts": "held-out texts beside what is written from their latents",
+    "validation": "the held-out losses, and the quality of texts and latents generated from held-out samples",
+    "texts": "held-out texts with those generated from their latents",
     "latents": "latents made by `mmldlm sample --mode joint`",
     "batches": "the samples of each micro-batch",
-    "workers": "processes beside this one while a step is computed",
-    "parts": "kernels and implementations that the built parts have chosen",
-    "records": "kinds and steps of what is in metrics.jsonl",
+    "workers": "child processes while a step is computed",
+    "parts": "kernels and implementations that the components chose",
+    "records": "kinds and steps of the records in metrics.jsonl",
     "files": "names in the run folder",
     "end": "how the run ended, and its error",
 }
@@ -39,17 +39,18 @@ BASE = (
     "checkpoint.every_steps=0",
     "sampling.steps=4",
 )
+EXPLODING = ("optim.lr=1e38", "optim.warmup_steps=0", "train.steps=4", "validation.every=0")
 
 
-def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[Sight, Any]:
-    """Train `BASE` with `settings` on the store at `store`; what is seen does not depend on `folder`.
+def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[Aspect, Any]:
+    """Train `BASE` with `settings` on the store at `store`; the result does not depend on `folder`.
 
-    With `samples`, also what the trained run makes of noise: "latents".
+    With `samples`, also the aspect "latents": what the trained run generates from noise.
     """
     config = load_config(None, [*BASE, f"run.dir={folder}", f"data.path={store}", *settings])
     texts: list[Any] = []
     batches: list[Any] = []
-    seen: dict[Sight, Any] = {"texts": texts, "batches": batches, "end": "done"}
+    seen: dict[Aspect, Any] = {"texts": texts, "batches": batches, "end": "done"}
     try:
         with Trainer(config) as run:
             run.tracker.samples = lambda step, rows, _: texts.append((step, rows))  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Places in the repository that tests start processes from."""
+"""Paths of the repository, the virtual environment's programs and the scripts of tests."""
 
 from __future__ import annotations
 

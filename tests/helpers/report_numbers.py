@@ -1,4 +1,4 @@
-"""Numbers of a report, worked out a second time from what a run wrote."""
+"""Numbers of a report, computed a second time from the files of a run."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> d
     return written
 
 
-def write_so(store: Path, name: str, place: object, value: float) -> None:
-    """Change `NAME.npy[place]` of a store as if it had been written like that: the manifest has its new hash."""
+def overwrite_value(store: Path, name: str, place: object, value: float) -> None:
+    """Set `NAME.npy[place]` of a store and update its hash in the manifest."""
     path = store / f"{name}.npy"
     array = np.load(path)
     array[place] = value

@@ -1,4 +1,4 @@
-"""Stores that fit together, and stores of very many samples that take no room."""
+"""Stores that can be mixed, and stores of very many samples that take little disk space."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def encoder() -> LsaEncoder:
     return LsaEncoder.fit(["one two three", "four five one", "two five six", "six seven"], 4)
 
 
-def fitting_store(
+def random_letters_store(
     path: Path, samples: int, seed: int, center: float = 0.0, spread: float = 1.0, longest: int = 20, shard: int = 50
 ) -> Path:
     """A store of `samples` for training, 24 for validation, 8 for test, of 1 to `longest` random letters each."""
@@ -48,13 +48,13 @@ def change_manifest(store: Path, **values: Any) -> None:
     (store / MANIFEST_NAME).write_text(json.dumps(found))
 
 
-def of_many_shards(path: Path, shards: int, samples: int) -> Path:
+def many_shards_store(path: Path, shards: int, samples: int) -> Path:
     """A store of `shards` times the same training shard of `samples`."""
     one = path.with_name(f"{path.name}-one")
-    return linked(fitting_store(one, samples, seed=1, longest=8, shard=samples), path, shards)
+    return linked_shards_store(random_letters_store(one, samples, seed=1, longest=8, shard=samples), path, shards)
 
 
-def linked(one: Path, path: Path, shards: int) -> Path:
+def linked_shards_store(one: Path, path: Path, shards: int) -> Path:
     """A store with the only training shard of the store `one` under `shards` names: all are the same files."""
     shutil.copytree(one, path, copy_function=os.link)
     manifest = Manifest.read(path)

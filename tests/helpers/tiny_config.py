@@ -1,4 +1,4 @@
-"""A config that trains in seconds."""
+"""A run config that trains in seconds."""
 
 TINY = """
 run: {{dir: {run}, seed: 3}}

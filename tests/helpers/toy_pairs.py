@@ -1,4 +1,4 @@
-"""Small data whose truth is known, and a denoiser that knows it."""
+"""Small data with known truth, and a denoiser that knows it."""
 
 from __future__ import annotations
 

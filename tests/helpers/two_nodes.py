@@ -29,7 +29,7 @@ PORT = 29500  # free in a new network
 
 
 def environment(logs: Path, **variables: object) -> dict[str, str]:
-    """Of a node's launch script, without what the machine around it says about nodes or interfaces."""
+    """Return the environment of a node's launch script, without variables of this machine about nodes or interfaces."""
     foreign = ("NNODES", "NODE_RANK", "NPROC_", "MASTER_", "GLOO_", "NCCL_", "SLURM_", "DOCTOR", "MAX_RESTARTS")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -38,7 +38,7 @@ def environment(logs: Path, **variables: object) -> dict[str, str]:
 
 
 def unavailable() -> str | None:
-    """Why namespaces cannot be made here; None where they can."""
+    """Return why namespaces cannot be created here, or None."""
     for command, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("nsenter", "util-linux")):
         if shutil.which(command) is None:
             return f"the command {command} ({package}) is not installed"
@@ -129,7 +129,7 @@ class TwoNodes:
         _ip("-n", self.names[1], "link", "set", "wire", "up")
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """What runs on a node, beside the process that keeps it there."""
+        """Return the processes on a node, except the one that keeps its namespaces alive."""
         keeper = {self.machines[node].pid, self.machines[node].ppid()}
         pids = {int(pid) for pid in _ip("netns", "pids", self.names[node]).split()} - keeper
         return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]

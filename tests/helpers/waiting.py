@@ -1,11 +1,11 @@
-"""Waiting for what other processes do."""
+"""Waiting for other processes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 300.0  # ends a real hang; no test may fail because the machine has other things to do
+PATIENCE_S = 300.0  # ends a real hang; a busy machine must not fail a test
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

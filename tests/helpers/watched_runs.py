@@ -1,4 +1,4 @@
-"""Starts and ends runs of `watchdog_rank.py`."""
+"""Runs of `scripts/watchdog_rank.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS / "watchdog_rank.py"
 
 
 class WatchedRun:
-    """Context manager around the processes of a run; it leaves none behind."""
+    """Context manager around the processes of a run; kills those that are left."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WatchedRun:
         return len(self.forked.wait(self.ranks, 0)) == self.world_size
 
     def harm(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal, once heartbeats of the steps at hand were written and read."""
+        """Send a signal after the heartbeats of the current steps were written and read."""
         for each in range(self.world_size):
             self._await(f"heard.rank{each}")
         self.began = time.monotonic()
@@ -69,7 +69,7 @@ class WatchedRun:
         return self.forked.wait([self.pids[rank]], seconds).get(self.pids[rank])
 
     def codes(self) -> list[int | None]:
-        """Exit codes of all processes, which end by themselves."""
+        """Return the exit codes of all processes, which end without help."""
         codes = [self.code(rank) for rank in range(self.world_size)]
         self.seconds = time.monotonic() - self.began
         return codes

@@ -1,4 +1,4 @@
-"""`mmldlm sample --edit`: a marked span is written anew, and nothing else."""
+"""`mmldlm sample --edit` regenerates the marked span and nothing else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mmldlm.errors import DataError, UsageError
 from mmldlm.inference import encode_texts
 from mmldlm.inference.edit import SpanEdit, edit, mask_span
 from mmldlm.run.load import LoadedRun
+from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
 
@@ -38,7 +39,7 @@ MARKED = "The rose of [soil and] water."
         ("[open", None, None),
     ],
 )
-def test_one_span_in_brackets(marked: str, text: str | None, span: str | None) -> None:
+def test_span_in_brackets(marked: str, text: str | None, span: str | None) -> None:
     if text is None:
         with pytest.raises(UsageError, match=r"--edit: expected one \[span\] to rewrite, found .*\\\["):
             SpanEdit.parse(marked)
@@ -77,21 +78,21 @@ def test_the_span_is_whole_tokens_of_the_text(short_run: LoadedRun) -> None:
         ("ab[]cd", "ab[MASK][MASK]cd"),
     ],
 )
-def test_nothing_is_lost_where_the_span_is_empty(short_run: LoadedRun, marked: str, expected: str) -> None:
+def test_empty_span_keeps_the_text(short_run: LoadedRun, marked: str, expected: str) -> None:
     run = short_run if "rose" in marked else replace(short_run, tokenizer=Tokenizer.characters())
     assert shown(run.tokenizer, mask_span(run, SpanEdit.parse(marked), 2)) == expected
     with pytest.raises(UsageError, match="--span-length"):
         mask_span(run, SpanEdit.parse(marked), None)
 
 
-def test_characters_of_several_tokens_go_as_a_whole(short_run: LoadedRun) -> None:
+def test_multi_token_characters_stay_whole(short_run: LoadedRun) -> None:
     tokenizer = short_run.tokenizer
     row = mask_span(short_run, SpanEdit.parse("The é[ö]ü rose"), None)
     assert row.count(tokenizer.mask_id) == 2  # bytes
     assert shown(tokenizer, row) == "The é[MASK][MASK]ü rose"
 
 
-def test_versions_differ_in_the_span_alone(short_run: LoadedRun) -> None:
+def test_versions_differ_in_the_span_only(short_run: LoadedRun) -> None:
     latents = encode_texts(short_run, ["The rose of soil and water.", "The wave."])
     config = SamplingConfig(steps=4, remask=1.0)
     row = mask_span(short_run, SpanEdit.parse(MARKED), 6)
@@ -103,10 +104,8 @@ def test_versions_differ_in_the_span_alone(short_run: LoadedRun) -> None:
         mask_span(short_run, SpanEdit.parse(MARKED), 500)
 
 
-def test_the_latent_is_the_texts_own_or_anothers(
-    short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By what `--out` writes: the latents that were written from."""
+def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--out` writes the latents that the text was generated from."""
     found = []
     for name, more in (("own", []), ("like", ["--like", "The wave."]), ("read", ["--latents", tmp_path / "like.npy"])):
         out = tmp_path / f"{name}.npy"
@@ -152,6 +151,5 @@ def test_the_latent_is_the_texts_own_or_anothers(
 def test_options_that_contradict_each_other(
     short_run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
-    assert cli.main(["sample", str(short_run_dir), *arguments]) == 2
-    told = capsys.readouterr().err
-    assert expected in told and told.count("\n") == 1
+    status = cli.main(["sample", str(short_run_dir), *arguments])
+    assert_user_error((status, capsys.readouterr().err), 2, expected)

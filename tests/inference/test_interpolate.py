@@ -1,4 +1,4 @@
-"""`mmldlm sample --interpolate`: the way between two latents, and the texts along it."""
+"""`mmldlm sample --interpolate`: points between two latents, and the texts generated from them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_steps_are_equal_angles_on_the_great_circle() -> None:
         assert np.linalg.matrix_rank(points[:, token].astype(np.float64), tol=1e-4) == 2
 
 
-def test_norms_go_from_the_one_to_the_other() -> None:
+def test_norms_are_interpolated() -> None:
     points = slerp(*random_latents((2.0, 6.0)), 5)
     assert np.allclose(np.linalg.norm(points, axis=-1), np.linspace(2, 6, 5)[:, None], atol=1e-5)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 + 1e-7, 3.0, -1.0, 0.0])
-def test_where_there_is_no_great_circle_the_line_is_straight(factor: float) -> None:
+def test_degenerate_cases_interpolate_linearly(factor: float) -> None:
     a, _ = random_latents((4.0, 4.0))
     b = np.float32(factor) * a
     points = slerp(a, b, 4)
@@ -67,8 +67,8 @@ def test_where_there_is_no_great_circle_the_line_is_straight(factor: float) -> N
     ],
     ids=str,
 )
-def test_neighbors_differ_by_their_latents_alone(short_run: LoadedRun, config: SamplingConfig) -> None:
-    """Where both latents are the same, so are all texts, and they are what the latent gives by itself."""
+def test_neighbors_differ_by_their_latents_only(short_run: LoadedRun, config: SamplingConfig) -> None:
+    """With equal latents all texts are equal to the text generated from the latent alone."""
     same = encode_texts(short_run, [A, A])
     made, texts = interpolate(short_run, config, 5, same, 4, length=12)
     assert len(set(texts)) == 1 and made.lengths == (12,) * 4
@@ -86,7 +86,7 @@ def attentive(model: MMDiT) -> MMDiT:
     return opened
 
 
-def test_both_ends_are_what_their_latents_give(short_run: LoadedRun) -> None:
+def test_endpoints_match_their_latents(short_run: LoadedRun) -> None:
     run = replace(short_run, model=attentive(short_run.model))
     ends, config = encode_texts(run, [A, B]), SamplingConfig(steps=4)
     made, texts = interpolate(run, config, 0, ends, 5, length=20)
@@ -103,7 +103,7 @@ def test_all_points_have_the_median_length_of_the_middle(short_run: LoadedRun) -
     assert {interpolate(short_run, config, seed, ends, 3)[0].lengths for seed in range(3)} == {(median,) * 3}
 
 
-def test_the_command_writes_a_line_a_point(
+def test_command_writes_a_line_per_point(
     short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "points.npy"

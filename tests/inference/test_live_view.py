@@ -1,4 +1,4 @@
-"""`mmldlm sample --watch`: texts as they appear, in a terminal and without one."""
+"""`mmldlm sample --watch`: intermediate texts, in a terminal and without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT = "The rose of soil and water."
 _END = "\x1e"  # behind all that was written; no watcher writes it
 
 
-def test_lines_tell_every_step(short_run: LoadedRun) -> None:
+def test_lines_show_every_step(short_run: LoadedRun) -> None:
     told = io.StringIO()
     watcher = LiveView(short_run.tokenizer, told)
     latents, config = encode_texts(short_run, [TEXT]), SamplingConfig(steps=4)
@@ -40,7 +40,9 @@ def test_lines_tell_every_step(short_run: LoadedRun) -> None:
     assert sample(short_run, "l2t", config, 0, latents, length=9, count=2)[1] == texts  # watching changes nothing
 
 
-def test_the_command_ends_with_what_it_says_unwatched(short_run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_ends_with_the_same_output_as_without_watch(
+    short_run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for mode in (["--text", TEXT], ["--mode", "joint"], ["--interpolate", TEXT, TEXT], ["--edit", "The [rose]."]):
         arguments = ["sample", str(short_run_dir), *mode, "--steps", "2"]
         assert cli.main(arguments) == 0
@@ -102,14 +104,14 @@ def test_a_terminal_shows_one_state_at_a_time(short_run: LoadedRun) -> None:
     assert terminal.look() == ["done"]
 
 
-def test_characters_that_a_terminal_would_obey_are_told(short_run: LoadedRun) -> None:
+def test_control_characters_are_escaped(short_run: LoadedRun) -> None:
     watcher = LiveView(short_run.tokenizer, io.StringIO())
     (ids,) = short_run.tokenizer.encode_batch(["a\x1b[31m\nb\t[MASK]"])
     assert watcher.text(ids) == "a\\x1b[31m\\nb\\t[MASK]"
     assert watcher.text([*ids[:1], short_run.tokenizer.mask_id]) == "a_"
 
 
-def test_wide_letters_take_two_columns(short_run: LoadedRun) -> None:
+def test_wide_characters_take_two_columns(short_run: LoadedRun) -> None:
     terminal = Terminal(13, 24)
     watcher = LiveView(short_run.tokenizer, terminal.stream, pause_s=0)
     (ids,) = short_run.tokenizer.encode_batch(["水" * 12])

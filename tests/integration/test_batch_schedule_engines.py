@@ -1,4 +1,4 @@
-"""`train.batch_schedule` under every engine: one curve over its stages, and the same bits after a resume."""
+"""`train.batch_schedule` under every engine: one curve over all stages, and bitwise equal resume."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def test_two_processes_follow_one(
 
 
 @pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "zero2"])
-def test_a_resumed_run_gives_the_same_bits(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_resumed_run_is_bitwise_equal(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Resumed in the midst of the second stage and on the edge of the last."""
     given = (*SETTINGS, "checkpoint.keep_steps=[3, 5]")
     forked.succeed(engine, tmp_path / "whole", 2, parity_config, *given)

@@ -1,4 +1,4 @@
-"""TensorBoard under kills and on several ranks: each value once, and the same as of one process that nobody killed."""
+"""TensorBoard after kills and on several ranks: each value once, equal to those of one undisturbed process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def arguments(config: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(forked: ForkedRuns, parity_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process that nobody disturbed."""
+    """The run of one undisturbed process."""
     folder = tmp_path_factory.mktemp("pictures") / "whole"
     forked.succeed("single", folder, 1, *arguments(parity_config))
     return folder
 
 
 def shown(folder: Path) -> Counter[tuple[str, int]]:
-    """How often TensorBoard itself sees each (tag, step)."""
+    """Count how often TensorBoard reads each (tag, step)."""
     events = PluginAccumulator(str(folder / "tensorboard"), size_guidance=ALL).Reload()
     return Counter((tag, event.step) for tag in events.Tags()["tensors"] for event in events.Tensors(tag))
 
@@ -42,7 +42,7 @@ def of_steps(places: Counter[tuple[str, int]]) -> set[tuple[str, int]]:
 
 
 def public(folder: Path) -> Iterator[tuple[str, int, object]]:
-    """What the documented reader sees of curves, figures and histograms."""
+    """Read curves, figures and histograms through TensorBoard's documented reader."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance=ALL).Reload()
     for tag in events.Tags()["scalars"]:
         yield from ((tag, event.step, event.value) for event in events.Scalars(tag))
@@ -52,9 +52,7 @@ def public(folder: Path) -> Iterator[tuple[str, int, object]]:
         yield from ((tag, event.step, tuple(event.histogram_value.bucket)) for event in events.Histograms(tag))
 
 
-def test_killed_twice_and_resumed_each_value_is_there_once(
-    forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_has_each_value_once(forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path) -> None:
     """Killed before the first checkpoint and after it, and at last started when there is nothing left to do."""
     folder, log = tmp_path / "run", tmp_path / "log"
     command = [*arguments(parity_config), f"run.dir={folder}"]
@@ -76,7 +74,7 @@ def test_killed_twice_and_resumed_each_value_is_there_once(
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("fsdp2", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
-def test_several_ranks_show_what_one_does_and_one_of_them_writes(
+def test_several_ranks_write_the_figures_once(
     engine: str, processes: int, forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path
 ) -> None:
     """36 samples are three forward passes: three ranks have one each, and one of two has a pass that does not count."""

@@ -1,4 +1,4 @@
-"""Values that a shell would run, in all that the launch scripts take: none is run, and the answer is an error."""
+"""Values that a shell would execute, in every input of the launch scripts: none is executed, all are refused."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def refused(code: int, out: str, name: str) -> bool:
     return code == 2 and out.startswith(f"launch_node: error: {name}") and out.count("\n") == 1
 
 
-def test_the_canary_would_sing(place: Path) -> None:
+def test_canary_detects_execution(place: Path) -> None:
     (place / "bad.sh").write_text('((N == 1)) || eval "echo $N"\n')
     with pytest.raises(AssertionError):
         run(place, ["bash", "bad.sh"], N="a[$(touch canary)]")
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, "MASTER_ADDR"])
-def test_a_variable_that_is_no_number_or_address(place: Path, name: str) -> None:
+def test_invalid_numbers_and_addresses(place: Path, name: str) -> None:
     for value in HOSTILE:
         if name != "MASTER_ADDR" or value not in ("0x10", "1e3"):  # host names as good as any
             code, out = run(place, [*LAUNCH, "ddp", "config.yaml"], **{name: value})
@@ -82,7 +82,7 @@ def test_good_addresses_pass(place: Path, address: str) -> None:
     assert address in (place / "arguments").read_text().split("\0")
 
 
-def test_engines_and_files_that_are_none(place: Path) -> None:
+def test_unknown_engines_and_files(place: Path) -> None:
     for value in HOSTILE:
         assert refused(*run(place, [*LAUNCH, value, "config.yaml"]), "ENGINE: expected"), value
         assert refused(*run(place, [*LAUNCH, "ddp", value]), "CONFIG.yaml: no such file"), value
@@ -91,7 +91,7 @@ def test_engines_and_files_that_are_none(place: Path) -> None:
     assert not (place / "arguments").exists()
 
 
-def test_what_is_handed_on_is_handed_on_as_it_is(place: Path) -> None:
+def test_arguments_are_passed_unchanged(place: Path) -> None:
     """Overrides, the doctor's options and the folder of logs are the user's own: they only must not be run."""
     hostile = [value for value in HOSTILE if len(value) < 1000]
     code, out = run(place, [*LAUNCH, "ddp", "config.yaml", *hostile])

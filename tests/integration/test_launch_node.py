@@ -1,4 +1,4 @@
-"""scripts/launch_node.sh on one machine: what it refuses, its log, its exit code, signals and restarts."""
+"""scripts/launch_node.sh on one machine: refused variables, log, exit code, signals and restarts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Without those that are zombies, or gone since they were found."""
+    """Return the processes that still exist and are not zombies."""
     return [found for found in processes if state(found) not in ("", psutil.STATUS_ZOMBIE)]
 
 
@@ -73,7 +73,7 @@ def is_doctor(process: psutil.Process) -> bool:
         (["ddp", "CONFIG"], {"PYTHON": "/nowhere/python"}, "PYTHON: /nowhere/python cannot be run"),
     ],
 )
-def test_what_is_missing_is_one_line(
+def test_missing_variables_are_refused(
     tiny_config: Path, tmp_path: Path, arguments: list[str], variables: dict[str, object], message: str
 ) -> None:
     given = [tiny_config if argument == "CONFIG" else argument for argument in arguments]
@@ -83,14 +83,14 @@ def test_what_is_missing_is_one_line(
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_failed_doctor_ends_it_before_any_step(tiny_config: Path, tmp_path: Path) -> None:
+def test_failed_doctor_ends_the_launch(tiny_config: Path, tmp_path: Path) -> None:
     process = launch(tmp_path / "logs", ["ddp", tiny_config, "data.path=/nowhere"], NPROC_PER_NODE=2)
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 65 and "FAIL  data store" in out
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_logged_stopped_by_a_signal_and_goes_on(tiny_config: Path, tmp_path: Path) -> None:
+def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) -> None:
     """Started from another folder, with a relative path, as users do."""
     run, arguments = tmp_path / "run", ["ddp", tiny_config.name, "train.steps=300", "validation.every=0"]
     process = launch(tmp_path / "logs", arguments, tmp_path, NPROC_PER_NODE=2)
@@ -127,7 +127,7 @@ def test_a_signal_does_not_wait_for_the_doctor(tiny_config: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_restart_goes_on_from_the_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
+def test_restart_resumes_from_the_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
     run, arguments = tmp_path / "run", ["ddp", tiny_config, "train.steps=60", "train.global_batch_size=128"]
     arguments += ["checkpoint.every_steps=2", "validation.every=0", "distributed.timeout_s=5"]
     process = launch(tmp_path / "logs", arguments, NPROC_PER_NODE=2, DOCTOR="skip", MAX_RESTARTS=1)

@@ -1,7 +1,7 @@
-"""The learning gate in small: a model of seconds learns to write texts from latents and to find latents of texts.
+"""A small learning gate: a model learns within seconds to generate texts from latents and latents from texts.
 
-`python -m benchmarks learning` holds the quickstart itself against bars, over seeds. This test fails on faults of the
-same kinds: each of them is put in here, and must miss a bar that the trainer as it is passes.
+`python -m benchmarks learning` compares the quickstart with thresholds, over seeds. These tests plant faults of the
+same kinds; each must miss a threshold that the unchanged trainer reaches.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("store") / "store")
 
 
-def test_it_learns_and_random_decoding_is_noticed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_gate_passes_and_detects_random_decoding(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = learn(tmp_path / "run", store)
     assert not missed(measured), measured
 
@@ -115,15 +117,15 @@ class WithSkip(MMDiT):
         super().__init__(*arguments, latent_skip=True, **more)
 
 
-def test_a_skip_of_x0_is_noticed(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_of_x0_is_detected(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmldlm.run.factory.MMDiT", WithSkip)
     assert missed(learn(tmp_path / "run", store)) >= {"t2l_cosine", "t2l_recall_at_1"}
 
 
-def test_a_lost_latent_loss_is_noticed(store: Path, tmp_path: Path) -> None:
+def test_missing_latent_loss_is_detected(store: Path, tmp_path: Path) -> None:
     assert missed(learn(tmp_path / "run", store, "loss.latent_weight=0")) >= {"t2l_cosine", "t2l_recall_at_1"}
 
 
-def test_latents_of_other_texts_are_noticed(tmp_path: Path) -> None:
+def test_shuffled_latents_are_detected(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", shuffled=True)
     assert missed(learn(tmp_path / "run", store)) == set(BARS)

@@ -1,4 +1,4 @@
-"""What several processes print: a start-up report, lines of progress, and nothing twice."""
+"""Output of several processes: a start-up report and progress lines, nothing twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.helpers.forked_runs import ForkedRuns
 
 
-def test_libraries_are_quiet(forked: ForkedRuns, parity_config: Path, tmp_path: Path) -> None:
+def test_libraries_print_nothing(forked: ForkedRuns, parity_config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = ("train.steps=4", "mode_schedule={}", "validation.every=0", "checkpoint.every_steps=0")
     forked.succeed("zero3", folder, 2, parity_config, *settings)

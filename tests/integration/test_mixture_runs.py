@@ -1,4 +1,4 @@
-"""Runs on several stores: exact resume, one scale of latents for good, and reports store by store."""
+"""Runs on several stores: exact resume, a fixed latent scale, and reports per store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.tools.doctor.checks import check_store
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.sample_corpus import write_so
-from tests.helpers.stores import fitting_store
+from tests.helpers.sample_corpus import overwrite_value
+from tests.helpers.stores import random_letters_store
 
 SHARES = {"one": 0.7, "two": 0.2, "three": 0.1}
 SIZES = {"one": 90, "two": 25, "three": 6}
@@ -38,7 +38,7 @@ SIZES = {"one": 90, "two": 25, "three": 6}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("stores")
     for seed, (name, samples) in enumerate(SIZES.items()):
-        fitting_store(made / name, samples, seed, center=seed, spread=1 + seed, longest=20 - 5 * seed)
+        random_letters_store(made / name, samples, seed, center=seed, spread=1 + seed, longest=20 - 5 * seed)
     return made
 
 
@@ -66,7 +66,7 @@ def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
 
 
-def test_a_resumed_run_gives_the_same_bits(run: Callable[..., Path], tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(run: Callable[..., Path], tmp_path: Path) -> None:
     settings = ("train.steps=40", "checkpoint.every_steps=0", "checkpoint.keep_steps=[17]")
     whole, kept = run("whole", *settings), Path("checkpoints", "step-00000017")
     shutil.copytree(whole / kept, tmp_path / "parts" / kept)
@@ -84,6 +84,7 @@ def test_a_resumed_run_gives_the_same_bits(run: Callable[..., Path], tmp_path: P
     assert epochs == [count / size for count, size in zip(drawn, SIZES.values(), strict=True)] and epochs[2] > 5
 
 
+@pytest.mark.setting("data.mixture")
 def test_the_report_and_the_validation_name_each_store(
     run: Callable[..., Path], capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -107,7 +108,7 @@ def test_the_report_and_the_validation_name_each_store(
 def test_a_checkpoint_keeps_the_scale_of_its_latents(
     run: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where it goes on with other shares, and where it is used with one of the stores alone."""
+    """The scale also holds after a change of shares, and with one of the stores alone."""
     found = run("run")
     pooled = open_data(load_config(found / "config.yaml").data.location).manifest
     for data in (None, str(folder / "three"), str(folder / "one")):
@@ -182,8 +183,8 @@ def test_bad_samples_of_any_store_are_left_out_by_name(
     run: Callable[..., Path], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = shutil.copytree(folder / "two", tmp_path / "bad")
-    write_so(bad, "train-00000.latents", (3, 0, 0), float("nan"))
-    write_so(bad, "test-00000.latents", (1, 0, 0), float("nan"))
+    overwrite_value(bad, "train-00000.latents", (3, 0, 0), float("nan"))
+    overwrite_value(bad, "test-00000.latents", (1, 0, 0), float("nan"))
     shares = {"one": 0.7, str(bad): 0.3}
     run("refused", code=65, shares=shares)
     assert f"{bad}/train-00000.latents.npy: sample 3 (row 3 of split train)" in capsys.readouterr().err

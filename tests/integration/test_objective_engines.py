@@ -1,4 +1,4 @@
-"""Learned loss weights, what training adds to the losses, and the learning rate's rules, under several engines."""
+"""Learned loss weights, training-only loss terms and learning-rate rules under several engines."""
 
 from __future__ import annotations
 

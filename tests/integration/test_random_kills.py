@@ -1,4 +1,4 @@
-"""Killed at random, again and again, a run loses the steps since its last checkpoint and nothing else."""
+"""A run killed at random times loses only the steps since its last checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VARIANTS = [(asynchronous, last) for asynchronous in (True, False) for last in (
 
 @dataclass
 class Toll:
-    """What the kills of one engine came to."""
+    """Counts of the kills of one engine."""
 
     engine: str
     kills: int = 0
@@ -115,7 +115,7 @@ class KilledRun:
         toll.lost = max(toll.lost, last - newest)
 
     def _await_step(self, started: float, pids: list[int]) -> None:
-        """Until this attempt has done a step, or has come to its end without one."""
+        """Wait until this attempt has done a step or has ended."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(record["time"] > started for record in self.records()[-1:]):
             if len(self.runs.wait(pids, 0.01)) == len(pids):
@@ -123,7 +123,7 @@ class KilledRun:
             assert time.monotonic() < deadline, self._story(pids)
 
     def _await_save(self, pids: list[int]) -> None:
-        """Until a checkpoint is in the making, or this attempt has come to its end."""
+        """Wait until a checkpoint is being written or this attempt has ended."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(self.store.folder.glob(".tmp-*")):
             if len(self.runs.wait(pids, 0.001)) == len(pids):
@@ -146,7 +146,7 @@ class KilledRun:
 
 
 def kill_runs(runs: ForkedRuns, engine: str, kills: int, folder: Path, store: Path, span: float) -> Toll:
-    """Drive runs through so many kills in all; each must end as one that nobody disturbed."""
+    """Drive runs through this number of kills; each must end like an undisturbed run."""
     config = folder / "config.yaml"
     config.write_text(TINY.format(run=folder, store=store))
     draw, toll = random.Random(engine), Toll(engine, began=time.monotonic())

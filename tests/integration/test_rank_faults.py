@@ -1,4 +1,4 @@
-"""A rank that is stopped, killed or raises ends the run on all ranks, with its cause; nothing is left running."""
+"""A rank that is stopped, is killed or raises ends the run on all ranks, with its cause; no process is left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pids(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_stopped_or_killed_rank(
+def test_stopped_or_killed_rank(
     engine: str,
     fault: signal.Signals,
     parity_config: Path,
@@ -85,9 +85,7 @@ def test_a_rank_that_hangs_outside_of_collectives(
 
 
 @pytest.mark.parametrize("engine", some("ddp", "fsdp2", "zero2", "zero3"))
-def test_numbers_that_are_not_finite_on_one_rank(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_nonfinite_numbers_on_one_rank(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """All ranks skip that step and go on together: the weights stay finite and equal to those of a run without it."""
     folder, fault = tmp_path / "run", {"FAULT": "nan", "FAULT_STEP": "3"}
     forked.succeed(engine, folder, 2, parity_config, "train.steps=6", "validation.every=0", script=SCRIPT, **fault)
@@ -98,7 +96,7 @@ def test_numbers_that_are_not_finite_on_one_rank(
 
 
 @pytest.mark.slow
-def test_an_elastic_restart_goes_on(
+def test_elastic_restart_resumes(
     parity_config: Path,
     single: Callable[..., Path],
     forked: ForkedRuns,

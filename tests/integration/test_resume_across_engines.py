@@ -1,4 +1,4 @@
-"""From any engine and number of processes to any other: what one saved, each of them goes on from."""
+"""Every engine with any number of processes resumes from the checkpoints of every other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = ("single", "ddp", "fsdp2", "zero2")  # whose checkpoints other tests go 
 @pytest.mark.parametrize(
     "source", [pytest.param(name, marks=pytest.mark.slow) if name in WHOLE else name for name in PROCESSES]
 )
-def test_every_engine_goes_on_from(
+def test_every_engine_resumes_from(
     source: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """The 10 steps that follow, in which the modes change, are those of one process that was never stopped."""

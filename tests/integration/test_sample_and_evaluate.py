@@ -16,6 +16,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
 from mmldlm.run.load import LoadedRun, load_run
 from tests.helpers.tiny_config import TINY
+from tests.helpers.user_errors import assert_user_error
 
 TEXT = "The rose of soil and water."
 
@@ -37,7 +38,7 @@ def run(run_dir: Path) -> LoadedRun:
     return load_run(run_dir)
 
 
-def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_has_every_metric_with_its_baseline(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", str(run_dir), "--texts", "8", "--samples", "30"]) == 0
     shown = capsys.readouterr().out
     result = json.loads((run_dir / "evaluation.json").read_text())
@@ -63,7 +64,7 @@ def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: p
 @pytest.mark.parametrize(
     "extra", ["", "--temperature=0", "--top-p=0.8", "--decoding=confidence", "--remask=0.5", "--guidance=2"]
 )
-def test_l2t_writes_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], extra: str) -> None:
+def test_l2t_generates_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], extra: str) -> None:
     arguments = ["sample", str(run_dir), "--text", TEXT, "-n", "2", "--steps", "4", "--length", "8", *extra.split()]
     assert cli.main(arguments) == 0
     first = capsys.readouterr().out
@@ -74,7 +75,7 @@ def test_l2t_writes_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], ext
     assert extra == "--temperature=0" or capsys.readouterr().out != first
 
 
-def test_latents_go_out_and_come_in(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latents_are_exported_and_read(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "latents.npy"
     arguments = ["sample", str(run_dir), "--mode", "t2l", "--text", TEXT, "--text", "The wave.", "--out", str(found)]
     assert cli.main(arguments) == 0
@@ -84,7 +85,7 @@ def test_latents_go_out_and_come_in(run_dir: Path, tmp_path: Path, capsys: pytes
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_joint_makes_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sample", str(run_dir), "--mode", "joint", "-n", "3"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     made, texts = sample(run, "joint", SamplingConfig(steps=4), seed=0, count=5)
@@ -109,21 +110,16 @@ def test_joint_makes_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureF
 def test_sample_refuses(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
 ) -> None:
-    assert cli.main(["sample", str(run_dir), *arguments]) == code
-    assert expected in capsys.readouterr().err
+    assert_user_error((cli.main(["sample", str(run_dir), *arguments]), capsys.readouterr().err), code, expected)
 
 
 def test_bad_latent_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = tmp_path / "bad.npy"
-    np.save(bad, np.full((2, 8), np.nan, np.float32))
-    assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
-    assert "row 0 is not finite" in capsys.readouterr().err
-    np.savez(tmp_path / "bad.npz", a=np.zeros(8))
-    assert cli.main(["sample", str(run_dir), "--latents", str(tmp_path / "bad.npz")]) == 65
-    assert "archive" in capsys.readouterr().err
-    np.save(bad, np.zeros((2, 9), np.float32))
-    assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
-    assert "[2, 1, 9]" in capsys.readouterr().err
+    np.save(tmp_path / "nan.npy", np.full((2, 8), np.nan, np.float32))
+    np.savez(tmp_path / "archive.npz", a=np.zeros(8))
+    np.save(tmp_path / "wide.npy", np.zeros((2, 9), np.float32))
+    for name, problem in (("nan.npy", "row 0 is not finite"), ("archive.npz", "an archive"), ("wide.npy", "[2, 1, 9]")):
+        status = cli.main(["sample", str(run_dir), "--latents", str(tmp_path / name)])
+        assert_user_error((status, capsys.readouterr().err), 65, problem)
 
 
 def test_guidance_needs_a_run_that_saw_no_condition(run: LoadedRun) -> None:

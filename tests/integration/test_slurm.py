@@ -1,4 +1,4 @@
-"""scripts/slurm under programs that stand for the site's: they really start the command of each node, here."""
+"""scripts/slurm with stand-ins for srun and scontrol, which start the command of each node on this machine."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in read_metrics(path) if record["kind"] == "train"] if path.exists() else []
 
 
-def test_a_job_out_of_time_saves_is_queued_again_and_goes_on(
-    site: dict[str, str], tiny_config: Path, tmp_path: Path
-) -> None:
+def test_job_out_of_time_is_requeued_and_resumes(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> None:
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     arguments = ["ddp", tiny_config, "train.global_batch_size=128", "validation.every=0"]
     job = submit(site, *arguments, "train.steps=400")
@@ -86,9 +84,7 @@ def test_a_job_out_of_time_saves_is_queued_again_and_goes_on(
         assert f"node {node} of 2" in (tmp_path / "logs" / f"node{node}.log").read_text()
 
 
-def test_what_an_earlier_job_left_is_not_this_one_s_outcome(
-    site: dict[str, str], tiny_config: Path, tmp_path: Path
-) -> None:
+def test_outcome_of_an_earlier_job_is_ignored(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "exit.json").write_text('{"code": 75, "time": 1.0}\n')
     job = submit(site, "ddp", tiny_config, "data.path=/nowhere")
@@ -106,7 +102,7 @@ def test_one_node(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> No
     assert steps(tmp_path / "run") == list(range(1, 9))
 
 
-def test_outside_of_a_job_it_says_so(tmp_path: Path) -> None:
+def test_outside_of_a_job_is_refused(tmp_path: Path) -> None:
     job = submit(environment(tmp_path / "logs"), "ddp", "CONFIG.yaml")
     out, _ = job.communicate(timeout=PATIENCE_S)
     assert job.returncode != 0 and "there is no Slurm job around it" in out

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from mmldlm import train
 from mmldlm.telemetry import read_metrics
 from tests.helpers.paths import ROOT
+from tests.helpers.user_errors import assert_user_error
 from tests.helpers.waiting import PATIENCE_S
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -42,6 +43,7 @@ def same_weights(a: Path, b: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.setting("run.dir")
 def test_same_seed_same_curve_bit_for_bit(tiny_config: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert train.main([str(tiny_config), f"run.dir={tmp_path / name}"]) == 0
@@ -97,7 +99,7 @@ def test_indivisible_batch_is_refused_with_what_works(tiny_config: Path, capsys:
 
 
 def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: Path) -> None:
-    """Ended at step 5, gone on to 9, and again to 12, which lies in the fourth epoch."""
+    """Stop at step 5, resume to 9, and to 12, which is in the fourth epoch."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [str(tiny_config), "train.steps=12", "train.global_batch_size=128", "train.micro_batch_size=64"]
     # A constant rate: with a course over train.steps, a shorter run would have other learning rates.
@@ -111,7 +113,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: P
     assert records(parts)[-1]["data/epoch"] > 2
 
 
-def test_interrupt_saves_and_the_command_goes_on(tiny_config: Path, tmp_path: Path) -> None:
+def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path) -> None:
     # Neither warm-up nor rate may follow from the number of steps, which is another one after the stop.
     settings = [str(tiny_config), "validation.every=0", "schedule.lr=constant", "optim.warmup_steps=1"]
     arguments = [sys.executable, "-m", "mmldlm.train", *settings]
@@ -180,6 +182,7 @@ def test_validation_is_of_the_trained_modes(tiny_config: Path, tmp_path: Path) -
     assert "validation/text_l2t" in record and not [key for key in record if key.endswith(("t2l", "joint", "latent"))]
 
 
+@pytest.mark.setting("resume")
 def test_resume_never_starts_anew(tiny_config: Path, tmp_path: Path) -> None:
     assert train.main([str(tiny_config)]) == 0
     first = curve(tmp_path / "run")
@@ -192,11 +195,11 @@ def test_resume_never_starts_anew(tiny_config: Path, tmp_path: Path) -> None:
 def test_resume_refuses_another_network(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(tiny_config)]) == 0
     capsys.readouterr()
-    assert train.main([str(tiny_config), "model.width=64"]) == 65
-    message = capsys.readouterr().err
-    assert "model.width is 32 in the checkpoint, 64 now" in message and message.count("\n") == 1
+    status = train.main([str(tiny_config), "model.width=64"])
+    assert_user_error((status, capsys.readouterr().err), 65, "model.width is 32 in the checkpoint, 64 now")
 
 
+@pytest.mark.setting("data.path")
 def test_resume_refuses_another_tokenizer(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +242,7 @@ def test_bf16_follows_fp32(tiny_config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["latent.process=rectified_flow", "mode=t2l", "loss.text=masked_mean"])
-def test_settings_reach_the_loss(tiny_config: Path, tmp_path: Path, setting: str) -> None:
+def test_loss_settings_change_the_loss(tiny_config: Path, tmp_path: Path, setting: str) -> None:
     assert train.main([str(tiny_config), f"run.dir={tmp_path / 'default'}", "train.steps=3"]) == 0
     assert train.main([str(tiny_config), f"run.dir={tmp_path / 'changed'}", "train.steps=3", setting]) == 0
     assert curve(tmp_path / "default") != curve(tmp_path / "changed")

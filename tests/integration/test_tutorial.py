@@ -1,4 +1,4 @@
-"""docs/tutorial.md, as a reader goes through it: each command as it stands there, in a folder that has nothing yet."""
+"""Run docs/tutorial.md as a reader would: each command as printed, in an empty folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Reader:
         assert code == 0, self.told[-5000:]
 
     def start(self, commands: str) -> None:
-        """What goes on is waited for until it has said something."""
+        """Start a command in the background and wait for its first output."""
         (name,) = (name for name in UNTIL if f"/{name} " in commands or f"/mmldlm {name} " in commands)
         process, log = self._start(commands)
         self._going_on.append((name, process, log))
@@ -67,7 +67,7 @@ class Reader:
         wait_for(first, log, process)
 
     def interrupt(self) -> None:
-        """Ctrl-C to all that goes on, the last first."""
+        """Send Ctrl-C to all running commands, the last first."""
         while self._going_on:
             name, process, log = self._going_on.pop()
             word, expected = UNTIL[name]
@@ -102,7 +102,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs_as_it_stands(reader: Reader) -> None:
+def test_tutorial_runs(reader: Reader) -> None:
     page = PAGE.read_text(encoding="utf-8")
     found = blocks(page)
     assert len(found) > 12 and {block.kind for block in found} == {"bash", "bash goes-on", "text", "text by chance"}
@@ -119,7 +119,7 @@ def test_the_tutorial_runs_as_it_stands(reader: Reader) -> None:
 
 
 def nothing_else_is_shown(page: str, told: str) -> None:
-    """What the page shows has been said, but for numbers and what the models wrote."""
+    """Check that the output on the page appeared, except for numbers and generated texts."""
     for kind, text in blocks(page):
         for line in text.splitlines() if kind == "text" else ():
             missing = [word for word in re.findall(r"[A-Za-z_]{3,}", line) if word not in told]
@@ -153,7 +153,7 @@ def runs_are_as_told(runs: Path) -> None:
 
 
 @pytest.mark.quick
-def test_the_tutorial_links_to_what_is_there() -> None:
+def test_tutorial_links_resolve() -> None:
     page = PAGE.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", page)
     assert len(links) > 8

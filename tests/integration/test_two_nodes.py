@@ -1,4 +1,4 @@
-"""Training over two nodes that are network namespaces: the curve of one node, and a cable that is pulled."""
+"""Training on two nodes, as network namespaces: equal to one node, and with a lost connection."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, t
 @pytest.mark.parametrize(
     "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
 )
-def test_a_cut_cable_ends_both_nodes_and_the_next_start_goes_on(
+def test_lost_connection_ends_both_nodes_and_resumes(
     nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str
 ) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -84,7 +84,7 @@ def test_a_cut_cable_ends_both_nodes_and_the_next_start_goes_on(
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
+def test_dead_process_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
     """MAX_RESTARTS over two nodes: one loses its process, the other notices, and both start again."""
     run, settings = tmp_path / "run", ["distributed.timeout_s=5", "train.steps=60", "validation.every=0"]
     settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", f"run.dir={tmp_path / 'run'}"]
@@ -98,7 +98,7 @@ def test_a_process_that_dies_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_con
     assert len(resumed) == 1
 
 
-def test_the_doctor_finds_a_cut_cable_before_any_step(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
+def test_doctor_finds_a_lost_connection(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
     nodes.cut()
     started = nodes.launch("ddp", tiny_config, f"run.dir={tmp_path / 'run'}", DOCTOR="--timeout 2")
     assert [process.wait(PATIENCE_S) for process in started] == [64, 64], nodes.log()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks compute again, and that no bit changes."""
+"""Activation checkpointing: which blocks are recomputed, and bitwise equality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def loss_and_gradients(model: MMDiT, mode: Any = "joint", latent_tokens: int = 2) -> dict[str, Tensor]:
-    """Of one step with the random numbers of seed 1, and one number drawn afterwards."""
+    """Return loss and gradients of one step with seed 1, and a random number drawn afterwards."""
     objective, noised = noised_batch(mode, latent_tokens)
     torch.manual_seed(1)
     device = model.latent_in.weight.device
@@ -47,7 +47,7 @@ def loss_and_gradients(model: MMDiT, mode: Any = "joint", latent_tokens: int = 2
 @pytest.mark.parametrize(
     "frozen", [[], ["text_encoder", "latent_encoder", "noise_times"]], ids=["all", "inputs_frozen"]
 )
-def test_loss_and_gradients_are_those_without_it_to_the_last_bit(
+def test_loss_and_gradients_are_bitwise_equal(
     memory: MemoryConfig, backend: Backend, precision: Precision, dropout: float, frozen: Sequence[Freezable]
 ) -> None:
     results = []
@@ -89,7 +89,7 @@ def test_loss_and_gradients_on_cuda(memory: MemoryConfig, backend: Backend) -> N
     ids=str,
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_the_blocks_asked_for_compute_twice_in_training_and_their_hooks_run_once(
+def test_configured_blocks_are_recomputed_and_hooks_run_once(
     memory: MemoryConfig, recomputed: list[int], training: bool
 ) -> None:
     model = small_model(memory=memory, depth=5).train(training)

@@ -1,4 +1,4 @@
-"""Samples never see each other, padding changes nothing, and every backend computes the same numbers."""
+"""Samples are independent, padding has no effect, and all backends agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def text_parts(prediction: Prediction, lengths: tuple[int, ...]) -> tuple[Tensor
 @pytest.mark.quick
 @latent_tokens
 @backends
-def test_no_sample_depends_on_another(latent_tokens: int, backend: Backend) -> None:
+def test_samples_are_independent(latent_tokens: int, backend: Backend) -> None:
     """The gradient of sample i's outputs by sample j's tokens, latents and times is exactly zero."""
     model, inputs = small_model(latent_tokens, backend), random_inputs(LENGTHS, latent_tokens)
     embedded: list[Tensor] = []
@@ -52,7 +52,7 @@ def test_no_sample_depends_on_another(latent_tokens: int, backend: Backend) -> N
 
 @pytest.mark.quick
 @latent_tokens
-def test_another_order_of_samples_gives_the_same_predictions(latent_tokens: int) -> None:
+def test_predictions_do_not_depend_on_sample_order(latent_tokens: int) -> None:
     model, inputs = small_model(latent_tokens), random_inputs(LENGTHS, latent_tokens)
     order = [5, 0, 3, 4, 2, 1]
     whole, shuffled = inputs.run(model), inputs.rows(order).run(model)
@@ -117,7 +117,7 @@ def test_joint_order_is_a_permutation_that_keeps_samples_together() -> None:
 
 
 @pytest.mark.quick
-def test_a_backend_that_cannot_run_is_refused() -> None:
+def test_unavailable_backend_is_refused() -> None:
     assert resolve_backend("auto", "cpu", False) == "sdpa"
     assert resolve_backend("auto", "cuda", False) == "sdpa"
     assert resolve_backend("auto", "cuda", True) == "varlen"

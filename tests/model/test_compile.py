@@ -1,4 +1,4 @@
-"""`compile.scope`: regional compilation changes the speed and nothing else, and compiles once."""
+"""`compile.scope`: regional compilation changes speed only, and compiles once."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.quick
-def test_what_does_nothing_is_refused(tiny_config: Path) -> None:
+def test_unused_compile_settings_are_refused(tiny_config: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode: max-autotune-no-cudagraphs needs compile\.scope: regional"):
         load_config(tiny_config, ["compile.mode=max-autotune-no-cudagraphs"])
 
 
+@pytest.mark.setting("compile.mode")
 @pytest.mark.quick
 def test_compile_mode_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
@@ -47,7 +48,8 @@ def test_compile_mode_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [None, *[mode] * (2 * 2 * len(REGIONS))], "a trial, and the regions of both streams of each block"
 
 
-def test_without_a_compiler_the_reason_is_told(
+@pytest.mark.setting("compile.scope")
+def test_missing_compiler_is_reported(
     command: Command, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
@@ -62,9 +64,7 @@ def test_without_a_compiler_the_reason_is_told(
 @pytest.mark.parametrize(
     "checkpointing", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("selective", "full"))]
 )
-def test_the_curve_is_the_same_and_nothing_is_compiled_again(
-    tiny_config: Path, tmp_path: Path, checkpointing: str
-) -> None:
+def test_compiled_curve_is_equal_without_recompilation(tiny_config: Path, tmp_path: Path, checkpointing: str) -> None:
     """Samples of 4 to 32 tokens: each step has other shapes, validation included."""
     given = [f"memory.activation_checkpointing={checkpointing}", "train.steps=12", "validation.every=6"]
     assert train.main([str(tiny_config), *given]) == 0
@@ -86,7 +86,9 @@ def test_the_curve_is_the_same_and_nothing_is_compiled_again(
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_processes_compile_and_agree_with_one(command: Command, tiny_config: Path, tmp_path: Path, engine: str) -> None:
+def test_compiled_ranks_agree_with_one_process(
+    command: Command, tiny_config: Path, tmp_path: Path, engine: str
+) -> None:
     assert train.main([str(tiny_config)]) == 0
     shutil.move(tmp_path / "run", tmp_path / "plain")
     arguments = [tiny_config, "compile.scope=regional"]

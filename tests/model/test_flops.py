@@ -1,4 +1,4 @@
-"""Useful FLOPs in closed form against those that PyTorch counts in a forward pass."""
+"""Useful FLOPs in closed form match those that PyTorch counts in a forward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
         (2, {"tie_embeddings": True, "depth": 3, "num_heads": 4}),
     ],
 )
-def test_a_forward_pass_has_the_flops_that_the_closed_form_gives(latent_tokens: int, config: dict[str, object]) -> None:
+def test_forward_flops_match_the_closed_form(latent_tokens: int, config: dict[str, object]) -> None:
     model = small_model(latent_tokens, **config).eval()
     inputs, of = random_inputs((3, 7, 7, 16), latent_tokens), ModelFlops.from_model(model)
     layout, counted = inputs.layout, []
@@ -52,5 +52,5 @@ def test_a_forward_pass_has_the_flops_that_the_closed_form_gives(latent_tokens: 
         ("", "bf16", None),
     ],
 )
-def test_peaks_by_name(name: str, precision: str, expected: float | None) -> None:
+def test_peak_flops_by_device_name(name: str, precision: str, expected: float | None) -> None:
     assert peak_flops(name, precision) == expected

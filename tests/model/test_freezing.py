@@ -1,4 +1,4 @@
-"""Frozen parts: what each loss reaches, that nothing frozen moves, and what may not be frozen."""
+"""Frozen parts: what each loss reaches, that frozen weights do not change, and refused choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmldlm.model.parts import (
     part_of,
 )
 from mmldlm.run.factory import build_model, build_objective
-from tests.helpers.batch_sizes import always
+from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.small_model import small_model
 
@@ -59,15 +59,13 @@ def parts_with_gradient(model: MMDiT, loss: Loss, mode: Mode, latent_tokens: int
 @pytest.mark.parametrize(("loss", "mode"), [(loss, mode) for loss, (_, modes) in ALONE.items() for mode in modes])
 @pytest.mark.parametrize("latent_tokens", [1, 3])
 @pytest.mark.parametrize("config", [{}, {"depth": 1}, {"tie_embeddings": False}], ids=str)
-def test_each_loss_reaches_the_parts_that_the_map_says(
-    loss: Loss, mode: Mode, latent_tokens: int, config: dict[str, Any]
-) -> None:
+def test_losses_reach_the_documented_parts(loss: Loss, mode: Mode, latent_tokens: int, config: dict[str, Any]) -> None:
     assert parts_with_gradient(small_model(latent_tokens, **config), loss, mode, latent_tokens) == set(
         PARTS_TRAINED_BY[loss]
     )
 
 
-def test_a_choice_is_refused_exactly_where_a_loss_would_have_no_gradient() -> None:
+def test_freezing_is_refused_if_a_loss_has_no_gradient() -> None:
     """All choices of parts, against autograd's own map of a network with every weight stirred."""
     reached = {loss: parts_with_gradient(small_model(), loss, modes[0], 1) for loss, (_, modes) in ALONE.items()}
     losses: list[tuple[Loss, ...]] = [("text",), ("latent",), ("length",), ("text", "latent", "length")]
@@ -83,7 +81,7 @@ def test_a_choice_is_refused_exactly_where_a_loss_would_have_no_gradient() -> No
 
 @pytest.mark.parametrize("config", [{}, {"tie_embeddings": False}], ids=str)
 @pytest.mark.parametrize("freeze", [[], *([part] for part in FREEZABLE), ["backbone", "length_head"]], ids=str)
-def test_exactly_the_named_parts_are_taken_out_of_training(freeze: Sequence[Freezable], config: dict[str, Any]) -> None:
+def test_named_parts_are_frozen(freeze: Sequence[Freezable], config: dict[str, Any]) -> None:
     model = small_model(**config)
     everything = count_parameters(model)
     assert everything == count_parameters(model, trainable_only=True)
@@ -102,14 +100,14 @@ def test_the_backbone_is_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("part", FREEZABLE)
-def test_nothing_frozen_moves_in_training_and_all_else_does(part: Freezable, tiny_store: Path) -> None:
+def test_only_unfrozen_parameters_change(part: Freezable, tiny_store: Path) -> None:
     settings = ["model.depth=2", "model.width=32", "model.num_heads=2", "optim.lr=1e-2", "optim.weight_decay=0.5"]
     config = load_config(None, [*settings, f"freeze=[{part}]", "mode=joint", "memory.activation_checkpointing=full"])
     store = Store.open(tiny_store)
     model, objective = build_model(config, store.manifest, "cpu").train(), build_objective(config, store.manifest)
     optimizer = build_optimizer(model, config.optim, "cpu")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    for step, (batch,) in Loader(store, "train", config.data, 0, always(8, 8)).steps(0, 3):
+    for step, (batch,) in Loader(store, "train", config.data, 0, constant_batch_size(8, 8)).steps(0, 3):
         noised = objective.corrupt(batch, draw_noise(batch, 0, step, 8, mode_weights("joint")))
         objective(model, noised, total_counts([noised]).tolist())[0].backward()
         optimizer.step()

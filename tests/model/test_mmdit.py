@@ -47,7 +47,7 @@ def test_every_parameter_has_a_gradient_in_every_mode(
 
 @pytest.mark.parametrize("latent_tokens", [1, 3])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_parameter_is_idle_in_joint_training(latent_tokens: int, config: dict[str, object]) -> None:
+def test_every_parameter_is_used_in_joint_training(latent_tokens: int, config: dict[str, object]) -> None:
     model = small_model(latent_tokens, **config)
     objective, noised = noised_batch("joint", latent_tokens)
     objective(model, noised, noised.counts.tolist())[0].backward()
@@ -101,7 +101,7 @@ def test_mask_and_pad_have_probability_zero() -> None:
     torch.testing.assert_close(p.sum(-1), torch.ones(len(p)))
 
 
-def test_only_the_asked_positions_are_predicted() -> None:
+def test_only_requested_positions_are_predicted() -> None:
     model, inputs = small_model(), random_inputs(LENGTHS)
     positions = torch.tensor([7, 0, 12])
     asked = model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, inputs.layout, positions)
@@ -140,7 +140,7 @@ def test_times_are_embedded_in_float32_at_a_thousand_steps() -> None:
     torch.testing.assert_close(seen[1].double(), expected, rtol=0, atol=1e-3)
 
 
-def test_rotary_products_depend_on_the_distance_only() -> None:
+def test_rotary_products_depend_on_distance_only() -> None:
     qkv = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(0))
     q, k = F.rms_norm(qkv[0, :2], (8,))
 
@@ -204,6 +204,6 @@ def test_parameters_are_counted_once(config: dict[str, object]) -> None:
     ],
     ids=str,
 )
-def test_impossible_networks_are_refused_by_name(settings: dict[str, object], message: str) -> None:
+def test_invalid_networks_are_refused_by_key(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(ModelConfig, settings)

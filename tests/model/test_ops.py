@@ -1,4 +1,4 @@
-"""Operations with gradients of their own: what they compute, their gradients, and how little they keep."""
+"""Autograd functions: their results, gradients and saved tensors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_equals_the_plain_formula_and_its_gradient(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_in_pieces_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_chunks_give_the_same_result(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fused, _, inputs = CASES[case]
     whole = values_and_gradients(fused, inputs)
     two_rows = 2 * inputs[0][0].numel() // torch.get_num_threads()
@@ -126,7 +126,7 @@ def test_rows_in_pieces_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_inputs_are_computed_in_float32_but_for_products(case: str) -> None:
+def test_bfloat16_elementwise_operations_run_in_float32(case: str) -> None:
     fused, plain, inputs = CASES[case]
     low = [value.bfloat16() for value in inputs]
     if case.startswith("heads"):
@@ -146,8 +146,8 @@ def test_bfloat16_inputs_are_computed_in_float32_but_for_products(case: str) -> 
     ("case", "kept"),
     [("modulated linear", 1), ("add_gated", 1), ("swiglu", 2), ("swiglu, linear", 2), ("heads, turned", 3 * HEADS)],
 )
-def test_keeps_its_inputs_alone(case: str, kept: int) -> None:
-    """In units of [T, width]; what has a row for each sample, position or head is small beside them."""
+def test_only_inputs_are_saved_for_backward(case: str, kept: int) -> None:
+    """Units are tensors [T, width]; tensors with a row per sample, position or head are negligible."""
     fused, _, inputs = CASES[case]
     sizes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`ema`: the average of the weights, under every engine, through skipped steps, validations and checkpoints."""
+"""`ema`: averaged weights under every engine, with skipped steps, validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmldlm.optim.ema import EmaConfig, check_ema, decay_at
 from mmldlm.optim.weight_average import EmaWeights
 from mmldlm.run.load import load_run
 from mmldlm.trainer.setup import step_plan
-from tests.helpers.engine_runs import CURVE, records, state
+from tests.helpers.engine_runs import CURVE, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 
 SMALL = (
@@ -70,10 +70,14 @@ def test_ema_decay_over_100_steps_is_that_of_float64(
     pids = forked.start(engine, run, processes, log, script="ema_reference.py", **facts)
     codes = forked.wait(pids)
     assert [codes.get(pid) for pid in pids] == [0] * processes, log.read_text()[-3000:]
-    found, weights, expected = state(folder, "ema"), state(folder), load_file(folder / "reference.safetensors")
+    found, weights, expected = (
+        saved_tensors(folder, "ema"),
+        saved_tensors(folder),
+        load_file(folder / "reference.safetensors"),
+    )
     assert list(records(folder, "skip")) == [step + 1 for step in SKIPPED]
     assert list(records(folder, "validation")) == [45, 90, 100]
-    trained = {entry.rpartition("/")[0] for entry in state(folder, "optimizer")}
+    trained = {entry.rpartition("/")[0] for entry in saved_tensors(folder, "optimizer")}
     assert found.keys() == expected.keys() == trained
     for name, tensor in found.items():
         assert tensor.dtype == torch.float32
@@ -91,7 +95,7 @@ def test_ema_warmup_is_a_bound_that_rises_to_the_decay() -> None:
 
 
 @pytest.mark.quick
-def test_an_average_follows_the_steps_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ema_follows_accepted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(average, "SWAP_CHUNK_SIZE", 5)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((3, 4), (7,), (), (0, 2))]
@@ -120,7 +124,7 @@ def test_an_average_follows_the_steps_that_are_taken(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.quick
-def test_masters_on_a_disk_have_no_average() -> None:
+def test_ema_is_refused_with_masters_on_disk() -> None:
     sections = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
     with pytest.raises(ConfigError, match=r"ema\.decay: 0\.9 .*\.offload_optimizer\.device nvme in .* expected cpu"):
         check_ema(EmaConfig(decay=0.9), {"zero_optimization": sections})
@@ -173,7 +177,7 @@ def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_
         load_run(runs["none"], weights="ema")
 
 
-def test_commands_say_which_weights_they_took(averaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_which_weights_they_use(averaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown, evaluations = {}, {}
     for weights in ("ema", "trained"):
         assert cli.main(["evaluate", str(averaged), "--texts", "2", "--samples", "8", "--weights", weights]) == 0
@@ -188,7 +192,7 @@ def test_commands_say_which_weights_they_took(averaged: Path, capsys: pytest.Cap
     assert evaluations["ema"]["bits_per_token"] != evaluations["trained"]["bits_per_token"]
 
 
-def test_an_average_may_begin_and_end_between_starts(
+def test_ema_may_be_switched_between_starts(
     parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def go(steps: int, *settings: str) -> str:

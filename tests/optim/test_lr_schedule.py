@@ -1,4 +1,4 @@
-"""Learning rates against closed forms and PyTorch's own schedulers, to 1e-12, across resume and through real runs."""
+"""Learning rates match closed forms and PyTorch's schedulers to 1e-12, across resume and in real runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rates_of(scheduled: torch.optim.Optimizer, scheduler: Any, steps: int) -> li
 
 @quick
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_schedule_lr_is_that_of_torch(name: str) -> None:
+def test_schedules_match_torch(name: str) -> None:
     schedule, reference = OF_TORCH[name]
     ours = [lr_at(step, TOTAL, OPTIM, schedule) for step in range(TOTAL)]
     warming = optimizer()
@@ -76,7 +76,7 @@ def test_schedule_lr_is_that_of_torch(name: str) -> None:
 
 @quick
 def test_steps_may_be_fractions() -> None:
-    """Of the run: of `train.steps`, and of what is behind the warmup for periods, which so come out even."""
+    """Fractions are relative to `train.steps`; those of periods to the steps after the warmup, which they divide."""
     period = ScheduleConfig("cosine_restarts", restart_period=0.25)
     rates = [lr_at(step, 110, OPTIM, period) for step in range(110)]
     assert [step for step in range(10, 110) if rates[step] == PEAK] == [10, 35, 60, 85]
@@ -88,10 +88,11 @@ def test_steps_may_be_fractions() -> None:
     assert short[9:] == pytest.approx([PEAK, PEAK, PEAK * 0.1])
 
 
+@pytest.mark.setting("schedule.patience", "schedule.factor", "schedule.min_lr", "schedule.threshold")
 @quick
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("threshold", [0.0, 0.01, 0.2])
-def test_plateau_is_that_of_torch_also_across_resume(every: int, threshold: float) -> None:
+def test_plateau_matches_torch_across_resume(every: int, threshold: float) -> None:
     """Losses that fall, rise, stand still and are not finite; the state goes through JSON after each."""
     draw = random.Random(7)
     losses = [math.exp(-n / 60) + 0.2 * draw.random() for n in range(300)]
@@ -163,7 +164,7 @@ REFUSED = [
 
 @quick
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_schedule_settings_that_do_nothing_are_refused(settings: str, message: str) -> None:
+def test_unused_schedule_settings_are_refused(settings: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
         load_config(None, [f"schedule.{setting}" for setting in settings.split(",")])
     assert "\n" not in str(refusal.value) and "schedule." in str(refusal.value)
@@ -205,7 +206,7 @@ def test_optim_warmup_bounds_hold_a_fraction() -> None:
 
 
 @quick
-def test_the_report_has_what_was_resolved() -> None:
+def test_report_shows_resolved_values() -> None:
     optim = OptimConfig(lr=1e-3, lr_scaling="sqrt", warmup_bounds=(7, 9))
     text = describe_lr(1000, optim, ScheduleConfig("cosine_restarts"), 512)
     assert text.startswith("0.002 = 0.001 x the root of 512 / 128 samples, 9 warmup steps, ")

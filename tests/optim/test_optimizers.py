@@ -1,4 +1,4 @@
-"""The learning rate's closed forms, the optimizers' parameter groups, and Muon against PyTorch's own."""
+"""Closed forms of the learning rate, parameter groups, and Muon against PyTorch's Muon."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_learning_rate_has_its_closed_form(warmup: float, course: ScheduleName, 
 
 
 @pytest.mark.parametrize("total", [1, 2, 5])
-def test_short_runs_have_a_positive_rate_somewhere(total: int) -> None:
+def test_short_runs_have_a_positive_rate(total: int) -> None:
     for warmup in (0, 0.02, 0.5, 100):
         rates = [lr_at(s, total, OptimConfig(lr=PEAK, warmup_steps=warmup), ScheduleConfig()) for s in range(total)]
         assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates)
@@ -134,7 +134,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("settings", MUON_SETTINGS, ids=str)
-def test_muon_is_pytorchs_muon_on_the_matrices_and_adamw_on_the_rest(settings: dict[str, object]) -> None:
+def test_muon_matches_pytorch(settings: dict[str, object]) -> None:
     """Bit by bit, with every setting, while the learning rate changes."""
     config = OptimConfig(**{"name": "muon", "weight_decay": 0.1, **settings})  # type: ignore[arg-type]
     model, reference = small_model(), small_model()
@@ -177,7 +177,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_nothing_else() -> None:
 
 
 def test_muons_updates_are_as_large_as_adamws() -> None:
-    """Root mean square near 0.2 of the learning rate, where AdamW's lies (arXiv 2502.16982, section 2.2)."""
+    """The root mean square is near 0.2 of the learning rate, as AdamW's (arXiv 2502.16982, section 2.2)."""
     model, before = small_model(), small_model()
     optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1, weight_decay=0), "cpu")
     set_gradients(model, 0)
@@ -187,7 +187,7 @@ def test_muons_updates_are_as_large_as_adamws() -> None:
         assert float((new - old).detach().square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=0.35)
 
 
-def test_an_optimizer_says_what_it_is() -> None:
+def test_optimizer_description() -> None:
     model = small_model()
     count = sum(parameter.numel() for parameter in muon_matrices(model))
     muon = build_optimizer(model, OptimConfig(name="muon"), "cpu")

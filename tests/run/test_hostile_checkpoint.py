@@ -1,4 +1,4 @@
-"""Checkpoints from strangers, with manifests that vouch for them: refused in one line, and nothing in them is run."""
+"""Untrusted checkpoints with matching manifests: refused in one line, and no code in them is executed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mmldlm.run.compatibility import identity
 from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
 from mmldlm.trainer.checkpointer import metadata_files, restore_checkpoint
-from tests.helpers.hostile_checkpoints import HASH, body_of, opened, replace_file, seal
+from tests.helpers.hostile_checkpoints import HASH, manifest_body, read_or_refused, replace_file, seal
 
 quick = pytest.mark.quick
 Run = tuple[RunConfig, Store, torch.nn.Module, Path]
@@ -41,7 +41,7 @@ Run = tuple[RunConfig, Store, torch.nn.Module, Path]
 
 @pytest.fixture
 def run(tiny_config: Path, tiny_store: Path) -> Run:
-    """A run folder with one checkpoint, and the network that goes on from it."""
+    """A run folder with one checkpoint, and the network that loads it."""
     config, store = load_config(tiny_config), Store.open(tiny_store)
     model = build_model(config, store.manifest, "cpu")
     optimizer = build_optimizer(model, config.optim, "cpu")
@@ -95,15 +95,15 @@ def test_nothing_is_unpickled(run: Run, tmp_path: Path, name: str, form: str) ->
         content = f"!!python/object/apply:os.system ['touch {canary}']\n".encode()
     assert restore_checkpoint(path, model, config, store).state.step == 1
     replace_file(path, name, content)
-    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None
+    assert read_or_refused(lambda: restore_checkpoint(path, model, config, store)) is None
     if name in ("model.safetensors", "ema.safetensors"):
-        assert opened(lambda: load_run(config.run.dir)) is None
+        assert read_or_refused(lambda: load_run(config.run.dir)) is None
     assert not canary.exists()
 
 
 @quick
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "type"])
-def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> None:
+def test_foreign_ema_weights_are_refused(run: Run, fault: str) -> None:
     config, store, model, path = run
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     name = next(name for name in tensors if tensors[name].dim() == 2)
@@ -116,13 +116,13 @@ def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> N
     for wrong in (tensors, dict(model.named_parameters())):
         replace_file(path, "ema.safetensors", save({key: value.detach() for key, value in wrong.items()}))
         refused = wrong is tensors
-        assert (opened(lambda: restore_checkpoint(path, model, config, store)) is None) == refused
-        assert (opened(lambda: load_run(config.run.dir)) is None) == refused
+        assert (read_or_refused(lambda: restore_checkpoint(path, model, config, store)) is None) == refused
+        assert (read_or_refused(lambda: load_run(config.run.dir)) is None) == refused
 
 
 @quick
 @pytest.mark.parametrize("skip", [0.0, 0.1])
-def test_a_checkpoint_with_a_skip_of_x0_goes_on_where_the_skip_is_zero(run: Run, skip: float) -> None:
+def test_checkpoint_with_a_skip_of_x0_loads_if_it_is_zero(run: Run, skip: float) -> None:
     """Networks that predict x0 had a learned skip once; in runs that trained no latents it has stayed zero."""
     config, store, model, path = run
     assert config.latent.prediction == "x0"
@@ -175,13 +175,13 @@ NOT_SAFETENSORS = {
 
 @quick
 @pytest.mark.parametrize("kind", NOT_SAFETENSORS)
-def test_files_that_are_no_state(run: Run, kind: str) -> None:
+def test_malformed_state_files_are_refused(run: Run, kind: str) -> None:
     _, _, model, path = run
     for name in ("model.safetensors", "optimizer.safetensors"):
         good = (path / name).read_bytes()
         replace_file(path, name, NOT_SAFETENSORS[kind])
         before = {key: value.clone() for key, value in model_state(model).items()}
-        assert opened(lambda: load_all(run)) is None
+        assert read_or_refused(lambda: load_all(run)) is None
         if name == "model.safetensors":
             assert all(torch.equal(before[key], value) for key, value in model_state(model).items())
         replace_file(path, name, good)
@@ -201,8 +201,8 @@ DTYPES = [torch.int64, torch.bool, torch.complex64, torch.uint8, torch.float8_e5
 
 
 @quick
-def test_tensors_of_another_shape_or_type(run: Run, tmp_path: Path) -> None:
-    """Under the right name; also one number that is several, and no number."""
+def test_wrong_shapes_and_types_are_refused(run: Run, tmp_path: Path) -> None:
+    """Names are right; shapes or types are wrong, including scalars with several elements or none."""
     path = run[-1]
     checkpoint = verify_checkpoint(path)
     for group in ("model", "optimizer"):
@@ -221,7 +221,7 @@ def test_tensors_of_another_shape_or_type(run: Run, tmp_path: Path) -> None:
         for change in changes:
             save_file({**tensors, **change}, tmp_path / "x")
             replace_file(path, f"{group}.safetensors", (tmp_path / "x").read_bytes())
-            assert opened(lambda: load_all(run)) is None, change
+            assert read_or_refused(lambda: load_all(run)) is None, change
         replace_file(path, f"{group}.safetensors", good)
     assert load_all(run) == 1
 
@@ -252,10 +252,10 @@ def test_training_states(run: Run) -> None:
     good = json.loads((path / "state.json").read_bytes())
     hostile = [json.dumps({**good, name: value}).encode() for name in good for value in FIELDS]
     for content in [*STATES, *hostile]:
-        state = opened(lambda content=content: TrainState.from_json(content))
+        state = read_or_refused(lambda content=content: TrainState.from_json(content))
         assert state is None or all(isinstance(item, float) for item in state.accepted_norms), content[:200]
     replace_file(path, "state.json", b" " * (MAX_SMALL_BYTES + 1))
-    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None
+    assert read_or_refused(lambda: restore_checkpoint(path, model, config, store)) is None
 
 
 @quick
@@ -264,10 +264,10 @@ def test_large_small_files_are_not_read(run: Run, name: str) -> None:
     config, store, model, path = run
     with (path / name).open("wb") as file:
         file.truncate(2**40)  # of zeros that take no disk: reading it would take all memory
-    body = body_of(path)
+    body = manifest_body(path)
     body["files"][name] = {"bytes": 2**40, "sha256": HASH}
     seal(path, body)
-    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None  # which does not hash
+    assert read_or_refused(lambda: restore_checkpoint(path, model, config, store)) is None  # which does not hash
 
 
 @quick
@@ -276,15 +276,15 @@ def test_large_small_files_are_not_read(run: Run, name: str) -> None:
 )
 def test_identities(run: Run, value: Any) -> None:
     config, store, model, path = run
-    seal(path, {**body_of(path), "info": {"identity": value}})
-    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None
+    seal(path, {**manifest_body(path), "info": {"identity": value}})
+    assert read_or_refused(lambda: restore_checkpoint(path, model, config, store)) is None
 
 
 @quick
 @pytest.mark.parametrize("kind", ["fifo", "folder", "absent"])
-def test_a_run_folder_whose_config_is_no_plain_file(tmp_path: Path, kind: str) -> None:
+def test_config_must_be_a_regular_file(tmp_path: Path, kind: str) -> None:
     if kind == "fifo":
         os.mkfifo(tmp_path / "config.yaml")
     elif kind == "folder":
         (tmp_path / "config.yaml").mkdir()
-    assert opened(lambda: load_run(tmp_path)) is None
+    assert read_or_refused(lambda: load_run(tmp_path)) is None

@@ -97,7 +97,7 @@ ALL_PARTS = ", ".join(get_args(Part))
         ("sampling.remask=2", "sampling.remask: must be at most 1, found 2"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(override: str, expected: str) -> None:
+def test_bad_value_is_refused_by_key(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, re.split(r" (?=\w+[.\w]*=)", override))
     assert expected in str(caught.value)
@@ -105,13 +105,13 @@ def test_a_bad_value_is_refused_by_name(override: str, expected: str) -> None:
     assert caught.value.exit_code == ExitCode.CONFIG == 64
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["optim.lrr=1", "train.steps=x", "model.depth=0"])
     assert all(key in str(caught.value) for key in ("optim.lrr", "train.steps", "model.depth"))
 
 
-def test_long_timeout_is_a_choice() -> None:
+def test_long_timeout_needs_permission() -> None:
     config = load_config(None, ["distributed.timeout_s=100000", "distributed.allow_long_timeout=true"])
     assert config.distributed.timeout_s == 100_000
 
@@ -123,13 +123,13 @@ def test_duplicate_keys_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["a: !!python/object/apply:os.system [x]", "a: [", "{", "a: b: c", "\t- x", "a: *b"])
-def test_yaml_that_is_broken_or_wants_to_run_code_is_one_line(text: str) -> None:
+def test_broken_or_unsafe_yaml_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "x.yaml")
     assert "x.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_numbers_are_read_as_people_write_them() -> None:
+def test_number_formats() -> None:
     assert load_config(None, ["optim.lr=1e-4"]).optim.lr == 1e-4
     assert load_config(None, ["optim.lr=1"]).optim.lr == 1.0
     assert load_config(None, ["optim.warmup_steps=0.1"]).optim.warmup_steps == 0.1

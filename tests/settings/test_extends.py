@@ -1,4 +1,4 @@
-"""`extends:` in run configs: who wins, what is refused, and that a run is the same again from its folder alone."""
+"""`extends:` in run configs: precedence, refused files, and reproducibility from the run folder alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_file_that_two_extend_undoes_neither(tmp_path: Path) -> None:
 
 
 @quick
-def test_an_owners_check_is_of_the_whole(tmp_path: Path) -> None:
+def test_checks_apply_to_the_merged_config(tmp_path: Path) -> None:
     """heads that do not fit the default width, but fit that of another file."""
     path = write(tmp_path, mine="extends: a.yaml\nmodel: {width: 192}", a="model: {num_heads: 3}")
     assert load_config(path).model.num_heads == 3
@@ -120,7 +120,7 @@ REFUSED = {
 
 @quick
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line_that_names_the_files(tmp_path: Path, name: str) -> None:
+def test_errors_name_the_files(tmp_path: Path, name: str) -> None:
     texts, expected = REFUSED[name]
     path = write(tmp_path, **texts)
     os.mkfifo(tmp_path / "pipe")
@@ -158,10 +158,10 @@ def curve(run: Path) -> list[tuple[float, float]]:
     return [(record["loss/total"], record["optim/grad_norm"]) for record in records]
 
 
-def test_a_run_is_the_same_again_from_its_folder(
+def test_run_is_reproducible_from_its_folder(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a config that extends others, with relative paths and changes on the command line; then from elsewhere."""
+    """Start from a config that extends others, with relative paths and overrides; then from another folder."""
     (tmp_path / "stores").mkdir()
     (tmp_path / "stores" / "tiny").symlink_to(tiny_store)
     base = TINY.format(run="runs/first", store="stores/tiny") + "mode: {l2t: 1, joint: 2}\n"
@@ -188,14 +188,14 @@ def test_a_run_is_the_same_again_from_its_folder(
 
 
 @quick
-def test_what_a_run_wrote_leads_to_no_other_file(tmp_path: Path) -> None:
+def test_written_configs_cannot_extend(tmp_path: Path) -> None:
     write(tmp_path, config="extends: other.yaml", other="run: {seed: 1}")
     with pytest.raises(ConfigError, match="unknown key 'extends'"):
         load_run(tmp_path)
 
 
 @quick
-def test_empty_paths_and_words_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_paths_and_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mmldlm.config import with_absolute_paths
 
     monkeypatch.chdir(tmp_path)

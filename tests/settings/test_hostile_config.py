@@ -78,7 +78,7 @@ def outcome(path: Path | None, overrides: list[str]) -> RunConfig | None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", NASTY)
-def test_nasty_ones(tmp_path: Path, name: str) -> None:
+def test_hostile_configs(tmp_path: Path, name: str) -> None:
     content, overrides = NASTY[name]
     path = tmp_path / "config.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)

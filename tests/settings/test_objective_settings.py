@@ -1,4 +1,4 @@
-"""Every setting of the losses and of the noise times reaches the training: the first step's gradient is another."""
+"""Every setting of losses and noise times changes the gradient of the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run configs in configs/: each loads, has the size that it names, and goes together with those of other kinds."""
+"""The run configs in configs/: each loads, has the size in its comment, and combines with those of other kinds."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def flat(config: RunConfig) -> dict[str, Any]:
 
 
 def set_by(name: str) -> dict[str, Any]:
-    """What the file says itself, by dotted key."""
+    """Return the values that the file itself sets, by dotted key."""
     file = CONFIGS / f"{name}.yaml"
     config, origins = load_with_provenance(file)
     return {key: flat(config)[key] for key, origin in origins.by_key().items() if origin.startswith(f"{file}:")}
 
 
 @pytest.mark.parametrize("name", [*SIZES, *MODES, *MANNERS])
-def test_each_is_a_run_of_its_own(name: str) -> None:
+def test_each_preset_loads(name: str) -> None:
     config, _ = load_with_provenance(CONFIGS / f"{name}.yaml")
     assert config.run.dir and config.data.path
     config.train.check_batches(world_size=1)
@@ -59,7 +59,7 @@ def test_a_size_has_the_parameters_that_its_comment_names(size: str) -> None:
     assert sum(count_parameters(model).values()) == pytest.approx(millions * 1e6, abs=0.5e6)
 
 
-def test_one_of_each_kind_goes_together(tmp_path: Path) -> None:
+def test_presets_of_different_kinds_combine(tmp_path: Path) -> None:
     """All that a file sets holds, unless a later one of the list sets it otherwise."""
     path = tmp_path / "mine.yaml"
     own = {name: set_by(name) for name in (*SIZES, *MODES, *MANNERS)}

@@ -1,9 +1,11 @@
-"""No setting that does nothing: each key has an entry in `effects`, which is shown to be true."""
+"""Every setting does something: two short runs that differ in it alone differ in what they write.
+
+A setting whose effect such runs cannot show is tested elsewhere, by a test with the marker `setting(KEY)`.
+"""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,134 +13,162 @@ import pytest
 
 from mmldlm.config import RunConfig
 from mmldlm.settings.fields import leaves
-from tests.helpers.observed_run import SIGHTS, Sight, observe
-from tests.helpers.paths import ROOT
-from tests.helpers.setting_effects import EFFECTS, WRITTEN, Run, ShownBy
+from tests.helpers.observed_run import ASPECTS, EXPLODING, Aspect, observe
 
-KEYS = [key for key, _ in leaves(RunConfig)]
+MUON = ("optim.name=muon",)
+OFTEN = ("checkpoint.every_steps=1", "train.steps=5")
+RECOMPUTED = ("model.depth=4", "memory.activation_checkpointing=every_k")
+AVERAGED = ("ema.decay=0.999",)
+DRAWN = ("log.tensorboard=true",)
+WRITTEN = ("log={every: 1, tensorboard: true, figures_every: 0}",)
+
+
+def effect(key: str, value: str, changes: Aspect, under: tuple[str, ...] = ()) -> Any:
+    """`key=value`, as on a command line, changes an aspect of a run with the settings `under`."""
+    return pytest.param(key, value, changes, under, id=key, marks=pytest.mark.setting(key))
+
+
+EFFECTS = [
+    effect("freeze", "[latent_stream]", "curve"),
+    effect("mode", "l2t", "curve"),
+    effect("mode_schedule", "{1: l2t}", "curve"),
+    effect("precision", "bf16", "curve"),
+    effect("run.seed", "4", "curve"),
+    effect("data.num_workers", "1", "workers"),
+    effect("data.window", "8", "batches"),
+    effect("model.depth", "1", "curve"),
+    effect("model.width", "64", "curve"),
+    effect("model.latent_width", "16", "curve"),
+    effect("model.num_heads", "4", "curve"),
+    effect("model.mlp", "gelu", "curve"),
+    effect("model.mlp_ratio", "2", "curve"),
+    effect("model.conditioning_width", "16", "curve"),
+    effect("model.modulation_rank", "0", "curve"),
+    effect("model.tie_embeddings", "false", "curve"),
+    effect("model.rope_base", "10", "curve"),
+    effect("model.dropout", "0.5", "curve"),
+    effect("attention.backend", "math", "parts"),
+    effect("memory.activation_checkpointing", "selective", "parts"),
+    effect("memory.every_k", "3", "parts", RECOMPUTED),
+    effect("memory.kept_blocks", "3", "parts", RECOMPUTED),
+    effect("latent.process", "rectified_flow", "curve"),
+    effect("latent.prediction", "v", "curve"),
+    effect("latent.time_sampling", "logit_normal", "curve"),
+    effect("latent.location", "1", "curve", ("latent.time_sampling=logit_normal",)),
+    effect("latent.scale", "0.3", "curve", ("latent.time_sampling=logit_normal",)),
+    effect("latent.mode_scale", "0.5", "curve", ("latent.time_sampling=mode",)),
+    effect("latent.stratified", "false", "curve"),
+    effect("text.time_sampling", "mode", "curve"),
+    effect("text.mode_scale", "0.5", "curve", ("text.time_sampling=mode",)),
+    effect("text.stratified", "false", "curve"),
+    effect("text.masks", "exact", "curve"),
+    effect("loss.huber_delta", "0.1", "curve", ("loss.latent=huber",)),
+    effect("loss.latent_weighting", "uncertainty", "curve"),
+    effect("loss.text_weight_limit", "1.5", "curve"),
+    effect("loss.latent_time_weighting", "min_snr", "curve"),
+    effect("loss.min_snr_gamma", "0.1", "curve", ("loss.latent_time_weighting=min_snr",)),
+    effect("loss.label_smoothing", "0.3", "curve"),
+    effect("loss.z_loss", "0.1", "curve"),
+    effect("loss.text", "masked_mean", "curve"),
+    effect("loss.latent", "mse", "curve"),
+    effect("loss.latent_weight", "1", "curve"),
+    effect("loss.length_weight", "1", "curve"),
+    effect("optim.name", "muon", "curve"),
+    effect("optim.lr", "1e-2", "curve"),
+    effect("optim.betas", "[0.5, 0.5]", "curve"),
+    effect("optim.eps", "1e-2", "curve"),
+    effect("optim.weight_decay", "5", "curve"),
+    effect("optim.fused", "false", "parts"),
+    effect("optim.clip_norm", "0.01", "curve"),
+    effect("optim.warmup_steps", "3", "curve"),
+    effect("optim.warmup_bounds", "[3, 3]", "curve"),
+    effect("optim.lr_scaling", "sqrt", "curve"),
+    effect("optim.lr_reference_batch", "64", "curve", ("optim.lr_scaling=sqrt",)),
+    effect("optim.muon.momentum", "0.5", "curve", MUON),
+    effect("optim.muon.nesterov", "false", "curve", MUON),
+    effect("optim.muon.ns_steps", "1", "curve", MUON),
+    effect("schedule.lr", "linear", "curve", ("train.steps=5",)),
+    effect("schedule.min_lr_ratio", "0.5", "curve"),
+    effect("schedule.restart_period", "2", "curve", ("schedule.lr=cosine_restarts", "train.steps=5")),
+    effect("schedule.decay_steps", "3", "curve", ("schedule.lr=wsd", "train.steps=5")),
+    effect("ema.decay", "0.9", "validation"),
+    effect("ema.warmup", "false", "validation", AVERAGED),
+    effect("ema.evaluate", "false", "validation", AVERAGED),
+    effect("train.steps", "2", "records"),
+    effect("train.global_batch_size", "4", "batches"),
+    effect("train.micro_batch_size", "2", "batches"),
+    effect("train.batch_schedule", "{1: {micro_batch_size: 4}}", "batches"),
+    effect("sampling.steps", "2", "texts", WRITTEN),
+    effect("sampling.temperature", "0", "texts", WRITTEN),
+    effect("sampling.top_p", "0.05", "texts", WRITTEN),
+    effect("sampling.guidance", "9", "texts", WRITTEN),
+    effect("sampling.decoding", "ancestral", "texts", WRITTEN),
+    effect("sampling.remask", "1", "texts", WRITTEN),
+    effect("sampling.latent_sampler", "euler", "latents"),
+    effect("validation.every", "1", "records"),
+    effect("validation.samples", "8", "validation"),
+    effect("validation.text_samples", "1", "texts", WRITTEN),
+    effect("validation.quality_every", "2", "records", ("validation.quality_samples=4",)),
+    effect("log.every", "2", "records"),
+    effect("log.noise_levels", "2", "validation"),
+    effect("log.tensorboard", "true", "files"),
+    effect("log.figures_every", "0", "validation", DRAWN),
+    effect("log.figure_samples", "3", "validation", DRAWN),
+    effect("log.projector", "true", "files", DRAWN),
+    effect("profile.steps", "[2, 2]", "files"),
+    effect("profile.ranks", "[1]", "files", ("profile.steps=[2, 2]",)),
+    effect("checkpoint.every_steps", "2", "files"),
+    effect("checkpoint.every_minutes", "1e-9", "files"),
+    effect("checkpoint.keep_last", "1", "files", OFTEN),
+    effect("checkpoint.keep_steps", "[1]", "files"),
+    effect("checkpoint.keep_every", "2", "files"),
+    effect("checkpoint.keep_best", "1", "files", ("validation.every=1",)),
+    effect("guard.nonfinite", "stop", "end", EXPLODING),
+    effect("guard.max_consecutive", "2", "end", EXPLODING),
+]
 HOW_TO = f"""
-In tests/helpers/setting_effects.py add for each of them, with a value that is not its default,
-    "KEY": Run("VALUE", sees="WHAT")
-where two runs of three steps then differ in WHAT:
-{chr(10).join(f"    {sight:<11} {what}" for sight, what in SIGHTS.items())}
-or, where no such run can show it, ShownBy("tests/FILE.py::TEST"): a test that fails when the key is ignored."""
-
-
-def without_entry(keys: Iterable[str], entries: Collection[str]) -> list[str]:
-    return [key for key in keys if key not in entries]
+For each add to EFFECTS in tests/settings/test_setting_effects.py, with a value that is not its default,
+    effect("KEY", "VALUE", ASPECT)
+where two runs of three steps then differ in ASPECT:
+{chr(10).join(f"    {aspect:<11} {what}" for aspect, what in ASPECTS.items())}
+or, where no such run can show it, write a test that fails when the key is ignored, marked with
+    @pytest.mark.setting("KEY")"""
 
 
 @pytest.mark.quick
-def test_every_key_has_an_entry() -> None:
-    missing = without_entry(KEYS, EFFECTS)
-    assert not missing, f"nothing shows that these settings do anything: {', '.join(missing)}.{HOW_TO}"
-    gone = without_entry(EFFECTS, KEYS)
-    assert not gone, f"effects.py has entries of keys that no longer are: {', '.join(gone)}; take them out"
-    assert without_entry(["optim.lr", "optim.new"], EFFECTS) == ["optim.new"], "the check is blind"
-
-
-# --- by a test elsewhere ------------------------------------------------------------------------------------------
-
-
-def complaint(key: str, test: str) -> str:
-    """Why `test` (FILE::NAME) can be no proof of `key`; "" where it may be one."""
-    file, _, name = test.partition("::")
-    path = ROOT / file
-    if not path.is_file():
-        return f"{file} is not there"
-    text = path.read_text(encoding="utf-8")
-    module = ast.parse(text)
-    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
-    if name not in functions or not name.startswith("test_"):
-        return f"{file} has no test {name!r}"
-    if any(ast.unparse(mark).startswith(("pytest.mark.slow", "pytest.mark.gpu")) for mark in marks(module, name)):
-        return f"{test} is not run by default"
-    if key.rpartition(".")[2] not in source(text, module, functions[name]):
-        return f"{test} does not name {key}"
-    return ""
-
-
-def marks(module: ast.Module, name: str) -> list[ast.expr]:
-    """Decorators of the test `name`, and marks of its whole file."""
-    found: list[ast.expr] = []
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            found += node.decorator_list
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            found += node.value.elts if isinstance(node.value, ast.List) else [node.value]
-    return found
-
-
-def source(text: str, module: ast.Module, test: ast.FunctionDef) -> str:
-    """A test with its decorators, and the constants of its file that it uses."""
-    used = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-    constants = [node for node in module.body if isinstance(node, ast.Assign) and used & assigned(node)]
-    parts = [test, *test.decorator_list, *constants]
-    return "\n".join(ast.get_source_segment(text, part) or "" for part in parts)
-
-
-def assigned(node: ast.Assign) -> set[str]:
-    return {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("key", [key for key, how in EFFECTS.items() if isinstance(how, ShownBy)])
-def test_what_is_shown_elsewhere_is_there(key: str) -> None:
-    how = EFFECTS[key]
-    assert isinstance(how, ShownBy)
-    found = complaint(key, how.test)
-    assert not found, f"{key}: {found}.{HOW_TO}"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("test", "expected"),
-    [
-        ("tests/none.py::test_x", "tests/none.py is not there"),
-        ("tests/integration/test_train.py::test_none", "has no test 'test_none'"),
-        ("tests/integration/test_train.py::records", "has no test 'records'"),
-        ("tests/integration/test_train.py::test_bf16_follows_fp32", "does not name optim.lr"),
-        ("tests/distributed/test_engine_parity.py::test_four_processes_follow_one", "is not run by default"),
-        ("tests/integration/test_train.py::test_changed_learning_rate_is_allowed_and_shown", ""),
-    ],
-)
-def test_the_check_of_tests_is_not_blind(test: str, expected: str) -> None:
-    found = complaint("optim.lr", test)
-    assert expected in found and bool(expected) == bool(found)
-
-
-# --- by two runs ----------------------------------------------------------------------------------------------------
+def test_every_setting_has_a_test(tested_settings: set[str]) -> None:
+    keys = {key for key, _ in leaves(RunConfig)}
+    missing = sorted(keys - tested_settings)
+    assert not missing, f"no test of the default suite shows that these settings do anything: {missing}.{HOW_TO}"
+    assert tested_settings <= keys, f"unknown keys in marks: {sorted(tested_settings - keys)}"
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Callable[..., Mapping[Sight, Any]]:
-    """What a run with these settings shows; each is trained once."""
-    known: dict[tuple[object, ...], Mapping[Sight, Any]] = {}
+def observed(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Callable[..., Mapping[Aspect, Any]]:
+    """Return what a run with the given settings shows; each is trained once."""
+    known: dict[tuple[object, ...], Mapping[Aspect, Any]] = {}
 
-    def look(*settings: str, samples: bool) -> Mapping[Sight, Any]:
+    def run(*settings: str, samples: bool) -> Mapping[Aspect, Any]:
         if (settings, samples) not in known:
             folder = tmp_path_factory.mktemp("run") / "run"
             known[settings, samples] = observe(folder, tiny_store, *settings, samples=samples)
         return known[settings, samples]
 
-    return look
+    return run
 
 
-@pytest.mark.parametrize("key", [key for key, how in EFFECTS.items() if isinstance(how, Run)])
-def test_effect(key: str, seen: Callable[..., Mapping[Sight, Any]]) -> None:
-    how = EFFECTS[key]
-    assert isinstance(how, Run)
-    samples = how.sees == "latents"
-    without = seen(*how.under, samples=samples)
-    with_it = seen(*how.under, f"{key}={how.value}", samples=samples)
-    assert without[how.sees] != with_it[how.sees], (
-        f"{key}={how.value} changes nothing of {how.sees} ({SIGHTS[how.sees]}): either nothing comes of the setting, "
-        "or its entry in tests/helpers/setting_effects.py should look elsewhere"
-    )
+@pytest.mark.parametrize(("key", "value", "changes", "under"), EFFECTS)
+def test_setting_has_an_effect(
+    key: str, value: str, changes: Aspect, under: tuple[str, ...], observed: Callable[..., Mapping[Aspect, Any]]
+) -> None:
+    samples = changes == "latents"
+    before = observed(*under, samples=samples)
+    after = observed(*under, f"{key}={value}", samples=samples)
+    assert before[changes] != after[changes], f"{key}={value} changes nothing of {changes} ({ASPECTS[changes]})"
 
 
-def test_runs_that_differ_in_nothing_look_the_same(tiny_store: Path, tmp_path: Path) -> None:
+def test_equal_runs_show_the_same(tiny_store: Path, tmp_path: Path) -> None:
     first, second = (observe(tmp_path / name, tiny_store, *WRITTEN, samples=True) for name in ("a", "b"))
-    assert first.keys() == second.keys() == SIGHTS.keys()
-    assert [sight for sight in SIGHTS if first[sight] != second[sight]] == []
-    assert all(first[sight] for sight in SIGHTS if sight != "workers"), "a sight that shows nothing"
+    assert first.keys() == second.keys() == ASPECTS.keys()
+    assert [aspect for aspect in ASPECTS if first[aspect] != second[aspect]] == []
+    assert all(first[aspect] for aspect in ASPECTS if aspect != "workers"), "an aspect that shows nothing"

@@ -1,4 +1,4 @@
-"""Every setting is read by code that acts on it, seen while runs go on."""
+"""Every setting is read by code that acts on it, observed during runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from mmldlm import cli, train
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ExitCode
 from mmldlm.settings.fields import key_of, leaves
-from tests.helpers.observed_run import BASE
-from tests.helpers.setting_effects import EXPLODING
+from tests.helpers.observed_run import BASE, EXPLODING
 
 PACKAGE = Path(mmldlm.__file__).parent
 # What handles settings without acting on them: files of it, and functions in others.
@@ -58,7 +57,7 @@ def classes(cls: type, prefix: str = "") -> Iterator[tuple[type, dict[str, str]]
 
 
 class Reads:
-    """Within it, `keys` collects the settings that code of the package reads in order to act on them."""
+    """Context in which `keys` collects the settings that code of the package reads in order to act on them."""
 
     def __init__(self, cls: type = RunConfig, package: Path = PACKAGE):
         self.keys: set[str] = set()
@@ -135,7 +134,7 @@ class _Settings:
 
 @pytest.mark.quick
 def test_reading_is_acting() -> None:
-    """Not checks, dumps, copies, comparisons or documentation."""
+    """Checks, dumps, copies, comparisons and documentation do not count as reads."""
     before = _Settings.__getattribute__
     with Reads(_Settings, Path(__file__).parent) as reads:
         settings = _Settings(_Group())

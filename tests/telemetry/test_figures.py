@@ -1,4 +1,4 @@
-"""Figures and histograms: what they are computed from, that they are drawn, and what is said where they cannot be."""
+"""Figures and histograms: their data, their rendering, and the message if they cannot be drawn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
-from mmldlm.evaluation.visualize import _nearest, collect_figure_data, figure_metrics, figures_due, text_samples
+from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import Tracker, figures, read_metrics
 from mmldlm.telemetry.figure_data import FigureData
@@ -48,7 +48,7 @@ LEVELS = {"text_l2t": [1.0, 2.0, 3.0], "latent_joint": [0.5, float("nan"), float
 
 
 @pytest.mark.quick
-def test_quality_of_perfect_and_of_worthless_latents() -> None:
+def test_quality_of_perfect_and_random_latents() -> None:
     perfect = figure_metrics(pictures())
     assert perfect["quality/figures_t2l_cosine"] == perfect["quality/figures_t2l_recall_at_1"] == 1
     assert perfect["quality/figures_l2t_first_guess_accuracy"] == pytest.approx(sum(range(N)) / N**2)
@@ -82,7 +82,7 @@ def test_figures_every_is_the_first_validation_from_then_on_and_the_last() -> No
 
 
 @pytest.mark.quick
-def test_the_basis_is_that_of_the_true_latents_alone() -> None:
+def test_basis_is_computed_from_true_latents_only() -> None:
     """Along the axes that explain most, and the same whatever order or sign the samples come in."""
     spread = np.array([9.0, 5.0, *[0.1] * (D - 2)], np.float32)
     truth = DRAWN.standard_normal((200, D)).astype(np.float32) * spread + 3
@@ -128,7 +128,7 @@ def test_a_diverged_run_and_one_of_a_single_mode_can_be_drawn() -> None:
     assert "figures/latents" not in figures.draw(one, LEVELS)
 
 
-def test_without_matplotlib_one_line_says_so(
+def test_missing_matplotlib_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
@@ -248,12 +248,14 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
     raw = loaded.store.restore(truth.reshape(10, 1, -1)).reshape(10, -1)
     cosine = (found * raw).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(raw, axis=1)
     assert record["quality/figures_t2l_cosine"] == pytest.approx(cosine.mean(), abs=2e-3)
-    # Of the joint texts' table: a held-out latent is nearest to itself.
-    assert _nearest(truth, loaded.store, 10) == ids.tolist()
+    # In the table of joint texts, a held-out latent is nearest to itself.
+    data = replace(collect_figure_data(loaded, Collectives()), joint_latents=truth)
+    rows = text_samples(loaded, Collectives(), data)["samples/joint"]
+    assert rows and [row["held-out text of the nearest latent"] for row in rows] == texts[: len(rows)]
 
 
 @pytest.mark.parametrize("steps", [2, 8, 100])
-def test_what_is_looked_at_takes_few_passes(steps: int, run: Path) -> None:
+def test_figure_data_takes_few_forward_passes(steps: int, run: Path) -> None:
     """Eight reverse steps find a latent, and a step writes four tokens of the longest text; no more are taken, and the
     joint texts are those that were written with the figures' latents."""
     loaded, passes = load_run(run), []

@@ -28,7 +28,7 @@ def test_resume_has_no_duplicate_and_no_gap(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_torn_last_line_is_left_out_and_written_again(tmp_path):
+def test_incomplete_last_line_is_skipped_and_rewritten(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 5)
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Warnings come once, each in one line; and a log that nobody can write to ends no run."""
+"""Warnings are printed once, in one line each, and an unwritable log ends no run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def warn_in_each_step(steps: int) -> None:
         logging.getLogger("mmldlm.data").warning("shard %d is slow", step % 2)
 
 
-def test_each_once_in_one_line() -> None:
+def test_each_warning_once_in_one_line() -> None:
     before = warnings.showwarning
     with Notices(log_library_warnings=True) as notices:
         lines = heard(notices)
@@ -45,7 +45,7 @@ def test_each_once_in_one_line() -> None:
     assert warnings.showwarning is before and notices not in logging.getLogger().handlers
 
 
-def test_the_others_of_a_node_say_only_what_is_their_own() -> None:
+def test_other_ranks_report_only_their_own_warnings() -> None:
     with Notices(log_library_warnings=False) as notices:
         lines = heard(notices)
         warn_in_each_step(2)

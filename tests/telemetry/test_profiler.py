@@ -1,4 +1,4 @@
-"""A trace of chosen steps on chosen ranks: readable by Perfetto, with the loop's phases in it, and a table."""
+"""Traces of chosen steps on chosen ranks: readable by Perfetto, with the phases of the loop, and a table."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def phases(folder: Path, rank: int) -> Counter[str]:
     return Counter({name.removeprefix("mmldlm: "): names[name] for name in names if name.startswith("mmldlm: ")})
 
 
-def test_the_steps_asked_for_and_no_others(parity_config: Path, tmp_path: Path) -> None:
-    """Also where the first step is among them, and where the run ends before the last one."""
+def test_configured_steps_are_profiled(parity_config: Path, tmp_path: Path) -> None:
+    """The first step may be among them, and the run may end before the last of them."""
     for first, last, traced in ((1, 2, 2), (5, 9, 2)):
         folder = tmp_path / f"{first}-{last}"
         command = [str(parity_config), *SETTINGS, f"run.dir={folder}", f"profile.steps=[{first}, {last}]"]
@@ -38,7 +38,7 @@ def test_the_steps_asked_for_and_no_others(parity_config: Path, tmp_path: Path) 
         assert "aten::" in (folder / "profile" / "operations.rank0.txt").read_text()
 
 
-def test_on_the_ranks_asked_for(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+def test_configured_ranks_are_profiled(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     forked.succeed("ddp", folder, 2, parity_config, *SETTINGS, "profile.steps=[2, 3]", "profile.ranks=[1]")
     assert phases(folder, 1)["forward"] == 4
@@ -47,6 +47,6 @@ def test_on_the_ranks_asked_for(parity_config: Path, forked: ForkedRuns, tmp_pat
 
 @pytest.mark.quick
 @pytest.mark.parametrize("steps", [[3], [0, 2], [4, 3], [1, 2, 3]])
-def test_steps_that_make_no_range_are_refused(steps: list[int]) -> None:
+def test_invalid_step_ranges_are_refused(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match="expected \\[first, last\\] with 1 <= first <= last"):
         build(ProfileConfig, {"steps": steps})

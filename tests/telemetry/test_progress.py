@@ -61,7 +61,7 @@ def test_one_line_in_place_on_a_terminal():
     assert len(drawn) == 2 and {len(line) for line in drawn} == {79}, "cut and padded: nothing of the longer line stays"
 
 
-def test_a_file_is_told_what_takes_long():
+def test_long_phases_are_logged():
     stream, clock = io.StringIO(), Clock()
     progress = ProgressLine(1000, 0, stream, clock)
     progress.update(10, {})

@@ -1,4 +1,4 @@
-"""The TensorBoard command that the user is told shows what the run wrote."""
+"""The TensorBoard command that is printed for the user shows what the run wrote."""
 
 from __future__ import annotations
 

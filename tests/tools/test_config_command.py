@@ -1,4 +1,4 @@
-"""`mmldlm config`: what a run will use, where it comes from, and what differs between two."""
+"""`mmldlm config`: the values that a run uses, their origins, and the differences of two configs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mmldlm import cli
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.settings.fields import build, leaves
 from mmldlm.settings.yaml import parse_yaml
+from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
 KEYS = [key for key, _ in leaves(RunConfig)]
@@ -59,7 +60,7 @@ def origins(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
     return {key: told["origin"] for key, told in found.items()}
 
 
-def test_each_value_has_its_origin(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_origins_of_values(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, overrides = (
         mine.with_name("base.yaml"),
         ["model.depth=2", "mode.joint=0.5", "optim.eps=1e-6", "log={every: 2}"],
@@ -81,7 +82,7 @@ def test_each_value_has_its_origin(mine: Path, capsys: pytest.CaptureFixture[str
     assert {key: origin for key, origin in found.items() if origin != "default"} == expected
 
 
-def test_a_group_on_the_command_line_takes_the_files_place(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_group_replaces_the_files(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = origins(capsys, mine, "optim={betas: [0.5, 0.9]}")
     assert found["optim.betas"] == "command line" and found["optim.lr"] == found["optim.muon.momentum"] == "default"
 
@@ -144,12 +145,13 @@ def test_diff_of_files_and_run_folders(mine: Path, tmp_path: Path, capsys: pytes
 def test_refusals(
     mine: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
 ) -> None:
-    assert cli.main(["config", *(argument.format(mine=mine) for argument in arguments)]) == code
-    found = capsys.readouterr()
-    assert found.out == "" and expected in found.err and len(found.err.splitlines()) == 1
+    status = cli.main(["config", *(argument.format(mine=mine) for argument in arguments)])
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert_user_error((status, output.err), code, expected)
 
 
-def test_a_reader_that_goes_away_is_no_error(mine: Path) -> None:
+def test_closed_pipe_is_no_error(mine: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mmldlm.cli", "config", str(mine)]

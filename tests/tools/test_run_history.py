@@ -1,4 +1,4 @@
-"""What a run folder says about its run, read without torch, while it is written and after."""
+"""Reading a run folder without torch, while it is written and afterwards."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
     assert history.refresh() and history.series("loss/total").values == [1.0] and len(history.session) == 1
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no run folder"):
         History(tmp_path)
 
 
-def test_it_needs_no_torch() -> None:
+def test_history_imports_no_torch() -> None:
     seen = "import mmldlm.tools.run_history, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""docs/settings.md says what the code says."""
+"""docs/settings.md matches the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 PAGE = ROOT / "docs" / "settings.md"
 
 
-def test_the_page_is_as_the_code_would_write_it_now() -> None:
+def test_page_is_up_to_date() -> None:
     found = PAGE.read_text(encoding="utf-8")
     assert found == settings_markdown(), "run: python -m mmldlm.tools.settings_doc > docs/settings.md"
 
@@ -31,6 +31,6 @@ def test_advice_is_in_the_rows_of_its_settings() -> None:
     assert len(advice) > 40 and all(f". *{text}* |" in rows[key] for key, text in advice.items())
 
 
-def test_what_the_page_says_of_files_is_so() -> None:
+def test_limits_on_the_page_match_the_code() -> None:
     page = " ".join(settings_markdown().split())
     assert f"files above {MAX_BYTES >> 10} KiB are refused" in page

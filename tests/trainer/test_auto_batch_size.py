@@ -50,6 +50,7 @@ def same_bits(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.setting("train.auto_micro_batch")
 @pytest.mark.parametrize(
     ("engine", "limited", "workers"),
     [

@@ -40,7 +40,8 @@ def files_of(folder: Path, step: int) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in checkpoint.glob("*.safetensors")}
 
 
-def test_beside_the_training_or_not_the_same_bytes(
+@pytest.mark.setting("checkpoint.async")
+def test_async_and_sync_saves_are_equal(
     parity_config: Path, single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is saved is the state of its moment, although training went on before it was written."""
@@ -139,7 +140,7 @@ def test_signals_to_one_rank_and_the_request_file(
     assert steps_of(folder) == [first, second, last]
 
 
-def test_by_the_clock_by_step_and_by_quality(parity_config: Path, tmp_path: Path) -> None:
+def test_save_schedule(parity_config: Path, tmp_path: Path) -> None:
     base = [str(parity_config), "train.steps=12", "checkpoint.every_steps=0", "validation.every=0"]
     assert train.main([*base, f"run.dir={tmp_path / 'clock'}", "checkpoint.every_minutes=1e-4"]) == 0
     assert len(steps_of(tmp_path / "clock")) == 3 and len(records(tmp_path / "clock", "checkpoint")) > 3
@@ -153,7 +154,7 @@ def test_by_the_clock_by_step_and_by_quality(parity_config: Path, tmp_path: Path
     assert steps_of(tmp_path / "best") == sorted({*wanted, 12})
 
 
-def test_it_holds_all_that_a_reader_needs(parity_config: Path, single: Single) -> None:
+def test_checkpoint_is_self_contained(parity_config: Path, single: Single) -> None:
     """Weights by name, the config, the tokenizer; nothing but JSON, YAML and safetensors."""
     path = max((single() / "checkpoints").glob("step-*"))
     assert sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()) == [

@@ -18,7 +18,7 @@ from mmldlm.trainer.consistency import disagreements, fingerprint, revision
 pytestmark = pytest.mark.quick
 
 
-def test_every_setting_the_data_and_the_versions_are_in_it(tiny_config: Path, tiny_store: Path) -> None:
+def test_fingerprint_covers_settings_data_and_versions(tiny_config: Path, tiny_store: Path) -> None:
     found = fingerprint(load_config(tiny_config), Store.open(tiny_store))
     keys = {f"config.{key}" for key, _ in leaves(RunConfig)} - {"config.data.path", "config.data.mixture"}
     versions = {f"version.{name}" for name in ("python", "mmldlm", "torch", "accelerate", "deepspeed", "numpy")}
@@ -28,7 +28,7 @@ def test_every_setting_the_data_and_the_versions_are_in_it(tiny_config: Path, ti
     assert found["config.mode"] == '{"joint": 0.25, "l2t": 0.5, "t2l": 0.25}'
 
 
-def test_it_is_cheap(tiny_config: Path, tiny_store: Path) -> None:
+def test_fingerprint_is_cheap(tiny_config: Path, tiny_store: Path) -> None:
     config, store = load_config(tiny_config), Store.open(tiny_store)
     seconds = []
     for _ in range(5):
@@ -53,7 +53,7 @@ def test_a_copy_of_the_store_elsewhere_is_the_same_and_a_changed_one_is_not(
     assert line == f"rank 1: data.manifest is {second}, {first} on rank 0"
 
 
-def test_a_line_names_who_deviates_from_whom(tiny_config: Path, tiny_store: Path) -> None:
+def test_disagreement_names_the_deviating_rank(tiny_config: Path, tiny_store: Path) -> None:
     store = Store.open(tiny_store)
     prints = [fingerprint(load_config(tiny_config, [f"optim.lr={lr}"]), store) for lr in (0.001, 0.002)]
     assert disagreements(prints) == ["rank 1: config.optim.lr is 0.002, 0.001 on rank 0"]
@@ -72,13 +72,13 @@ def test_a_line_names_who_deviates_from_whom(tiny_config: Path, tiny_store: Path
         ("a ", "rank 1: key is empty, a on rank 0"),
     ],
 )
-def test_the_majority_is_right_and_the_first_on_a_tie(values: str, line: str | None) -> None:
+def test_majority_wins_and_the_first_rank_on_a_tie(values: str, line: str | None) -> None:
     prints = [{} if value == "-" else {"key": value.strip(), "same": "x"} for value in values]
     found = [found for found in disagreements(prints) if "key" in found]
     assert found == ([line] if line else [])
 
 
-def test_the_revision_says_whether_files_changed(tmp_path: Path) -> None:
+def test_revision_shows_changed_files(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     assert revision(package) == ""
@@ -94,7 +94,7 @@ def test_the_revision_says_whether_files_changed(tmp_path: Path) -> None:
     assert revision(package) == f"{clean}+changes"
 
 
-def test_the_revision_of_another_project_around_it_is_not_ours(tmp_path: Path) -> None:
+def test_revision_of_a_surrounding_project_is_ignored(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     package = tmp_path / "venv" / "package"
     package.mkdir(parents=True)

@@ -19,7 +19,7 @@ from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.step_guard import propagate_nonfinite
 from mmldlm.trainer.trainer import StepResult, Trainer
 from tests.helpers.engine_runs import exit_record, records
-from tests.helpers.faulty_steps import FAULTS, facts, skipped_steps
+from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
 
 TIMES = ("time", "stall_s", "seconds", "path")
@@ -57,13 +57,13 @@ def history(folder: Path) -> list[dict[str, Any]]:
     ],
     ids=["finite", "single", "not-fused", "batch-schedule", "ddp", "fsdp2"],
 )
-def test_settled_late_is_the_same_run(
+def test_deferred_fetch_does_not_change_the_run(
     engine: str, faults: list[Any], settings: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     at_once, late = tmp_path / "at-once", tmp_path / "late"
     arguments = (parity_config, *SETTINGS, *settings)
-    expected = facts(forked, engine, at_once, faults, *arguments)
-    found = facts(forked, engine, late, faults, *arguments, LATE="1")
+    expected = run_with_faults(forked, engine, at_once, faults, *arguments)
+    found = run_with_faults(forked, engine, late, faults, *arguments, LATE="1")
     assert [rank["settled"] for rank in expected] == [list(range(1, 24))] * len(found)
     assert [rank["settled"] for rank in found] == [SETTLED] * len(found)
     assert [rank["digests"] for rank in found] == [rank["digests"] for rank in expected]
@@ -78,9 +78,7 @@ def test_settled_late_is_the_same_run(
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
-def test_the_host_reads_nothing_between_two_records(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_no_host_reads_between_records(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     settings = ["train.steps=10", "log.every=5", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
@@ -140,7 +138,7 @@ def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns
     ]
     hook = "distributed.ddp={comm_hook: powersgd, powersgd_rank: 2, powersgd_start_step: 2}"
     settings = ("train={steps: 12, global_batch_size: 4, micro_batch_size: 1}", "validation.every=0", hook)
-    found = facts(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
+    found = run_with_faults(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
     assert list(records(tmp_path / "run", "skip")) == [6, 9]
     curve = records(tmp_path / "run")
     assert sorted(curve) == [1, 2, 3, 4, 5, 7, 8, 10, 11, 12]
@@ -170,7 +168,7 @@ def test_a_finite_loss_is_left_as_it_is() -> None:
 
 
 @pytest.mark.quick
-def test_what_fits_is_the_same_in_every_precision() -> None:
+def test_norm_limit_is_equal_in_every_precision() -> None:
     norm = torch.tensor(0.1)  # in float32 a little above 0.1
     assert not is_accepted(norm, 0.1) and is_accepted(norm, float(norm)) and is_accepted(norm.double(), float(norm))
     assert is_accepted(torch.tensor(3e38), math.inf) and is_accepted(torch.tensor(1e300, dtype=torch.float64), math.inf)
@@ -181,7 +179,7 @@ def test_what_fits_is_the_same_in_every_precision() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_not_waited_for_between_two_records(tiny_config: Path) -> None:
+def test_no_gpu_synchronization_between_records(tiny_config: Path) -> None:
     settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
     with Trainer(load_config(tiny_config, settings)) as run:
         assert run.log.defer_fetch

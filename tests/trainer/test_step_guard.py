@@ -44,6 +44,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.setting("guard.grad_norm_spike")
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", *SLOW])
 def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     engine, _, precision = engine.partition("-")

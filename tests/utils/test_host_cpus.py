@@ -1,4 +1,4 @@
-"""OpenMP's spinning is chosen by the load of the machine, before torch is imported, unless the environment says."""
+"""OpenMP's spinning is chosen by the load of the machine, before torch is imported, unless the environment sets it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_busy_time_is_that_of_our_cpus_without_their_idle_time() -> None:
 
 
 @quick
-def test_what_the_run_takes_itself_is_no_load() -> None:
+def test_own_cpu_time_is_no_load() -> None:
     assert cores_used_by_others(CpuTimes(10, 100, 50), CpuTimes(12, 104, 51)) == 1.5
     assert cores_used_by_others(CpuTimes(10, 100, 50), CpuTimes(12, 101, 52)) == 0, "clocks that disagree by a tick"
 
@@ -113,7 +113,7 @@ def test_processes_beside_a_run_are_its_load_unless_one_launcher_started_both() 
     ("loads", "is_short"),
     [([0.0], False), ([0.4], False), ([2.0, 0.2], False), ([2.0, 3.0, 0.6], True), ([0.5, 0.5, 0.5], True)],
 )
-def test_the_quietest_of_a_few_samples_decides(before_torch: None, loads: list[float], is_short: bool) -> None:
+def test_quietest_sample_decides(before_torch: None, loads: list[float], is_short: bool) -> None:
     environment, left = {"OMP_NUM_THREADS": TEAM}, list(loads)
     configure_openmp_spinning(environment, lambda: left.pop(0))
     assert left == [] and environment.get("GOMP_SPINCOUNT") == (SHORT_SPIN if is_short else None)
@@ -167,7 +167,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
 
 
 @quick
-def test_nothing_is_chosen_too_late_or_in_the_dark(before_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_choice_without_a_load_or_after_torch(before_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"OMP_NUM_THREADS": TEAM}
     configure_openmp_spinning(environment, lambda: None)
     assert "GOMP_SPINCOUNT" not in environment and "load at the start: unknown" in openmp_spinning(environment)

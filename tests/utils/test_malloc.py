@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, unless the environment says otherwise."""
+"""Freed memory stays with the process, unless environment variables say otherwise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ALL_PAGES = 10 * 40 * 2**20 // 4096  # of ten rounds
 
 
 def faults(*arguments: object, **variables: str) -> dict[str, int]:
-    """By what was answered: the pages that the system handed out in ten rounds after the first."""
+    """Return the page faults in ten rounds after the first, by the answer of `keep_freed_memory`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *map(str, arguments)],
@@ -68,15 +68,16 @@ def faults(*arguments: object, **variables: str) -> dict[str, int]:
     return {answer: int(count) for answer, count in answers}
 
 
-def test_no_page_is_asked_for_twice() -> None:
+def test_freed_pages_are_reused() -> None:
     assert faults("keep")["True"] < 500
     assert faults("leave")["None"] > ALL_PAGES * 0.9
 
 
-def test_variables_of_the_environment_go_before() -> None:
+def test_environment_variables_take_precedence() -> None:
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="0")["False"] > ALL_PAGES * 0.9
 
 
-def test_a_run_does_what_keep_freed_says(tiny_config: Path, tmp_path: Path) -> None:
+@pytest.mark.setting("memory.keep_freed")
+def test_keep_freed_setting(tiny_config: Path, tmp_path: Path) -> None:
     found = faults("train", tiny_config, tmp_path)
     assert found["true"] < 500 <= found["false"]

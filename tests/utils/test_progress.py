@@ -1,4 +1,4 @@
-"""How far commands are: plain lines where stderr is no terminal, also during one long call; a bar on a terminal."""
+"""Progress of commands: plain lines without a terminal, also during one long call; a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_lines_are_rare(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "reading ...\n"
 
 
-def test_one_long_call_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_calls_report_progress(capsys: pytest.CaptureFixture[str]) -> None:
     found: list[str] = []
     with Progress(interval=0, prefix="rank 0: ") as progress:
         progress.phase("fitting")
@@ -60,7 +60,7 @@ def test_one_long_call_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None
     assert re.fullmatch(r"rank 0: fitting: \d+s", found[1])
 
 
-def test_who_is_not_to_tell_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(enabled=False, interval=0) as silent, Progress(interval=None) as beginnings:
         for progress in (silent, beginnings):
             progress.phase("reading")
@@ -68,7 +68,7 @@ def test_who_is_not_to_tell_is_silent(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "reading ...\n"
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress() as progress:
@@ -105,7 +105,7 @@ echo abc
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_setup_tells_that_pip_is_at_work(tmp_path: Path, code: int) -> None:
+def test_setup_reports_progress_of_pip(tmp_path: Path, code: int) -> None:
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/setup.sh", "scripts/test-model.txt", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -29,7 +29,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def large(found: list[dict[str, Any]]) -> int:
-    """How many are of more than a few numbers: parameters and gradients."""
+    """Return the number of collectives of more than a few values: parameters and gradients."""
     sizes = [entry["input_sizes"] + entry["output_sizes"] for entry in found]
     return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
 

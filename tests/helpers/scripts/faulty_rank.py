@@ -1,4 +1,4 @@
-"""`mmldlm.train`, in which one rank goes wrong: FAULT=raise | nan | hang, at step FAULT_STEP on FAULT_RANK."""
+"""`mmldlm.train` with a fault on one rank: FAULT=raise | nan | hang, at step FAULT_STEP on FAULT_RANK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmldlm.train`, in which the files of one rank's checkpoints are late or cannot be written.
+"""`mmldlm.train` whose checkpoint files are slow to write or cannot be written on one rank.
 
 WRITER=slow: each save takes two seconds longer. WRITER=fail: the second save fails on rank 1, as a full disk does.
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mmldlm.distributed import collectives as processes
 from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan
 from mmldlm.distributed.init import start_engine
@@ -42,8 +42,8 @@ def main() -> None:
         raise SystemExit(f"{more!r} was sent")
     pickled = pickle.dumps(Canary(Path(sys.argv[1])))
     if runtime.rank:
-        processes._all_gather(torch.tensor([len(pickled)]))
-        processes._all_gather(torch.frombuffer(bytearray(pickled.ljust(len(pickled))), dtype=torch.uint8))
+        for tensor in (torch.tensor([len(pickled)]), torch.frombuffer(bytearray(pickled), dtype=torch.uint8)):
+            dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor)  # as `gather` does
     else:
         try:
             found: Any = runtime.gather("y")

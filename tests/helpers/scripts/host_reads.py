@@ -41,7 +41,7 @@ class Operations(TorchDispatchMode):
 
 
 class Methods(TorchFunctionMode):
-    """Those that our code asks for; between a host and itself some of them leave no operation."""
+    """The reads that our code requests; on a CPU some of them dispatch no operation."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         to_host = function is torch.Tensor.to and "cpu" in args[1:]  # in words; else it is the device of another tensor

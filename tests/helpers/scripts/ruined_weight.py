@@ -1,4 +1,4 @@
-"""`mmldlm.train` where a weight becomes NaN by itself after step RUINED_AFTER, as by a fault of the memory."""
+"""`mmldlm.train` in which a weight becomes NaN after step RUINED_AFTER, as by a memory fault."""
 
 from __future__ import annotations
 

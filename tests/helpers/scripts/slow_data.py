@@ -1,4 +1,4 @@
-"""`mmldlm.train` on a disk that gets slow: from step SLOW_STEP on, reading takes four times as long as a step did."""
+"""`mmldlm.train` on a disk that becomes slow: from step SLOW_STEP on, reading takes four times as long as a step."""
 
 from __future__ import annotations
 

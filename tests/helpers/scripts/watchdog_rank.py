@@ -1,4 +1,4 @@
-"""A rank of a run that only sums, under a watchdog; what goes wrong at step 7 is an argument.
+"""A rank that only all-reduces, under a watchdog; its fault at step 7 is an argument.
 
     watchdog_rank.py FOLDER TIMEOUT_S FAULT [RANK, otherwise all]
 

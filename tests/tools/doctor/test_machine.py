@@ -1,4 +1,4 @@
-"""Faults planted on one node: devices, disk, data, limits, ports."""
+"""Problems of one node: devices, disk, data, limits, ports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_without_a_config_only_the_machine_is_checked(command: Command) -> None:
     assert [line.split()[1] for line in lines if "->" not in line] == ["cores", "backend", "shared", "open"]
 
 
-def test_a_run_that_is_ready(command: Command, tiny_config: Path, tmp_path: Path) -> None:
+def test_ready_run_passes(command: Command, tiny_config: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     found = command("mmldlm.cli", "doctor", tiny_config, "--device", "cpu", "train.steps=9")
     assert found.returncode == 0, found.stdout + found.stderr
@@ -170,14 +170,14 @@ def test_port_taken_names_who_has_it() -> None:
     assert alone.code == 0 and alone.findings["port"]["status"] == "warn"
 
 
-def test_nobody_listens_at_node_0() -> None:
+def test_node_0_does_not_answer() -> None:
     port = free_port()
     found = one("--timeout", 0.5, NNODES=2, NODE_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert found.code == 64 and found.failed == {"master": f"127.0.0.1:{port} refused"}
     assert "this node itself" in found.findings["master"]["remedy"]
 
 
-def test_a_name_that_is_not_resolved() -> None:
+def test_unresolved_host() -> None:
     found = one("--timeout", 0.5, NNODES=2, NODE_RANK=1, MASTER_ADDR="node0.invalid", MASTER_PORT=29500)
     assert found.code == 64 and found.failed["master"] == "node0.invalid:29500 name not resolved"
     assert found.failed["interface"] == "none leads to node0.invalid: name not resolved"
@@ -194,7 +194,7 @@ def test_a_name_that_is_not_resolved() -> None:
         ({"MASTER_PORT": "70000"}, "MASTER_PORT: expected a whole number from 1 to 65535, found 70000"),
     ],
 )
-def test_a_place_that_makes_no_sense(environment: dict[str, str], message: str) -> None:
+def test_invalid_node_variables(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}"):
         NodeEnv.from_environment(environment, None, 1)
 
@@ -208,9 +208,7 @@ def test_the_place_is_read_from_the_environment() -> None:
 
 
 @pytest.mark.quick
-def test_a_command_line_that_makes_no_sense(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # the module sets it otherwise, for good
     from mmldlm.tools.doctor.command import main
 

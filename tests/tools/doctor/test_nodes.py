@@ -1,4 +1,4 @@
-"""Faults planted between two nodes, each a real process on this machine; the doctors of both must say which it is."""
+"""Problems between two nodes, each a real process on this machine; both doctors must report them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_missing_store_on_one_node_ends_both(tiny_config: Path, tmp_path: Path
     assert first.findings["data equal"]["status"] == "warn"
 
 
-def test_run_folders_that_are_not_one(tiny_config: Path, tmp_path: Path) -> None:
+def test_different_run_folders(tiny_config: Path, tmp_path: Path) -> None:
     """One relative path, two working folders: what a disk of each node's own looks like."""
     nodes = []
     for name in ("a", "b"):
@@ -94,13 +94,13 @@ def test_other_numbers_of_processes(tiny_config: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has GPUs")
-def test_gpus_that_are_not_there_on_both_nodes() -> None:
+def test_missing_gpus_on_both_nodes() -> None:
     for report in together(*[Node(["--device", "cuda", "--processes", 1])] * 2):
         assert report.code == 64 and {"GPUs"} <= set(report.failed) <= {"GPUs", "backend"}
         assert not [name for name in report.findings if name.startswith("all-reduce")]
 
 
-def test_a_clock_that_is_ahead_is_a_warning(tiny_config: Path) -> None:
+def test_clock_skew_is_a_warning(tiny_config: Path) -> None:
     ahead = (
         "import sys, time, os\nfrom mmldlm.tools.doctor.command import run\n"
         "code = run(sys.argv[1:], clock=lambda: time.time() + 5)\nsys.stdout.flush()\nos._exit(code)"
@@ -112,7 +112,7 @@ def test_a_clock_that_is_ahead_is_a_warning(tiny_config: Path) -> None:
         assert 4.5 < float(seconds) < 5.5
 
 
-def test_a_node_that_does_not_come() -> None:
+def test_missing_node() -> None:
     place = {"NNODES": 3, "NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     report = finish(start(Node(["--timeout", 1]), place))
     assert report.code == 64 and report.failed == {"nodes": "no response from nodes 1, 2 within 1 s"}
@@ -135,7 +135,7 @@ def test_a_loopback_address_fails_only_where_the_nodes_are_different_machines() 
 
 
 @pytest.mark.quick
-def test_what_all_nodes_failed_at_is_said_once() -> None:
+def test_common_failures_are_reported_once() -> None:
     shared = {"name": "config equal", "found": "x", "remedy": "r", "exit_code": 64}
     own = {"name": "disk", "found": "full", "remedy": "r", "exit_code": 64}
     assert failures_on_other_nodes(1, [[shared], [shared, own]]) == []

@@ -37,7 +37,7 @@ def advice(found: list[Alert], name: str) -> str:
     return next(f"{alert.found}; {alert.advice}" for alert in found if alert.name == name)
 
 
-def test_a_healthy_run_has_no_alert_at_any_time(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+def test_healthy_run_has_no_alert(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run = tmp_path / "healthy"
     forked.succeed("single", run, 1, tiny_config, *HEALTHY, OFTEN)
     assert {step: found for step in steps(run) if (found := alerts_at(run, step, **BUSY_MACHINE))} == {}
@@ -100,7 +100,7 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     assert "the loss was not finite (11)" in advice(found, "skipped steps") and "exit code 70" in found[0].found
 
 
-def test_a_run_that_learns_its_data_by_heart(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+def test_overfitting_run(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     """Of 17 documents: their latents soon tell it which one it has to write."""
     run, few = tmp_path / "run", write_corpus(tmp_path / "few.txt", 60)
     options = {"max_length": 32, "channels": 4, "validation_fraction": 0.6, "test_fraction": 0.2}
@@ -125,7 +125,7 @@ def test_an_fp16_run_that_overflows_again_and_again(forked: ForkedRuns, tiny_con
     assert "skipped steps" not in alerts_at(run, 240), "no data and no learning rate is at fault"
 
 
-def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+def test_nan_weight(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run, often = tmp_path / "run", "validation={every: 3, samples: 8, text_samples: 0}"
     arguments = [tiny_config, *BARE, "train.steps=40", often, f"run.dir={run}"]
     pids = forked.start("single", arguments, 1, tmp_path / "log", "ruined_weight.py", RUINED_AFTER="6")
@@ -136,7 +136,7 @@ def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path
     assert [alert.name for alert in ended] == ["failed", "not finite", "skipped steps"]
 
 
-def test_a_disk_that_gets_slow(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+def test_slow_disk(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run, small = tmp_path / "run", ("model.depth=1", "train.global_batch_size=4", "train.steps=106", "log.every=2")
     forked.succeed("single", run, 1, tiny_config, *BARE, *small, script="slow_data.py", SLOW_STEP="60")
     assert "data-bound" not in alerts_at(run, 60)
@@ -207,7 +207,7 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
 
 
 @pytest.mark.quick
-def test_the_first_record_that_is_too_many(tmp_path: Path) -> None:
+def test_first_record_with_an_alert(tmp_path: Path) -> None:
     """Where exactly they begin, from records as a run writes them."""
     from mmldlm.telemetry import MetricsFile
 

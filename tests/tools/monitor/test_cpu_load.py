@@ -30,7 +30,7 @@ def found(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, str]:
     return {alert.name: f"{alert.found}; {alert.advice}" for alert in alerts(look)}
 
 
-def test_others_came_and_the_speed_fell(tmp_path: Path) -> None:
+def test_new_load_explains_lower_speed(tmp_path: Path) -> None:
     (words,) = found(tmp_path, QUIET, BESIDE).values()
     assert "500 tokens/s (median of 10 records), before 5000; other processes keep 2.0 cores" in words
     assert "before 0.1" in words and "OMP_NUM_THREADS" in words and "start it again" in words
@@ -50,7 +50,7 @@ def test_others_came_and_the_speed_fell(tmp_path: Path) -> None:
         ([(15, 5000.0, 0.1), BESIDE], set()),  # too early to know what is usual
     ],
 )
-def test_whom_a_speed_is_put_down_to(tmp_path: Path, phases: list[Phase], names: set[str]) -> None:
+def test_cause_of_lower_speed(tmp_path: Path, phases: list[Phase], names: set[str]) -> None:
     assert set(found(tmp_path, *phases)) == names
 
 

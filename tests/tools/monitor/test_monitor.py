@@ -84,7 +84,7 @@ def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
         (["--threshold", "memory=2"], 64, "memory: must be below 1"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
     found = monitor(tmp_path, *arguments)
     assert found.returncode == code and found.stdout == ""
     assert found.stderr.count("\n") == 1 and said in found.stderr

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.quick
         ([3.0, 3.2], [-4.0, -4.1]),
     ],
 )
-def test_the_interval_is_fiellers(x: list[float], y: list[float]) -> None:
+def test_interval_is_fiellers(x: list[float], y: list[float]) -> None:
     found = ratio_of_means(SeedStats.from_values(x), SeedStats.from_values(y))
     assert found.value == pytest.approx(np.mean(x) / np.mean(y))
     assert found.interval == pytest.approx(fieller(x, y))
     assert found.interval[0] < found.value < found.interval[1]
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_interval_has_its_coverage() -> None:
     rng = np.random.default_rng(7)
     held = 0
     for _ in range(2000):
@@ -39,7 +39,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 0.935 <= held / 2000 <= 0.97
 
 
-def test_no_interval_is_invented() -> None:
+def test_no_interval_without_enough_data() -> None:
     one, several = SeedStats.from_values([2.0]), SeedStats.from_values([4.0, 4.2, 3.9])
     for found in (ratio_of_means(one, several), ratio_of_means(several, one), ratio_of_means(one, one)):
         assert found.no_interval_reason == "n = 1" and np.isnan(found.interval).all() and found.value > 0

@@ -202,7 +202,7 @@ def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
     process.wait()
 
 
-def test_a_run_that_goes_on_and_then_is_killed(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
+def test_running_and_killed_run(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, "the first steps")
     found = made(run, lean(runs / "base-1", tmp_path / "base-1"), out=tmp_path / "out")
@@ -302,7 +302,7 @@ def test_a_browser_finds_no_page_in_what_a_folder_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "start", "st'])
-def test_a_run_that_has_only_begun(tmp_path: Path, content: str) -> None:
+def test_run_without_records(tmp_path: Path, content: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text(content)
     found = made(tmp_path / "run", tmp_path / "run", out=tmp_path / "out")
