@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from preparing import differing, pieces
+from preparing import differing, finished_tasks
 from sample_corpus import flip_bit
 
 from benchmarks.prepare import build, peak_until, started
@@ -37,7 +37,7 @@ def test_a_large_corpus_within_2_gib_killed_twice(tmp_path: Path) -> None:
     peaks = []
     for moment in (chunks // 2, chunks + 1 + chunks // 2):  # while reading, while encoding
         process = started(corpus, two, 2, *options)
-        peaks.append(peak_until(process, lambda: pieces(two) >= moment))  # noqa: B023
+        peaks.append(peak_until(process, lambda: len(finished_tasks(two)) >= moment))  # noqa: B023
         assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -15,7 +15,7 @@ from preparing import FORKING
 from sample_corpus import small_config, write_corpus
 
 from mmldlm.data.encoders import ImportedLatents, LsaEncoder
-from mmldlm.data.prepare.document_cache import DocumentCache, DocumentCacheWriter
+from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
 from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part, read_file, read_text, text_parts
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.prepare.plan import make_plan

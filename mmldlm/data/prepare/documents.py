@@ -101,6 +101,14 @@ class Problem:
         return f"{self.source}:{self.line}: {self.reason}"
 
 
+Track: TypeAlias = "Callable[[Iterable[Document], str], Iterable[Document]]"  # documents, their unit in the report
+
+
+def no_tracking(documents: Iterable[Document], unit: str) -> Iterable[Document]:
+    """Return the documents without reporting progress."""
+    return documents
+
+
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
     batch: list[_T] = []
