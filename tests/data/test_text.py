@@ -14,7 +14,8 @@ from sample_corpus import write_corpus
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.prepare.dedup import exact_groups, near_duplicate_groups
-from mmldlm.data.prepare.documents import Document, Problem, find_files, read_file
+from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm.data.prepare.readers.files import find_files
 from mmldlm.data.prepare.readers.python_docs import (
     NEAR_COPY_OVERLAP,
     is_prose,
@@ -22,6 +23,7 @@ from mmldlm.data.prepare.readers.python_docs import (
     split_words,
     without_near_copies,
 )
+from mmldlm.data.prepare.readers.text import read_file
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm import __version__
@@ -74,7 +73,7 @@ def make_plan(config: PrepareConfig) -> Plan:
 
 
 def _make_chunks(
-    inputs: Sequence[tuple[Path, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
+    inputs: Sequence[tuple[str, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
 ) -> Iterator[Chunk]:
     """Yield chunks of about `config.part_bytes`: parts of large inputs, and small inputs joined.
 
