@@ -165,7 +165,7 @@ def _source(path: str) -> Any:
 
 
 def _record_batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of a URL or a memory-mapped file, of which columns that are not accessed are not read."""
+    """Yield the record batches of a URL or a memory-mapped file, whose other columns are not read."""
     library = pyarrow()
     with library.PythonFile(open_input(path)) if is_url(path) else library.memory_map(path) as source:
         if source.read(6) == b"ARROW1":
