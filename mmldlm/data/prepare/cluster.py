@@ -5,11 +5,14 @@ Each stage is an executor with one task per chunk that is missing. All machines 
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,11 +27,11 @@ from datatrove.pipeline.base import PipelineStep
 from mmldlm.checkpoint import RunLock
 from mmldlm.data.prepare.job import Job, Stage, run_task
 from mmldlm.data.prepare.merge import merge
+from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.report import StageProgress
 from mmldlm.errors import MmldlmError, PeerLostError, UsageError, error_from_exit_code
 from mmldlm.utils.progress import print_status
 
-_EXECUTORS = {"slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
 _SET_HERE = {"self", "pipeline", "tasks", "depends", "depends_job_id", "logging_dir", "skip_completed", "sbatch_args"}
 _ERROR = "error.txt"
 
@@ -56,15 +59,16 @@ class TaskStep(PipelineStep):
         return data
 
 
-def run_on_cluster(job: Job, stages: Sequence[Stage]) -> None:
+def run_on_cluster(job: Job, stages: Sequence[Stage], options: dict[str, Any]) -> None:
     """Run what is missing of all stages: on Ray until the store is there; on Slurm, submit the tasks and return.
 
+    Args:
+        options: The arguments of the executors, as `executor_options` returns them.
+
     Raises:
-        UsageError: A `--cluster-option` makes no sense.
+        UsageError: Slurm rejects the jobs.
         MmldlmError: A task on Ray failed; the error is that of the task.
     """
-    config = job.config
-    options = _executor_options(str(config.cluster), config.cluster_options)
     logs = job.out.with_name(f"{job.out.name}.logs") / datetime.now().strftime("%Y-%m-%d-%H%M%S-%f")
     tasks = [(stage.name, partial(_run_stage, job, stage), stage.missing(job)) for stage in stages]
     tasks.append(("merge", partial(_merge, job), [0]))
@@ -75,7 +79,7 @@ def run_on_cluster(job: Job, stages: Sequence[Stage]) -> None:
         folder = (logs / name).absolute()
         folder.mkdir(parents=True)
         step, common = TaskStep(name, function, chunks, folder), {"tasks": len(chunks), "logging_dir": str(folder)}
-        if config.cluster == "slurm":
+        if job.config.cluster == "slurm":
             names = {
                 "job_name": f"mmldlm-prepare-{name}",
                 "env_command": f"export PATH={Path(sys.executable).parent}:$PATH",
@@ -85,7 +89,10 @@ def run_on_cluster(job: Job, stages: Sequence[Stage]) -> None:
             print_status(f"{name}: {len(chunks)} tasks on Ray; logs in {folder}")
             _run_on_ray(RayPipelineExecutor([step], **common, **options), step)
     if isinstance(executor, SlurmPipelineExecutor):
-        executor.run()  # submits the stages that it depends on first
+        try:
+            executor.run()  # submits the stages that it depends on first
+        except subprocess.CalledProcessError as error:
+            raise UsageError(f"sbatch ended with exit code {error.returncode}; its message is above") from None
         print_status(f"submitted; {job.out} appears when all jobs have ended; logs in {logs}")
 
 
@@ -119,23 +126,39 @@ def _merge(job: Job, chunk: int) -> None:
         shutil.rmtree(job.staging)
 
 
-def _executor_options(cluster: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of datatrove's executor that `--cluster-option NAME=VALUE` sets."""
-    parameters = inspect.signature(_EXECUTORS[cluster].__init__).parameters
-    allowed = [name for name in parameters if name not in _SET_HERE]
+def executor_options(config: PrepareConfig) -> dict[str, Any]:
+    """Return the arguments of datatrove's executor that `--cluster-option NAME=VALUE` sets.
+
+    Raises:
+        UsageError: There is no such argument, or what the cluster needs is missing.
+    """
+    on_slurm = config.cluster == "slurm"
+    if on_slurm and shutil.which("sbatch") is None:
+        raise UsageError("--cluster slurm: no sbatch on PATH; expected a machine that submits jobs")
+    if not on_slurm and importlib.util.find_spec("ray") is None:
+        raise UsageError("--cluster ray needs ray: pip install mmldlm[ray]")
+    executor = SlurmPipelineExecutor if on_slurm else RayPipelineExecutor
+    allowed = [name for name in inspect.signature(executor.__init__).parameters if name not in _SET_HERE]
     values: dict[str, Any] = {}
     sbatch: dict[str, Any] = {"kill-on-invalid-dep": "yes"}  # else jobs behind one that failed stay in the queue
-    for option in options:
-        name, is_set, text = option.partition("=")
-        value = int(text) if text.lstrip("-").isdecimal() else text
-        if is_set and cluster == "slurm" and name.startswith("sbatch."):
+    for option in config.cluster_options:
+        name, is_set, value = option.partition("=")
+        if is_set and on_slurm and name.startswith("sbatch."):
             sbatch[name.removeprefix("sbatch.")] = value
         elif is_set and name in allowed:
-            values[name] = value
+            values[name] = _number(value)
         else:
-            expected = f"NAME=VALUE with one of {', '.join(allowed)}"
-            raise UsageError(f"--cluster-option {option}: expected {expected}" + ", sbatch.*" * (cluster == "slurm"))
-    for name in ("partition", "time") if cluster == "slurm" else ():
+            expected = ", ".join([*allowed, *["sbatch.*"] * on_slurm])
+            raise UsageError(f"--cluster-option {option}: expected NAME=VALUE with one of {expected}")
+    for name in ("partition", "time") if on_slurm else ():
         if name not in values:
             raise UsageError(f"--cluster slurm: expected --cluster-option {name}=...")
-    return values | ({"sbatch_args": sbatch} if cluster == "slurm" else {})
+    return values | ({"sbatch_args": sbatch} if on_slurm else {})
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that a text spells, or the text."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

@@ -98,14 +98,15 @@ def prepare_on_cluster(config: PrepareConfig) -> None:
     """
     config.check()
     try:
-        from mmldlm.data.prepare.cluster import run_on_cluster
+        from mmldlm.data.prepare.cluster import executor_options, run_on_cluster
     except ImportError as error:
         raise UsageError(f"--cluster {config.cluster} needs {error.name}: pip install mmldlm[cluster]") from None
+    options = executor_options(config)
     job = Job(config, make_plan(config))
     if not _existing_store(job):
         with _locked(job):
             job.open_staging()
-        run_on_cluster(job, STAGES)
+        run_on_cluster(job, STAGES, options)
 
 
 def _existing_store(job: Job) -> Manifest | None:

@@ -86,19 +86,27 @@ def test_slurm(job: PrepareJob, tmp_path: Path, slurm: Path) -> None:
     assert main(arguments) == 0, "already prepared"
 
 
-def test_options_of_clusters(job: PrepareJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--cluster", "slurm"], "--cluster slurm: expected --cluster-option partition="),
-        (
-            ["--cluster", "ray", "--cluster-option", "partition=cpu"],
-            "--cluster-option partition=cpu: expected NAME=",
-        ),
-        (["--cluster-option", "workers=2"], "--cluster-option workers=2: expected --cluster"),
-        (["--cluster", "ray", "--processes", "2"], "--processes 2: expected 1"),
-    ):
-        assert run_command(lambda: main([*job.arguments(tmp_path / "store"), *arguments])) == 2  # noqa: B023
-        assert message in capsys.readouterr().err.splitlines()[-1]
-    assert finished_tasks(tmp_path / "store") == []
+def test_options_of_clusters(
+    job: PrepareJob, tmp_path: Path, slurm: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(*arguments: str) -> str:
+        assert run_command(lambda: main([*job.arguments(tmp_path / "store"), *arguments])) == 2
+        assert not (tmp_path / "store.incomplete").exists()
+        return capfd.readouterr().err.splitlines()[-1]
+
+    where = ["--cluster", "slurm"]
+    assert "--cluster slurm: expected --cluster-option partition=..." in error(*where)
+    assert "--cluster-option speed=2: expected NAME=VALUE with one of time" in error(
+        *where, "--cluster-option", "speed=2"
+    )
+    assert "--cluster-option workers=2: expected --cluster" in error("--cluster-option", "workers=2")
+    assert "--processes 2: expected 1" in error(*where, "--processes", "2")
+    (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    options = slurm_arguments(job, tmp_path / "rejected")
+    assert run_command(lambda: main(options)) == 2
+    assert "sbatch ended with exit code 3; its message is above" in capfd.readouterr().err.splitlines()[-1]
+    monkeypatch.setenv("PATH", os.defpath)
+    assert "--cluster slurm: no sbatch on PATH" in error(*where)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def memory(inputs: Path) -> Iterator[str]:
 def test_folder_and_patterns(inputs: Path, memory: str, tmp_path: Path) -> None:
     names = ["a.txt", "c.parquet", "d.arrow", "more/b.jsonl"]
     prepare(small_config(tmp_path / "files", inputs, part_bytes=2000), progress=False)
-    patterns = (f"{memory}/*.txt", f"{memory}/c.*", f"{memory}/d.arrow", f"{memory}/**.jsonl")
+    patterns = (f"{memory}/*.txt", f"{memory}/c.*", f"{memory}/d.arrow", f"{memory}/**/*.jsonl")
     for store, urls in ((tmp_path / "folder", (memory,)), (tmp_path / "patterns", patterns)):
         manifest = prepare(replace(small_config(store, part_bytes=2000), inputs=urls), progress=False)
         assert [Path(source["file"]).name for source in manifest.sources] == [Path(name).name for name in names]
