@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
 from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.dry_run import Estimate, estimate
@@ -223,20 +224,18 @@ def same_end(one: Path, other: Path) -> bool:
 COMMON = ("validation.every=0", "schedule.lr=constant", "optim.warmup_steps=2", "train.global_batch_size=8")
 
 
-def test_micro_batches_alone_change_no_curve(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_alone_change_no_curve(tiny_config: Path, tmp_path: Path) -> None:
     read: dict[str, list[set[int]]] = {}
-    corrupt = Trainer.corrupt
 
-    def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
-        read.setdefault(self.run_dir.name, []).append(set(in_order(micro_batches)))
-        return corrupt(self, step, micro_batches)
+    class RecordingTrainer(Trainer):
+        def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+            read.setdefault(self.run_dir.name, []).append(set(in_order(micro_batches)))
+            return super().corrupt(step, micro_batches)
 
-    monkeypatch.setattr(Trainer, "corrupt", recorded)
     schedule = "train.batch_schedule={0: {micro_batch_size: 2}, 2: {micro_batch_size: 4}, 5: {micro_batch_size: 8}}"
     for name, setting in (("constant", "train.batch_schedule={}"), ("scheduled", schedule)):
-        assert train.main([str(tiny_config), *COMMON, setting, "optim.lr=1e-4", f"run.dir={tmp_path / name}"]) == 0
+        arguments = [str(tiny_config), *COMMON, setting, "optim.lr=1e-4", f"run.dir={tmp_path / name}"]
+        assert train.main(arguments, trainer_cls=RecordingTrainer) == 0
     assert read["constant"] == read["scheduled"]
     for key in ("loss/total", "optim/grad_norm"):
         ratio = curve(tmp_path / "scheduled", key) / curve(tmp_path / "constant", key)

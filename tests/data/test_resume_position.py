@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from mmldlm import train
+from mmldlm.batch import Batch
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.batch_sizes import always
 
@@ -40,25 +43,23 @@ def test_a_changed_batch_size_reads_on_where_the_last_ended(store: Store, worker
     assert first == 3 and in_order(batches) == expected[48:64]
 
 
-def test_a_resumed_run_reads_each_sample_once(
-    tiny_config: Path, tiny_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_reads_each_sample_once(tiny_config: Path, tiny_store: Path) -> None:
     """8 steps of 8, resumed with 4, with 256 across the end of an epoch, and with 128 into the third."""
     read: list[int] = []
-    corrupt = Trainer.corrupt
 
-    def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
-        read.extend(in_order(micro_batches))
-        return corrupt(self, step, micro_batches)
+    class RecordingTrainer(Trainer):
+        def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+            read.extend(in_order(micro_batches))
+            return super().corrupt(step, micro_batches)
 
-    monkeypatch.setattr(Trainer, "corrupt", recorded)
     split = Store.open(tiny_store).split("train")
     order = SampleOrder(split.lengths, 3)
     samples = done = 0
     settings = [str(tiny_config), "validation.every=0", "schedule.lr=constant", "optim.warmup_steps=1"]
     for steps, size in [(8, 8), (11, 4), (14, 256), (16, 128)]:
         changed = [f"train.steps={steps}", f"train.global_batch_size={size}"]
-        assert train.main([*settings, *changed, f"data.num_workers={2 * (steps > 14)}"]) == 0
+        arguments = [*settings, *changed, f"data.num_workers={2 * (steps > 14)}"]
+        assert train.main(arguments, trainer_cls=RecordingTrainer) == 0
         samples += (steps - done) * size
         done = steps
         assert read == order.take(0, samples).tolist()

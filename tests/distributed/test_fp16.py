@@ -13,7 +13,7 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed import grad_scaler as loss_scale
-from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale, check_fp16
+from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale, check_comm_hook
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
@@ -33,16 +33,15 @@ def test_gradients_are_those_of_a_multiple_of_the_loss(tiny_config: Path) -> Non
     for precision in ("fp32", "fp16"):
         settings = ["data.num_workers=0", f"precision={precision}", f"run.dir={tiny_config.parent / precision}"]
         with Trainer(load_config(tiny_config, settings)) as run:
-            assert run.runtime.accelerator.scaler is None, "Accelerate would scale once more"
+            assert run.engine.accelerator.scaler is None, "Accelerate would scale once more"
             step, micro_batches = next(run.steps())
-            (noised,), totals = run.corrupt(step, micro_batches)
-            loss, _ = run.forward(noised, totals)
-            run.backward(loss)
+            (noised,) = run.corrupt(step, micro_batches)
+            run.backward(run.loss(noised, run.sync(step, [noised])))
             kept = found[precision] = []
-            parameters = list(run.runtime.model.parameters())
+            parameters = list(run.engine.model.parameters())
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
-            run.runtime.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
-            norms[precision] = float(run.runtime.update(0.0, 0.0))
+            run.engine.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
+            norms[precision] = float(run.engine.update(0.0, 0.0))
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
     pairs = zip(found["fp32"], found["fp16"], strict=True)
     for (exact, scaled), factor in zip(pairs, (INITIAL_SCALE, 1.0), strict=True):
@@ -164,11 +163,12 @@ def test_what_the_smallest_scale_does_not_mend_is_a_fault() -> None:
 
 
 @pytest.mark.quick
-def test_precision_fp16_is_refused_where_it_cannot_go() -> None:
-    with pytest.raises(ConfigError, match=r"precision: expected fp32 or bf16 under zero2, found fp16"):
-        check_fp16("fp16", "zero2", "none")
+def test_fp16_refuses_powersgd() -> None:
     with pytest.raises(ConfigError, match=r"comm_hook: expected none, fp16 or bf16 .* found powersgd"):
-        check_fp16("fp16", "ddp", "powersgd")
-    for engine, hook in (("single", "powersgd"), ("fsdp2", "none"), ("ddp", "fp16")):
-        check_fp16("fp16", engine, hook)
-    check_fp16("bf16", "zero2", "powersgd")
+        check_comm_hook("fp16", "ddp", "powersgd")
+    for precision, engine, hook in (
+        ("fp16", "single", "powersgd"),
+        ("fp16", "ddp", "fp16"),
+        ("bf16", "ddp", "powersgd"),
+    ):
+        check_comm_hook(precision, engine, hook)

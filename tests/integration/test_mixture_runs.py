@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,19 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import cli, train
+from mmldlm.batch import Batch
 from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
 from mmldlm.data.sampler import count_draws
 from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import DataError
-from mmldlm.run.contents import LATENTS_NAME, saved_latent_stats
+from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.telemetry import read_metrics
 from mmldlm.tools.doctor.run import check_store
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.sample_corpus import write_so
 from tests.helpers.stores import fitting_store
 
@@ -43,10 +46,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, tiny_config: Path, tmp_path: Path) -> Callable[..., Path]:
     """Train on the mixture in `tmp_path/NAME`."""
 
-    def trained(name: str, *settings: str, code: int = 0, shares: dict[str, float] = SHARES) -> Path:
+    def trained(
+        name: str,
+        *settings: str,
+        code: int = 0,
+        shares: dict[str, float] = SHARES,
+        trainer_cls: type[Trainer] = Trainer,
+    ) -> Path:
         mixture = {str(folder / store): share for store, share in shares.items()}
         common = [str(tiny_config), "data.path=''", f"data.mixture={mixture}", f"run.dir={tmp_path / name}"]
-        assert train.main([*common, "data.window=32", "validation.every=0", *settings]) == code
+        arguments = [*common, "data.window=32", "validation.every=0", *settings]
+        assert train.main(arguments, trainer_cls=trainer_cls) == code
         return tmp_path / name
 
     return trained
@@ -115,22 +125,19 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
     assert load_run(found).store.manifest.latent == pooled.latent
 
 
-def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(
-    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mmldlm.trainer.trainer import Trainer
-
+def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> None:
     run("run", "train.steps=2")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    corrupt = Trainer.corrupt
 
-    def recorded(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
-        seen.extend((batch.sample_ids, batch.latents) for batch in micro_batches)
-        assert self.components.objective.latent.max_norm == self.store.manifest.latent.max_norm
-        return corrupt(self, step, micro_batches)
+    class RecordingTrainer(Trainer):
+        def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+            seen.extend((batch.sample_ids, batch.latents) for batch in micro_batches)
+            components = self.components
+            assert components.objective.latent.max_norm == components.store.manifest.latent.max_norm
+            return super().corrupt(step, micro_batches)
 
-    monkeypatch.setattr(Trainer, "corrupt", recorded)
-    found = run("run", "train.steps=3", shares={"one": 0.1, "two": 0.2, "three": 0.7})
+    shares = {"one": 0.1, "two": 0.2, "three": 0.7}
+    found = run("run", "train.steps=3", shares=shares, trainer_cls=RecordingTrainer)
     store = open_data(load_config(found / "config.yaml").data.location)
     scale = load_run(found).store.manifest.latent
     assert scale != store.manifest.latent and len(seen) == 1

@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 from mmldlm.config import load_config
-from mmldlm.distributed.launcher import ENGINES
+from mmldlm.distributed.capabilities import ALL_ENGINES, capability_table
+from mmldlm.distributed.launcher import LauncherEnv
 from mmldlm.distributed.optimizers import (
     build_optimizer,
-    check_optimizer,
     check_state_compatible,
     describe_optimizer,
     resolve_fused,
-    supported_engines,
 )
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import MuonConfig, OptimConfig, OptimizerName
 from mmldlm.optim.lr_schedule import ScheduleConfig, ScheduleName, lr_at, resolved_warmup
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
+from mmldlm.trainer.setup import check_settings
+from tests.helpers.paths import ROOT
 from tests.helpers.small_model import small_model
 
 pytestmark = pytest.mark.quick
@@ -201,19 +202,49 @@ def test_an_optimizer_says_what_it_is() -> None:
     assert [getattr(o, "_step_supports_amp_scaling", False) for o in (muon, adamw, fused)] == [False, False, True]
 
 
-@pytest.mark.parametrize("engine", ["single", *ENGINES])
+@pytest.mark.parametrize("engine", ALL_ENGINES)
 @pytest.mark.parametrize("name", ["adamw", "muon", "deepspeed_adam"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_cannot_run_is_refused(name: OptimizerName, engine: str, device: str) -> None:
-    zero, offloaded = engine.startswith("zero"), engine.endswith("offload")
-    runs = {"adamw": True, "muon": not zero, "deepspeed_adam": offloaded or (zero and device == "cuda")}[name]
+def test_unsupported_optimizers_are_refused(name: OptimizerName, engine: str, device: str) -> None:
+    zero, offloads = engine.startswith("zero"), engine.endswith("offload")
+    runs = {"adamw": True, "muon": not zero, "deepspeed_adam": offloads or (zero and device == "cuda")}[name]
+    config = load_config(None, [f"optim.name={name}"])
     if runs:
-        check_optimizer(OptimConfig(name=name), engine, offloaded, device)
-        assert engine in supported_engines(name)
+        check_settings(config, launch(engine, offloads), device)
         return
-    with pytest.raises(ConfigError, match=rf"^optim\.name: {name} .*{engine}.*expected adamw") as refusal:
-        check_optimizer(OptimConfig(name=name), engine, offloaded, device)
+    with pytest.raises(ConfigError, match=rf"^optim\.name: .*{name}.*expected") as refusal:
+        check_settings(config, launch(engine, offloads), device)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("engine", ALL_ENGINES)
+def test_unsupported_features_are_refused(engine: str) -> None:
+    sharded = engine == "fsdp2" or engine.startswith("zero3")
+    for settings, runs in [
+        (["precision=fp16"], not engine.startswith("zero")),
+        (["precision=bf16"], True),
+        (["compile.scope=regional"], not engine.startswith("zero3")),
+        (["train.auto_micro_batch=true"], not sharded),
+    ]:
+        config = load_config(None, settings)
+        if runs:
+            check_settings(config, launch(engine), "cpu")
+            continue
+        key = settings[0].partition("=")[0]
+        with pytest.raises(
+            ConfigError, match=rf"^{key}: found \w+ under engine {engine}, where .*; expected an engine"
+        ):
+            check_settings(config, launch(engine), "cpu")
+
+
+def test_docs_print_the_table_of_capabilities() -> None:
+    assert capability_table() in (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+
+
+def launch(engine: str, offloads: bool = False) -> LauncherEnv:
+    """Return a launch of one process under `engine`."""
+    sections = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    return LauncherEnv(engine, "torchrun", 0, 0, 1, 1, "", sections if offloads else None)
 
 
 def test_muon_with_frozen_blocks_is_refused() -> None:

@@ -18,9 +18,9 @@ import yaml
 
 from mmldlm.config import RunConfig, load_config, require_paths
 from mmldlm.errors import ConfigError, UsageError
-from mmldlm.run.contents import check_resume
 from mmldlm.settings.fields import build, dump, leaves, to_yaml
 from mmldlm.settings.yaml import MAX_BYTES, parse_yaml
+from mmldlm.trainer.checkpointer import check_resume
 from mmldlm.trainer.setup import step_plan
 from tests.helpers.paths import ROOT
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmldlm.data.batch_schedule import BatchSize, TrainConfig
-from mmldlm.distributed.launcher import ENGINES, SINGLE
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.distributed.memory_probe import fits_in_memory
-from mmldlm.errors import ConfigError
-from mmldlm.trainer.auto_batch_size import cap_micro_batch, check_auto_micro_batch, halve_micro_batch
+from mmldlm.trainer.auto_batch_size import cap_micro_batch, halve_micro_batch
 from tests.helpers.engine_runs import CURVE, difference, exit_record, records
 from tests.helpers.forked_runs import ForkedRuns
 
@@ -158,17 +156,6 @@ def test_sizes_that_samples_can_be_shared_into() -> None:
     for limit, expected in ((1, 1), (3, 3), (4, 4), (5, 4), (6, 6), (7, 6), (99, 6)):
         assert cap_micro_batch(BatchSize(24, 6), limit, 2).micro_batch_size == expected
         assert cap_micro_batch(BatchSize(24, 6), limit, 2).global_batch_size == 24
-
-
-@quick
-@pytest.mark.parametrize("engine", [SINGLE, *ENGINES])
-def test_engines_whose_forward_passes_are_collective_are_refused(engine: str) -> None:
-    check_auto_micro_batch(TrainConfig(), engine)
-    if engine.startswith(("fsdp", "zero3")):
-        with pytest.raises(ConfigError, match=rf"^train.auto_micro_batch: expected false under {engine}"):
-            check_auto_micro_batch(TrainConfig(auto_micro_batch=True), engine)
-    else:
-        check_auto_micro_batch(TrainConfig(auto_micro_batch=True), engine)
 
 
 @quick

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
 from mmldlm.checkpoint import CheckpointStore, Retention
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer import checkpointer as saving
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepTotals, Trainer
 from mmldlm.utils.files import FileInfo
 from tests.helpers.engine_runs import difference, exit_record, records, run, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns
@@ -45,7 +47,12 @@ def test_beside_the_training_or_not_the_same_bytes(
     settings = ("train.steps=12", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "validation.every=0")
     waiting, beside = single(*settings, "checkpoint.async=false"), tmp_path / "run"
     steps_done: list[int] = []
-    at_once, forward = saving.write_files, Trainer.forward
+    at_once = saving.write_files
+
+    class CountingTrainer(Trainer):
+        def loss(self, batch: NoisedBatch, totals: StepTotals) -> torch.Tensor:
+            steps_done.append(1)
+            return super().loss(batch, totals)
 
     def later(folder: Path, files: Mapping[str, Any]) -> dict[str, FileInfo]:
         seen = len(steps_done)
@@ -54,8 +61,8 @@ def test_beside_the_training_or_not_the_same_bytes(
         return at_once(folder, files)
 
     monkeypatch.setattr(saving, "write_files", later)
-    monkeypatch.setattr(Trainer, "forward", lambda *given: (steps_done.append(1), forward(*given))[1])
-    assert train.main([str(parity_config), f"run.dir={beside}", *settings]) == 0
+    arguments = [str(parity_config), f"run.dir={beside}", *settings]
+    assert train.main(arguments, trainer_cls=CountingTrainer) == 0
     assert steps_of(beside) == steps_of(waiting) == [3, 6, 9, 12]
     assert all(files_of(beside, step) == files_of(waiting, step) for step in (3, 6, 9, 12))
     assert difference(beside, waiting) == 0

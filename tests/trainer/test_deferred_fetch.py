@@ -14,10 +14,10 @@ import torch
 
 from mmldlm import train
 from mmldlm.config import load_config
-from mmldlm.distributed.engine import Engine, is_accepted
+from mmldlm.distributed.engine import is_accepted
 from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.step_guard import propagate_nonfinite
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepResult, Trainer
 from tests.helpers.engine_runs import exit_record, records
 from tests.helpers.faulty_steps import FAULTS, facts, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
@@ -93,43 +93,43 @@ def test_the_host_reads_nothing_between_two_records(
         }, reads
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of this process settle as on a GPU."""
-    begin = Trainer._start
-    monkeypatch.setattr(
-        Trainer, "_start", lambda self, *given: (begin(self, *given), setattr(self, "defer_fetch", True))
-    )
+class DeferringTrainer(Trainer):
+    """A trainer that fetches the numbers of its steps as on a GPU."""
+
+    def __enter__(self) -> DeferringTrainer:
+        super().__enter__()
+        self.log.defer_fetch = True
+        return self
 
 
-@pytest.mark.usefixtures("late")
-def test_a_stop_comes_late_and_saves_nothing_after_it(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backward, calls = Engine.backward, iter(range(100))
-    monkeypatch.setattr(
-        Engine, "backward", lambda self, loss: backward(self, loss * (math.nan if next(calls) == 4 else 1.0))
-    )
-    assert train.main([str(tiny_config), "guard.nonfinite=stop", "log.every=100"]) == 70
+def test_a_stop_comes_late_and_saves_nothing_after_it(tiny_config: Path, tmp_path: Path) -> None:
+    class FaultyTrainer(DeferringTrainer):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * (math.nan if self.state.step == 4 else 1.0))
+
+    arguments = [str(tiny_config), "guard.nonfinite=stop", "log.every=100"]
+    assert train.main(arguments, trainer_cls=FaultyTrainer) == 70
     assert list(skipped_steps(tmp_path / "run")) == [5]
     record = exit_record(tmp_path / "run")
     assert "step 5: the gradient norm is not finite (nan)" in str(record["cause"]) and record["step"] == 8
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]
 
 
-@pytest.mark.usefixtures("late")
-def test_with_a_limit_for_spikes_each_step_is_settled(tiny_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit follows from the norms before."""
-    waiting: list[int] = []
-    update = Trainer.update
-    monkeypatch.setattr(
-        Trainer, "update", lambda self, lr: (waiting.append(len(self.meter.pending)), update(self, lr))[1]
-    )
+def test_a_spike_limit_fetches_every_step(tiny_config: Path) -> None:
+    """The limit is a function of the norms of earlier steps."""
+    pending: list[int] = []
+
+    class WatchedTrainer(DeferringTrainer):
+        def update(self, step: int) -> StepResult:
+            pending.append(len(self.log.stats.pending))
+            return super().update(step)
+
     settings = ["log.every=100", "validation.every=0", "checkpoint.every_steps=0"]
-    assert train.main([str(tiny_config), *settings]) == 0
-    assert waiting == list(range(8))
-    assert train.main([str(tiny_config), *settings, "resume=never", "guard.grad_norm_spike=9"]) == 0
-    assert waiting[8:] == [0] * 8
+    assert train.main([str(tiny_config), *settings], trainer_cls=WatchedTrainer) == 0
+    assert pending == list(range(8))
+    limited = [*settings, "resume=never", "guard.grad_norm_spike=9"]
+    assert train.main([str(tiny_config), *limited], trainer_cls=WatchedTrainer) == 0
+    assert pending[8:] == [0] * 8
 
 
 def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns
 def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_config: Path) -> None:
     with Trainer(load_config(tiny_config, ["data.num_workers=0"])) as run:
         step, micro_batches = next(run.steps())
-        (noised,), totals = run.corrupt(step, micro_batches)
-        loss, _ = run.forward(noised, totals)
+        (noised,) = run.corrupt(step, micro_batches)
+        loss = run.loss(noised, run.sync(step, [noised]))
         run.backward(loss + value)
-        gradients = {name: parameter.grad for name, parameter in run.runtime.model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in run.engine.model.named_parameters()}
         assert {name for name, found in gradients.items() if found is None or not found.isnan().any()} == set()
 
 
@@ -184,7 +184,7 @@ def test_what_fits_is_the_same_in_every_precision() -> None:
 def test_a_gpu_is_not_waited_for_between_two_records(tiny_config: Path) -> None:
     settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
     with Trainer(load_config(tiny_config, settings)) as run:
-        assert run.defer_fetch
+        assert run.log.defer_fetch
         for step, micro_batches in run.steps():
             torch.cuda.set_sync_debug_mode("error" if step + 1 in (2, 3, 5, 6, 7) else "default")
             train.train_step(run, step, micro_batches)

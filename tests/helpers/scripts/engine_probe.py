@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.engines import tensor_bytes
 from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.trainer_scripts import leave
 
 facts: dict[str, Any] = {"steps": []}
-_open = Trainer._open
 
 
 def collectives() -> list[dict[str, Any]]:
@@ -32,29 +34,30 @@ def large(found: list[dict[str, Any]]) -> int:
     return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
 
 
-def opened(self: Trainer) -> None:
-    _open(self)
-    runtime = self.runtime
-    group = dist.distributed_c10d._get_default_group()
-    facts["timeout_s"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    facts["environment"] = {
-        name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
-    }
-    facts["fsdp_modules"] = [
-        name for name, module in runtime.unwrapped_model.named_modules() if isinstance(module, FSDPModule)
-    ]
-    facts["parameters"] = sorted({str(parameter.dtype) for parameter in runtime.unwrapped_model.parameters()})
-    for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap"):
-        facts[name] = getattr(runtime.model, name, None)
-    facts["broadcast_buffers"] = getattr(
-        runtime.model, "forward_sync_buffers", getattr(runtime.model, "broadcast_buffers", None)
-    )
-    runtime.check_precision()
+class ProbedTrainer(Trainer):
+    def __enter__(self) -> ProbedTrainer:
+        super().__enter__()
+        engine = self.engine
+        group = dist.distributed_c10d._get_default_group()
+        facts["timeout_s"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        facts["environment"] = {
+            name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
+        }
+        facts["fsdp_modules"] = [
+            name for name, module in engine.unwrapped_model.named_modules() if isinstance(module, FSDPModule)
+        ]
+        facts["parameters"] = sorted({str(parameter.dtype) for parameter in engine.unwrapped_model.parameters()})
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap"):
+            facts[name] = getattr(engine.model, name, None)
+        facts["broadcast_buffers"] = getattr(
+            engine.model, "forward_sync_buffers", getattr(engine.model, "broadcast_buffers", None)
+        )
+        engine.check_precision()
+        return self
 
-
-def corrupt(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
-    facts["steps"].append({"before": len(collectives())})
-    return _corrupt(self, step, micro_batches)
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        facts["steps"].append({"before": len(collectives())})
+        return super().corrupt(step, micro_batches)
 
 
 def backward(self: Engine, loss: torch.Tensor) -> None:
@@ -69,8 +72,6 @@ def update(self: Engine, *arguments: float) -> Any:
     return _update(self, *arguments)
 
 
-_corrupt = Trainer.corrupt
-Trainer._open, Trainer.corrupt = opened, corrupt  # type: ignore[method-assign]
 kind = Engine
 if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
     from mmldlm.distributed.zero import ZeroEngine
@@ -78,9 +79,7 @@ if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
     kind = ZeroEngine
 _backward, _update = kind.backward, kind.update
 kind.backward, kind.update = backward, update  # type: ignore[method-assign]
-status = train.main()
+status = train.main(trainer_cls=ProbedTrainer)
 if os.environ["RANK"] == "0":
     Path(os.environ["PROBE"]).write_text(json.dumps(facts))
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+leave(status)

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from mmldlm import train
-from mmldlm.distributed.engine import Engine
+from mmldlm.batch import Batch
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.trainer_scripts import train_and_exit
 
 FAULT, STEP, RANK = os.environ["FAULT"], int(os.environ["FAULT_STEP"]), int(os.environ.get("FAULT_RANK", "1"))
-_corrupt, _backward = Trainer.corrupt, Engine.backward
 
 
-def corrupt(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
-    if step == STEP and self.runtime.rank == RANK:
-        if FAULT == "raise":
+class FaultyTrainer(Trainer):
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        is_faulty = step == STEP and self.engine.rank == RANK
+        if is_faulty and FAULT == "raise":
             raise ValueError("planted in the data of this rank")
-        if FAULT == "hang":
-            while True:
-                time.sleep(0.1)
-    found = _corrupt(self, step, micro_batches)
-    if FAULT == "nan" and step == STEP and self.runtime.rank == RANK:
-        found[0][0].noised_latents.fill_(torch.nan)
-    return found
+        while is_faulty and FAULT == "hang":
+            time.sleep(0.1)
+        noised = super().corrupt(step, micro_batches)
+        if is_faulty and FAULT == "nan":
+            noised[0].noised_latents.fill_(torch.nan)
+        return noised
 
 
-Trainer.corrupt = corrupt  # type: ignore[method-assign]
-status = train.main()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+train_and_exit(FaultyTrainer)

@@ -13,8 +13,7 @@ import hashlib
 import json
 import math
 import os
-import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
-from mmldlm.telemetry import StepStats
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.telemetry import StepNumbers, StepStats
+from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from tests.helpers.trainer_scripts import leave
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
@@ -32,18 +34,16 @@ REFERENCE, LATE = "REFERENCE" in os.environ, "LATE" in os.environ
 FACTORS = {"bad_gradient": math.nan, "huge": 1e6}
 facts: dict[str, Any] = {"digests": [], "planted": {}, "settled": []}
 fault: dict[str, Any] = {}  # of this rank in the step at hand
-_open, _corrupt, _forward = Trainer._open, Trainer.corrupt, Trainer.forward
-_update, _finish_step, _fetch = Trainer.update, Trainer.finish_step, StepStats.fetch
 
 
-def tensors(runtime: Engine) -> Iterator[torch.Tensor]:
+def tensors(engine: Engine) -> Iterator[torch.Tensor]:
     """This rank's weights, masters and moments."""
-    parameters = list(runtime.unwrapped_model.parameters())
-    partitions = runtime._partitions() if hasattr(runtime, "_partitions") else []
+    parameters = list(engine.unwrapped_model.parameters())
+    partitions = engine._partitions() if hasattr(engine, "_partitions") else []
     yield from (getattr(parameter, "ds_tensor", parameter) for parameter in parameters)
     yield from partitions
     for owner in partitions or parameters:
-        state = runtime.unwrapped_optimizer.state.get(owner, {})
+        state = engine.unwrapped_optimizer.state.get(owner, {})
         yield from (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
 
 
@@ -52,44 +52,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return found.detach().reshape(-1)
 
 
-def digest(runtime: Engine) -> str:
+def digest(engine: Engine) -> str:
     found = hashlib.sha256()
-    for tensor in map(local, tensors(runtime)):
+    for tensor in map(local, tensors(engine)):
         if tensor.any():  # moments begin as zeros: the same as none
             found.update(tensor.view(torch.uint8).numpy())
     return found.hexdigest()
-
-
-def opened(self: Trainer) -> None:
-    _open(self)
-    facts["digests"].append(digest(self.runtime))
-    self.runtime.unwrapped_model.text_out.register_forward_pre_hook(poison)
-    self.runtime.accumulate = left_out(self.runtime.accumulate)  # type: ignore[method-assign]
-    self.defer_fetch = LATE
-
-
-def corrupt(self: Trainer, step: int, micro_batches: list[Any]) -> Any:
-    fault.clear()
-    if not REFERENCE and FAULTS.get(step, {}).get("rank") == RANK:
-        fault.update(FAULTS[step])
-        fault["calls"] = 0
-    if fault and fault["kind"] not in FACTORS:
-        batch = micro_batches[fault["micro_batch"]]
-        facts["planted"][step + 1] = int(batch.sample_ids[-1])
-        if fault["kind"] != "loss":
-            latents = batch.latents.clone()
-            latents[-1, 0, 0] = float(fault["kind"])
-            micro_batches = [*micro_batches]
-            micro_batches[fault["micro_batch"]] = dataclasses.replace(batch, latents=latents)
-    return _corrupt(self, step, micro_batches)
-
-
-def forward(self: Trainer, batch: Any, totals: list[float]) -> Any:
-    loss, sums = _forward(self, batch, totals)
-    if fault and fault["kind"] == "loss":
-        loss = loss + (math.inf if fault["calls"] == fault["micro_batch"] else 0.0)
-        fault["calls"] += 1
-    return loss, sums
 
 
 def poison(module: torch.nn.Module, inputs: Any) -> None:
@@ -102,35 +70,63 @@ def poison(module: torch.nn.Module, inputs: Any) -> None:
     fault["calls"] += 1
 
 
-def left_out(accumulate: Any) -> Any:
-    def found(micro_batches: list[Any]) -> Generator[Any]:
-        if not (REFERENCE and len(facts["digests"]) - 1 in FAULTS):
-            yield from accumulate(micro_batches)
-
-    return found
+class WatchedStats(StepStats):
+    def fetch(self) -> list[StepNumbers]:
+        facts["settled"].append(self.pending[-1].step)
+        return super().fetch()
 
 
-def update(self: Trainer, lr: float) -> torch.Tensor:
-    return torch.tensor(math.nan) if REFERENCE and self.state.step in FAULTS else _update(self, lr)
+class FaultyTrainer(Trainer):
+    def __enter__(self) -> FaultyTrainer:
+        super().__enter__()
+        facts["digests"].append(digest(self.engine))
+        self.engine.unwrapped_model.text_out.register_forward_pre_hook(poison)
+        self.log.defer_fetch = LATE
+        self.log.stats = WatchedStats()
+        return self
+
+    @property
+    def skips_engine(self) -> bool:
+        """Whether the engine hears nothing of the present step."""
+        return REFERENCE and self.state.step in FAULTS
+
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        fault.clear()
+        if not REFERENCE and FAULTS.get(step, {}).get("rank") == RANK:
+            fault.update(FAULTS[step])
+            fault["calls"] = 0
+        if fault and fault["kind"] not in FACTORS:
+            batch = micro_batches[fault["micro_batch"]]
+            facts["planted"][step + 1] = int(batch.sample_ids[-1])
+            if fault["kind"] != "loss":
+                latents = batch.latents.clone()
+                latents[-1, 0, 0] = float(fault["kind"])
+                micro_batches = [*micro_batches]
+                micro_batches[fault["micro_batch"]] = dataclasses.replace(batch, latents=latents)
+        return super().corrupt(step, micro_batches)
+
+    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
+        return iter(()) if self.skips_engine else super().accumulate(noised)
+
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> torch.Tensor:
+        loss, sums = self.components.objective(self.engine.forward, batch, totals.counts)
+        if fault and fault["kind"] == "loss":
+            loss = loss + (math.inf if fault["calls"] == fault["micro_batch"] else 0.0)
+            fault["calls"] += 1
+        self.log.add(loss, sums, batch)
+        return loss
+
+    def update(self, step: int) -> StepResult:
+        return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step)
+
+    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+        facts["digests"].append(digest(self.engine))
+        if self.skips_engine:
+            self.state.step += 1
+        else:
+            super().end_step(step, totals, result)
 
 
-def finish_step(self: Trainer, lr: float, norm: torch.Tensor, micro_batches: list[Any]) -> None:
-    facts["digests"].append(digest(self.runtime))
-    if REFERENCE and self.state.step in FAULTS:
-        self.state.step += 1
-    else:
-        _finish_step(self, lr, norm, micro_batches)
-
-
-def fetch(self: StepStats) -> Any:
-    facts["settled"].append(self.pending[-1].step)
-    return _fetch(self)
-
-
-Trainer._open, Trainer.corrupt, Trainer.update = opened, corrupt, update  # type: ignore[method-assign]
-Trainer.forward, Trainer.finish_step, StepStats.fetch = forward, finish_step, fetch  # type: ignore[method-assign]
-status = train.main()
+status = train.main(trainer_cls=FaultyTrainer)
 (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+leave(status)

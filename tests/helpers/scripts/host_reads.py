@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm import train
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.trainer_scripts import leave
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2}
@@ -51,6 +51,7 @@ class Methods(TorchFunctionMode):
 
 
 def watched(name: str) -> Callable[..., Any]:
+    """Return the method of `Trainer` such that reads on the host are recorded."""
     method = getattr(Trainer, name)
 
     def watch(self: Trainer, *arguments: Any) -> Any:
@@ -63,17 +64,15 @@ def watched(name: str) -> Callable[..., Any]:
     return watch
 
 
-def begin(self: Trainer, *arguments: Any) -> None:
-    _start(self, *arguments)
-    self.defer_fetch = True
+class WatchedTrainer(Trainer):
+    loss, backward, update, end_step = map(watched, ("loss", "backward", "update", "end_step"))
+
+    def __enter__(self) -> WatchedTrainer:
+        super().__enter__()
+        self.log.defer_fetch = True
+        return self
 
 
-_start = Trainer._start
-Trainer._start = begin  # type: ignore[method-assign]
-for name in ("forward", "backward", "update", "finish_step"):
-    setattr(Trainer, name, watched(name))
-status = train.main()
+status = train.main(trainer_cls=WatchedTrainer)
 (Path(os.environ["FACTS"]) / f"reads.rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+leave(status)

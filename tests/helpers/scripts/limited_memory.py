@@ -56,7 +56,7 @@ def rehearse(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
         threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
         needed = most_pages(lambda: _try_in_memory(self, batch, accumulating))
         # What the engine takes beside is addresses without pages here.
-        limit = memory("VmSize") + self.runtime.comm_buffer_bytes + int(float(os.environ["SHARE"]) * needed)
+        limit = memory("VmSize") + self.engine.comm_buffer_bytes + int(float(os.environ["SHARE"]) * needed)
     rehearsed.append(len(batch.lengths))
     allow(0)
     try:

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from typing import Any
 
 import torch
 
-from mmldlm import train
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from tests.helpers.trainer_scripts import train_and_exit
 
 STEP = int(os.environ["RUINED_AFTER"])
-_finish_step = Trainer.finish_step
 
 
-def finish_step(self: Trainer, *arguments: Any) -> None:
-    if self.state.step + 1 == STEP:
-        with torch.no_grad():
-            self.runtime.unwrapped_model.text_out.weight[0, 0] = math.nan
-    _finish_step(self, *arguments)
+class RuinedTrainer(Trainer):
+    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+        if step + 1 == STEP:
+            with torch.no_grad():
+                self.engine.unwrapped_model.text_out.weight[0, 0] = math.nan
+        super().end_step(step, totals, result)
 
 
-Trainer.finish_step = finish_step  # type: ignore[method-assign]
-status = train.main()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+train_and_exit(RuinedTrainer)

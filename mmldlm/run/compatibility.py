@@ -1,36 +1,24 @@
-"""Contents of a run's checkpoints, their compatibility with a run, and how a run is restored from them."""
+"""Compatibility of a checkpoint with a run: network, tokenizer, latents."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import ChainMap
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmldlm.checkpoint import (
-    NO_STATE,
     Checkpoint,
-    CheckpointStore,
     TensorFiles,
-    TrainState,
     check_ema_weights,
-    clean_name,
-    load_model_state,
-    verify_checkpoint,
 )
-from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
+from mmldlm.config import RunConfig
 from mmldlm.data.manifest import LatentInfo, Manifest
 from mmldlm.data.store import Store
-from mmldlm.distributed.optimizers import check_state_compatible
-from mmldlm.errors import ConfigError, DataError
+from mmldlm.errors import DataError
 from mmldlm.model.mmdit import DataShape
-from mmldlm.settings.fields import dump, to_yaml
 from mmldlm.utils.short_repr import short_repr, truncate
 
 LATENTS_NAME = "latents.json"
@@ -147,86 +135,6 @@ def _tuples_to_lists(value: Any) -> Any:
     return [_tuples_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
-    """Return the checkpoint files besides tensors and `state.json`, by name; they are constant over a run."""
-    tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
-    return {
-        "config.yaml": to_yaml(with_absolute_paths(config)).encode(),
-        LATENTS_NAME: json.dumps(asdict(store.manifest.latent)).encode(),
-        **{f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer},
-    }
-
-
-@dataclass(frozen=True)
-class RestoredRun:
-    """State that a run starts from."""
-
-    state: TrainState
-    notes: list[str]  # for the user
-    latents: LatentInfo  # standardization of latents since step 0
-    moments: Mapping[str, Tensor] | None = None  # optimizer state; None for a run from step 0
-    ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
-
-
-def choose_checkpoint(checkpoints: CheckpointStore, config: RunConfig) -> Path | None:
-    """Return the verified checkpoint to start from, or None for step 0; one rank chooses for all.
-
-    With `resume: auto`, damaged checkpoints are moved aside if there is an intact one.
-
-    Raises:
-        DataError: the checkpoint is damaged.
-    """
-    if config.resume == "never":
-        checkpoints.set_aside_after(-1)
-        return None
-    checkpoint = checkpoints.newest() if config.resume == "auto" else checkpoints.open(config.resume)
-    return None if checkpoint is None else checkpoint.path
-
-
-def restore(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
-    """Load the weights of the checkpoint that `choose_checkpoint` verified into the unwrapped model.
-
-    Args:
-        path: Checkpoint folder; None to start from step 0.
-        model: Model without the engine's wrapper.
-        config: Config of the run.
-        store: Opened data of the run.
-
-    Raises:
-        ConfigError: the checkpoint is beyond `train.steps` or has the state of another optimizer.
-        DataError: the checkpoint belongs to another network, tokenizer or encoder.
-    """
-    if path is None:
-        return RestoredRun(TrainState(), [], store.manifest.latent)
-    checkpoint = verify_checkpoint(path, hashes=False)
-    check_compatible(checkpoint, config, store)
-    state = TrainState.from_json(checkpoint.read("state.json"))
-    if state.step > config.train.steps:
-        raise ConfigError(f"train.steps: found {config.train.steps}, but {path} is at step {state.step}")
-    saved = _saved_config(checkpoint)
-    check_state_compatible(saved.optim.name, config.optim.name)
-    load_model_state(model, saved_tensors(checkpoint, "model", config))
-    moments, num_new = _moments_of_trained(model, saved_tensors(checkpoint, "optimizer", config))
-    changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
-    notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
-    if num_new:
-        notes.append(f"{num_new} parameters train from here on, with new optimizer state")
-    latents = saved_latent_stats(checkpoint, store)
-    if latents != store.manifest.latent:
-        notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
-    ema = saved_ema(checkpoint, model, config)
-    if not config.ema.decay:
-        if ema is not None:
-            notes.append("ema: the checkpoint's EMA of the weights ends here (ema.decay: 0)")
-        return RestoredRun(state, notes, latents, moments)
-    kept = {} if ema is None else ema.filter(_trained_names(model).__contains__)
-    if ema is None:
-        notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
-    elif num_new:
-        notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, moments, kept)
-
-
 def saved_ema(checkpoint: Checkpoint, model: nn.Module, config: RunConfig) -> TensorFiles | None:
     """Open the EMA of the trained weights for the unwrapped `model`; None if the checkpoint has none.
 
@@ -238,30 +146,3 @@ def saved_ema(checkpoint: Checkpoint, model: nn.Module, config: RunConfig) -> Te
     ema = saved_tensors(checkpoint, "ema", config)
     check_ema_weights(model, ema, saved_tensors(checkpoint, "optimizer", config))
     return ema
-
-
-def _saved_config(checkpoint: Checkpoint) -> RunConfig:
-    try:
-        return load_config(checkpoint.file("config.yaml"), may_extend=False)
-    except ConfigError as error:
-        raise DataError(f"checkpoint: {error}") from error
-
-
-def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[Mapping[str, Tensor], int]:
-    """Return the optimizer state without parameters that are frozen now, and the number of newly trained ones."""
-    names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
-    kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
-    known = {entry.rpartition("/")[0] for entry in kept}
-    new = [name for name in _trained_names(model) if name not in known]
-    return ChainMap({f"{name}/{NO_STATE}": torch.empty(0) for name in new}, kept), len(new)  # type: ignore[arg-type]
-
-
-def _trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that are trained, without prefixes of wrappers."""
-    return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def check_resume(resume: str) -> None:
-    """Raise `ConfigError` unless `resume` is auto, never or a folder."""
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(resume)}")

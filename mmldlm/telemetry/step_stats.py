@@ -32,7 +32,7 @@ class StepStats:
 
     def __init__(self) -> None:
         self.pending: list[StepNumbers] = []
-        self._micro_batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []
         self.clear()
 
     def clear(self) -> None:
@@ -44,26 +44,16 @@ class StepStats:
         self.cpu_times = cpu_times()
         self.start_time = time.perf_counter()
 
-    def add(self, loss: Tensor, sums: Tensor, counts: Tensor) -> None:
+    def add(self, loss: Tensor, sums: Tensor, counts: Tensor, sample_ids: Tensor) -> None:
         """Record a micro-batch of the current step."""
-        self._micro_batches.append((loss.detach(), sums, counts))
+        self._micro_batches.append((loss.detach(), sums, counts, sample_ids.tolist()))
 
-    def end_step(
-        self,
-        step: int,
-        norm: Tensor,
-        loss_scale: Tensor,
-        tokens: int,
-        flops: float,
-        samples: int,
-        sample_ids: list[list[int]],
-    ) -> None:
+    def end_step(self, step: int, norm: Tensor, loss_scale: Tensor, tokens: int, flops: float, samples: int) -> None:
         """Complete the current step: its numbers are pending until `fetch`."""
-        losses, sums, counts = (torch.stack(parts) for parts in zip(*self._micro_batches, strict=True))
+        losses, sums, counts, sample_ids = zip(*self._micro_batches, strict=True)
         self._micro_batches.clear()
-        self.pending.append(
-            StepNumbers(step, norm, loss_scale, tokens, flops, samples, sample_ids, losses, sums, counts)
-        )
+        stacked = map(torch.stack, (losses, sums, counts))
+        self.pending.append(StepNumbers(step, norm, loss_scale, tokens, flops, samples, list(sample_ids), *stacked))
 
     def fetch(self) -> list[StepNumbers]:
         """Return the pending steps in order, on the host in float64: one transfer, a host-device synchronization."""
