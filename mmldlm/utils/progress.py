@@ -55,7 +55,8 @@ class Progress:
             if announce:
                 self.line(f"{name} ...")
         self._bar.set_description(name, refresh=False)
-        self._restart_bar("", None)
+        self._bar.unit = ""
+        self._restart_bar(None)
 
     def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:
         """Yield the items of the phase; each counts as done when the next one is requested."""
@@ -66,10 +67,12 @@ class Progress:
 
     def advance(self, done: int, unit: str, total: int | None = None) -> None:
         """Set the number of items of the phase that are done."""
-        if done < self._done or (unit, total) != (self._unit, self._total):
+        if done < self._done or total != self._total or not self._unit:
             with self._lock:
-                self._unit, self._done, self._total = unit, 0, total
-            self._restart_bar(f" {unit}", total)
+                self._done, self._total = 0, total
+            self._restart_bar(total)
+        self._unit = unit
+        self._bar.unit = f" {unit}"
         self._bar.update(done - self._done)
         self._done = done
         if done:
@@ -81,8 +84,8 @@ class Progress:
             self._last_line = time.monotonic()
             print_status(text)
 
-    def _restart_bar(self, unit: str, total: int | None) -> None:
-        self._bar.unit, self._bar.total = unit, total
+    def _restart_bar(self, total: int | None) -> None:
+        self._bar.total = total
         self._bar.reset()
 
     def _watch(self) -> None:

@@ -173,7 +173,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         MmldlmError: See `prepare`.
     """
-    parser = argparse.ArgumentParser("mmldlm prepare", description="Raw data to a store: tokens and latents, in splits.")
+    parser = argparse.ArgumentParser(
+        "mmldlm prepare", description="Raw data to a store: tokens and latents, in splits."
+    )
     add_arguments(parser)
     config = from_args(parser.parse_args(argv))
     with _stop_at_sigterm():

@@ -66,8 +66,8 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
             finished, pending = wait(pending, _POLL_S, FIRST_EXCEPTION)
             for future in finished:
                 future.result()
-            done = len(job.chunks) - len(pending)
-            progress.advance(sum(counts), f"{DOCUMENTS}, {done} of {len(job.chunks)} chunks")
+            unit = f"chunks, {documents:,} {DOCUMENTS}" if (documents := sum(counts)) else "chunks"
+            progress.advance(len(job.chunks) - len(pending), unit, len(job.chunks))
 
     try:
         yield run
