@@ -8,19 +8,7 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
-Format = Literal[
-    "lines",
-    "blocks",
-    "jsonl",
-    "parquet",
-    "arrow",
-    "datasets",
-    "predecessor",
-    "predecessor-pairs",
-    "predecessor-batches",
-    "predecessor-dat",
-    "predecessor-texts",
-]
+Format = Literal["lines", "blocks", "jsonl", "parquet", "arrow", "datasets"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TEXT_FORMATS: tuple[Format, ...] = ("lines", "blocks", "jsonl")
 SUFFIXES: dict[str, Format] = {
