@@ -3,8 +3,8 @@
     python -m benchmarks prepare [--documents 100000] [--processes 1 2] [--part-bytes N] [--quick]
 
 The corpus is synthetic: lines of 52 to 111 words, about 100 tokens each, with the default tokenizer and lsa. Each build
-is a command of its own. Seconds are of the clock, so of a quiet machine; those of the stages are of rank 0, which is
-told by the command itself. Memory is resident memory summed over the processes, with shared pages counted in each.
+is a command of its own. Seconds are of the clock, so of a quiet machine; the command itself prints those of the stages.
+Memory is resident memory summed over the processes, with shared pages counted in each.
 """
 
 from __future__ import annotations
@@ -33,20 +33,32 @@ _SAMPLE_S = 0.05
 
 
 def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[float, int, dict[str, float]]:
-    """Seconds of the whole command, its peak of resident bytes, and seconds of rank 0 in each stage that was left."""
+    """Seconds of the whole command, its peak of resident bytes, and seconds of each stage that was left."""
     began, log = time.perf_counter(), store.with_suffix(".log")
     process = started(corpus, store, processes, *options)
     peak = peak_until(process, lambda: False)
     seconds = time.perf_counter() - began
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, "mmldlm.prepare", stderr=log.read_text())
+        raise subprocess.CalledProcessError(process.returncode, "mmldlm prepare", stderr=log.read_text())
     told = dict(re.findall(r"(\w+) ([\d.]+) s\b", log.read_text()))
-    return seconds, peak, {stage: float(told.get(stage, 0)) for stage in STAGES}
+    spent = {stage: float(told.get(stage, 0)) for stage in STAGES}
+    return seconds, peak, spent | {"encode": spent["encode"] - spent["tokenize"]}
 
 
 def started(corpus: Path, store: Path, processes: int, *options: object) -> psutil.Popen:
-    """Start a preparation that leads a process group of its own, with its messages in a file next to the store."""
-    command = [sys.executable, "-m", "mmldlm.prepare", corpus, "--out", store, "--processes", processes, *options]
+    """A preparation that leads a process group of its own, and writes what it says to a file beside the store."""
+    command = [
+        sys.executable,
+        "-m",
+        "mmldlm.cli",
+        "prepare",
+        corpus,
+        "--out",
+        store,
+        "--processes",
+        processes,
+        *options,
+    ]
     with store.with_suffix(".log").open("w") as file:
         return psutil.Popen(
             [str(each) for each in command],

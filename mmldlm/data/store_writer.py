@@ -199,6 +199,7 @@ def publish(folder: Path, path: Path, old: Path) -> None:
     """Rename the finished `folder` to `path`; a store at `path` is first moved to `old` and deleted at the end."""
     fsync(folder)
     if path.exists():
+        shutil.rmtree(old, ignore_errors=True)  # left by a publication that was interrupted behind its last rename
         path.rename(old)
     folder.rename(path)
     fsync(path.parent)

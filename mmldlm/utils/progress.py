@@ -26,16 +26,12 @@ class Progress:
 
     Args:
         enabled: Print anything at all.
-        interval: Seconds between lines; None prints only the beginning of each phase.
-        prefix: Text before each line.
-        plain: Print lines rather than a bar even on a terminal.
+        interval: Seconds between lines.
     """
 
-    def __init__(
-        self, enabled: bool = True, interval: float | None = INTERVAL_S, prefix: str = "", plain: bool = False
-    ):
-        show_bar = enabled and not plain and sys.stderr.isatty()
-        self._lines, self._interval, self._prefix = enabled and not show_bar, interval, prefix
+    def __init__(self, enabled: bool = True, interval: float = INTERVAL_S):
+        show_bar = enabled and sys.stderr.isatty()
+        self._lines, self._interval = enabled and not show_bar, interval
         self._bar = tqdm(disable=not show_bar, leave=False)
         self._phase = self._unit = ""
         self._done = 0
@@ -44,8 +40,8 @@ class Progress:
         self._lock, self._closed = threading.Lock(), threading.Event()
 
     def __enter__(self) -> Progress:
-        if self._lines and self._interval is not None:
-            threading.Thread(target=self._watch, args=(self._interval,), daemon=True).start()
+        if self._lines:
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -55,42 +51,51 @@ class Progress:
     def phase(self, name: str, announce: bool = True) -> None:
         """Begin a phase, which ends the previous one. Without `announce` it is reported only if it takes long."""
         with self._lock:
-            self._phase, self._unit, self._phase_start = name, "", time.monotonic()
+            self._phase, self._unit, self._done, self._phase_start = name, "", 0, time.monotonic()
             if announce:
                 self.line(f"{name} ...")
         self._bar.set_description(name, refresh=False)
-        self._restart_bar("", None)
+        self._bar.unit = ""
+        self._restart_bar(None)
 
     def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:
         """Yield the items of the phase; each counts as done when the next one is requested."""
-        with self._lock:
-            self._unit, self._done, self._total = unit, 0, total
-        self._restart_bar(f" {unit}", total)
-        for item in items:
+        self.advance(0, unit, total)
+        for done, item in enumerate(items, 1):
             yield item
-            self._done += 1
-            self._bar.update()
-            if self._interval is not None:
-                self._report_if_due(self._interval)
+            self.advance(done, unit, total)
+
+    def advance(self, done: int, unit: str, total: int | None = None) -> None:
+        """Set the number of items of the phase that are done."""
+        if done < self._done or total != self._total or not self._unit:
+            with self._lock:
+                self._done, self._total = 0, total
+            self._restart_bar(total)
+        self._unit = unit
+        self._bar.unit = f" {unit}"
+        self._bar.update(done - self._done)
+        self._done = done
+        if done:
+            self._report_if_due()
 
     def line(self, text: str) -> None:
         """Print a plain line, unless there is a bar."""
         if self._lines:
             self._last_line = time.monotonic()
-            print_status(self._prefix + text)
+            print_status(text)
 
-    def _restart_bar(self, unit: str, total: int | None) -> None:
-        self._bar.unit, self._bar.total = unit, total
+    def _restart_bar(self, total: int | None) -> None:
+        self._bar.total = total
         self._bar.reset()
 
-    def _watch(self, interval: float) -> None:
-        while not self._closed.wait(max(interval, _MIN_POLL_S)):
-            self._report_if_due(interval)
+    def _watch(self) -> None:
+        while not self._closed.wait(max(self._interval, _MIN_POLL_S)):
+            self._report_if_due()
 
-    def _report_if_due(self, interval: float) -> None:
+    def _report_if_due(self) -> None:
         with self._lock:
             now = time.monotonic()
-            if not self._lines or not self._phase or now - self._last_line < interval or self._closed.is_set():
+            if not self._lines or not self._phase or now - self._last_line < self._interval or self._closed.is_set():
                 return
             done = f"{self._done:,}" if self._total is None else f"{self._done:,} of {self._total:,}"
             counted = f"{done} {self._unit}, " if self._unit else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import filecmp
 import multiprocessing
 import os
+import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,70 +18,47 @@ FORKING.set_forkserver_preload(["mmldlm.data.prepare.pipeline"])
 
 
 class Preparation:
-    """`mmldlm prepare ARGUMENTS` in as many processes as a launcher would have started. Use as a context manager."""
+    """`mmldlm prepare ARGUMENTS` in a process of its own. Use as a context manager, which kills it at the end."""
 
-    launches = 0
-
-    def __init__(self, arguments: Sequence[object], processes: int, log: Path, others: Sequence[object] = ()):
-        """`others` are the arguments of all ranks but the first, where these are to differ."""
-        Preparation.launches += 1
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-        places = [(rank, rank, processes, Preparation.launches) for rank in range(processes)]
+    def __init__(self, arguments: Sequence[object], log: Path):
         self.log = log
-        self.ranks = [
-            FORKING.Process(
-                target=_run,
-                args=(
-                    list(map(str, (place[0] and others) or arguments)),
-                    dict(zip(names, map(str, place), strict=True)),
-                    str(log),
-                ),
-            )
-            for place in places
-        ]
-        for rank in self.ranks:
-            rank.start()
+        self.process = FORKING.Process(target=_run, args=(list(map(str, arguments)), str(log)))
+        self.process.start()
 
     def __enter__(self) -> Preparation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.kill()
+        self.process.kill()
+        self.process.join()
 
     @property
-    def at_work(self) -> bool:
-        return any(rank.is_alive() for rank in self.ranks)
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
-    def kill(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-        self.wait()
+    def wait(self) -> int | None:
+        """Return the exit code; None if it hangs."""
+        self.process.join(PATIENCE_S)
+        return self.process.exitcode
 
-    def wait(self, seconds: float = PATIENCE_S) -> list[int | None]:
-        """Exit codes by rank; None for one that is still at work."""
-        deadline = time.monotonic() + seconds
-        for rank in self.ranks:
-            rank.join(max(0.0, deadline - time.monotonic()))
-        return [rank.exitcode for rank in self.ranks]
-
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
 
-def _run(arguments: list[str], place: dict[str, str], log: str) -> None:
+def _run(arguments: list[str], log: str) -> None:
     from mmldlm.data.prepare.pipeline import main
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.update(place, TOKENIZERS_PARALLELISM="false")
     sys.exit(run_command(lambda: main(arguments)))
 
 
-def pieces(store: Path) -> int:
-    """How much of an unfinished store is done."""
+def finished_tasks(store: Path) -> list[str]:
+    """Return the names of the finished tasks of an unfinished store."""
     folder = store.with_name(f"{store.name}.incomplete")
-    return sum(not path.name.startswith(".") for path in folder.glob("work-*/*"))
+    return sorted(path.name for path in folder.glob("*") if re.fullmatch(r"[a-z]+-\d{5}", path.name))
 
 
 def differing(one: Path, other: Path) -> list[str]:

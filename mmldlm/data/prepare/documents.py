@@ -1,19 +1,12 @@
-"""`Document` and `Problem`, the items that every reader yields, and the readers of text files and JSON lines."""
+"""`Document` and `Problem`, the items that every reader yields, and the names of the formats."""
 
 from __future__ import annotations
 
-import glob
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise
-from pathlib import Path
-from typing import BinaryIO, Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
-
-from mmldlm.errors import DataError
 
 Format = Literal["lines", "blocks", "jsonl", "parquet", "arrow", "datasets"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -89,6 +82,14 @@ class Problem:
         return f"{self.source}:{self.line}: {self.reason}"
 
 
+Track: TypeAlias = "Callable[[Iterable[Document], str], Iterable[Document]]"  # documents, their unit in the report
+
+
+def no_tracking(documents: Iterable[Document], unit: str) -> Iterable[Document]:
+    """Return the documents without reporting progress."""
+    return documents
+
+
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
     batch: list[_T] = []
@@ -99,223 +100,3 @@ def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
             batch = []
     if batch:
         yield batch
-
-
-def find_files(inputs: Sequence[str]) -> list[Path]:
-    """Return the files named by paths, glob patterns and folders, each once and sorted within each input.
-
-    Folders are searched recursively for the suffixes in `SUFFIXES`.
-
-    Raises:
-        DataError: An input matches no file.
-    """
-    paths: list[Path] = []
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-            if not files:
-                raise DataError(f"{name}: no file in this folder ends in {', '.join(SUFFIXES)}")
-        elif path.is_file():
-            files = [path]
-        else:
-            files = sorted(file for file in map(Path, glob.glob(name, recursive=True)) if file.is_file())  # noqa: PTH207
-            if not files:
-                raise DataError(f"{name}: no such file; expected a text file, a folder or a glob pattern")
-        paths += files
-    return list(dict.fromkeys(paths))
-
-
-def read_file(
-    path: Path, format: Format | None = None, field: str = "text", key_field: str | None = None
-) -> Iterator[Document | Problem]:
-    """Yield the documents of one text file in order, with a `Problem` for each that cannot be read.
-
-    Lines end in \\n or \\r\\n only.
-
-    Args:
-        format: Defaults to the format of the file's suffix, or to `lines`.
-        field: Field of JSON lines that holds the text.
-        key_field: Field of JSON lines that holds the document's key.
-
-    Raises:
-        DataError: The file cannot be opened.
-    """
-    format = format or SUFFIXES.get(path.suffix, "lines")
-    for part in text_parts(path, _WHOLE_FILE, format):
-        yield from read_text(part, field, format, key_field)
-
-
-@dataclass(frozen=True)
-class _KeyedText:
-    text: str
-    key: str
-
-
-_Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
-_Text: TypeAlias = "str | tuple[ProblemKind, str]"  # a text, or the kind and reason of a problem
-_NumberedTexts: TypeAlias = "Iterator[tuple[int, _Text | _KeyedText]]"  # line number and text
-_READ_BYTES, _WHOLE_FILE = 1 << 20, 1 << 60
-_EMPTY: tuple[ProblemKind, str] = ("empty", "empty document")
-
-
-def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") -> list[Part]:
-    """Cut a text file into parts of whole lines (or whole blocks), each the shortest of at least `target_bytes`.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            size = file.seek(0, 2)
-            bounds = [0]
-            while bounds[-1] < size:
-                min_stop = bounds[-1] + target_bytes
-                bounds.append(_next_boundary(file, min_stop, format == "blocks") if min_stop < size else size)
-    except OSError as error:
-        raise DataError(f"{path}: cannot read: {error.strerror}") from None
-    return [Part(str(path), start, stop) for start, stop in pairwise(bounds)]
-
-
-def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
-    """Return the first offset >= `min_offset` where a line begins (with `after_blank`, one after a blank line)."""
-    file.seek(min_offset - 1)
-    line = file.readline()
-    while line and after_blank:
-        line = file.readline()
-        text = _decode(line)
-        if isinstance(text, str) and not text.strip():
-            break
-    return file.tell()
-
-
-def read_text(
-    part: Part, field: str, format: Format = "lines", key_field: str | None = None
-) -> Iterator[Document | Problem]:
-    """Yield the documents and problems of a part of a text file.
-
-    Args:
-        field: Field of JSON lines that holds the text.
-        format: One of `TEXT_FORMATS`.
-        key_field: Field of JSON lines that holds the document's key.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
-    json_texts = partial(_json_texts, field=field, key_field=key_field)
-    parsers: dict[Format, Callable[[_Lines], _NumberedTexts]]
-    parsers = {"lines": _line_texts, "blocks": _block_texts, "jsonl": json_texts}
-    try:
-        with Path(part.path).open("rb") as file:
-            for line, text in parsers[format](_lines(file, part)):
-                if isinstance(text, tuple):
-                    yield Problem(part.path, line, *text)
-                elif isinstance(text, _KeyedText):
-                    yield Document(text.text, part.path, line, key=text.key)
-                else:
-                    yield Document(text, part.path, line)
-    except OSError as error:
-        raise DataError(f"{part.path}: cannot read: {error.strerror}") from None
-
-
-def _lines(file: BinaryIO, part: Part) -> _Lines:
-    """Yield the lines of a part with their numbers in the file, from 1."""
-    lines_before = _count_lines_before(file, part)
-    file.seek(part.start)
-    remaining = part.stop - part.start
-    for number, line in enumerate(file, lines_before + 1):
-        yield number, line
-        remaining -= len(line)
-        if remaining <= 0:
-            return
-
-
-# The last count of lines: (path, size, modification time) -> (offset, lines before that offset). It lets a process
-# that reads the parts of a file in order count the lines of the file once in all.
-_line_count_cache: dict[tuple[str, int, int], tuple[int, int]] = {}
-
-
-def _count_lines_before(file: BinaryIO, part: Part) -> int:
-    """Return the number of lines that end before `part`, counted from the cached offset if that is not behind it."""
-    status = Path(part.path).stat()
-    key = (part.path, status.st_size, status.st_mtime_ns)
-    offset, lines = _line_count_cache.get(key, (0, 0))
-    if offset > part.start:
-        offset, lines = 0, 0
-    file.seek(offset)
-    while offset < part.start and (block := file.read(min(_READ_BYTES, part.start - offset))):
-        offset += len(block)
-        lines += block.count(b"\n")
-    _line_count_cache.clear()
-    _line_count_cache[key] = offset, lines
-    return lines
-
-
-def _decode(line: bytes) -> _Text:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return "unreadable", f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8"
-    return text.removeprefix("\ufeff").rstrip("\r\n")
-
-
-def _line_texts(lines: _Lines) -> _NumberedTexts:
-    for number, line in lines:
-        text = _decode(line)
-        yield number, text if isinstance(text, tuple) or text.strip() else _EMPTY
-
-
-def _block_texts(lines: _Lines) -> _NumberedTexts:
-    """Yield blocks of lines separated by blank lines; a block with an unreadable line is one problem."""
-    start, block = 0, []
-    problem: tuple[int, _Text] | None = None
-    for number, line in chain(lines, [(0, b"")]):  # the blank line at the end completes the last block
-        text = _decode(line)
-        if isinstance(text, tuple):
-            problem = problem or (number, text)
-        elif text.strip():
-            start = start or number
-            block.append(text)
-        else:
-            if problem:
-                yield problem
-            elif block:
-                yield start, "\n".join(block)
-            start, block, problem = 0, [], None
-
-
-def _json_texts(lines: _Lines, field: str, key_field: str | None) -> _NumberedTexts:
-    for number, line in lines:
-        text = _decode(line)
-        yield number, text if isinstance(text, tuple) else _json_row(text, field, key_field) if text.strip() else _EMPTY
-
-
-def _json_row(line: str, field: str, key_field: str | None) -> _Text | _KeyedText:
-    text = _json_field(line, field)
-    if isinstance(text, tuple) or key_field is None:
-        return text
-    key = json.loads(line).get(key_field)
-    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
-        return (
-            "invalid",
-            f"field {key_field!r} is {type(key).__name__}, expected the document's id, a string or integer",
-        )
-    return _KeyedText(text, str(key))
-
-
-def _json_field(line: str, field: str) -> _Text:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        return "invalid", f"not valid JSON: {error}"
-    if not isinstance(row, dict):
-        return "invalid", f"a JSON {type(row).__name__}, expected an object with the field {field!r}"
-    if field not in row:
-        return "invalid", f"no field {field!r}, found {', '.join(map(repr, sorted(row)[:8])) or 'none'}"
-    if not isinstance(row[field], str):
-        return "invalid", f"field {field!r} is {type(row[field]).__name__}, expected a string"
-    try:
-        row[field].encode("utf-8")
-    except UnicodeEncodeError:
-        return "unreadable", f"field {field!r} holds half a surrogate pair, which is not text"
-    return row[field] if row[field].strip() else _EMPTY

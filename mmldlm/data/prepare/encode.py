@@ -1,9 +1,8 @@
-"""Third stage of a preparation: write the tokens and latents of a chunk's documents to shards."""
+"""Stage `encode`: write the tokens and latents of a chunk's documents to shards."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,10 +11,12 @@ import numpy as np
 
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.data.manifest import token_dtype
+from mmldlm.data.prepare.corpus import SPLITS_FOLDER, Corpus
 from mmldlm.data.prepare.documents import Document, Problem, batches
+from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.report import ProblemLog, StageProgress
-from mmldlm.data.shard_writer import SPLITS, Contents, ShardWriter
+from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
+from mmldlm.data.shard_writer import SPLITS, ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
@@ -33,44 +34,35 @@ class TokenizedSample:
     tokens: np.ndarray
 
 
-def encode_chunk(
-    documents: Iterable[tuple[int, Document]],
-    tokenizer: Tokenizer,
-    encoder: LatentEncoder,
-    config: PrepareConfig,
-    folder: Path,
-    reported: Counter[str],
-    on_batch: Callable[[], None],
-    progress: StageProgress,
-) -> tuple[Contents, dict[str, Any]]:
+def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Tokenize and encode the documents of a chunk, and write them to shards in `folder`.
 
-    Args:
-        documents: Pairs of the index of the split in `SPLITS`, and a document.
-        reported: Problems reported so far by kind; updated.
-        on_batch: Called before each batch of documents is processed.
-
     Returns:
-        The contents of the shards, and the result of the task as JSON values: problems, and how many documents were
-        longer than `--max-length`.
+        The contents of the shards, problems, and how many documents were longer than `--max-length`.
     """
+    config, tokenizer, encoder = job.config, job.tokenizer, job.encoder
+    corpus = Corpus([job.path("read", chunk) for chunk in job.chunks], job.path("fit") / SPLITS_FOLDER)
+    documents = progress.track(corpus.documents(chunk), DOCUMENTS, corpus.num_documents(chunk))
     over_length = 0
     dtypes = token_dtype(tokenizer.vocab_size), np.dtype(config.latent_dtype)
     shape = encoder.latent_tokens, encoder.channels
     with (
         ShardWriter(folder, tokenizer.vocab_size, shape, *dtypes, SHARD_SAMPLES) as shards,
-        ProblemLog(config, folder, reported) as problems,
+        ProblemLog(config, folder, progress.reported) as problems,
     ):
         for batch in batches(documents):
-            on_batch()
             with progress.timed("tokenize"):
                 samples, count = make_samples(batch, tokenizer, config, problems.add)
             over_length += count
-            with progress.timed("encode"):
-                for sample_batch in batches(samples):  # a batch of long documents has many samples
-                    _write_samples(shards, sample_batch, encoder, problems.add)
-        with progress.timed("encode"):
-            return shards.finish(), {"over_length": over_length, **problems.result()}
+            for sample_batch in batches(samples):  # a batch of long documents has many samples
+                _write_samples(shards, sample_batch, encoder, problems.add)
+        contents = shards.finish()
+        return {
+            "over_length": over_length,
+            "latent_tokens": encoder.latent_tokens,
+            "contents": contents.save(folder),
+            **problems.result(),
+        }
 
 
 def make_samples(

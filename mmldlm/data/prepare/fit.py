@@ -1,4 +1,4 @@
-"""Second stage of a preparation, run by one process: count the splits, fit the tokenizer and the encoder.
+"""Stage `fit`, one task for all chunks: find duplicates, fit the tokenizer and the encoder.
 
 Both are fitted to the training split only, and to a sample of a large one (`--fit-documents`), so memory is bounded.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,51 +18,35 @@ from mmldlm.data.encoders import (
     LatentEncoder,
     LsaEncoder,
     SentenceTransformerEncoder,
-    load_encoder,
 )
+from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, Corpus
 from mmldlm.data.prepare.documents import Problem, batches
 from mmldlm.data.prepare.encode import make_samples
-from mmldlm.data.prepare.inputs import latent_file
+from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.latent_pairing import find_unusable, first_latent_shape
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.read import TRAIN, Corpus
 from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_problem_budget
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
-SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine (see `Corpus`)
 
-
-def fit(
-    config: PrepareConfig,
-    sources: Sequence[dict[str, Any]],
-    folders: Sequence[Path],
-    results: Sequence[dict[str, Any]],
-    folder: Path,
-    reported: Counter[str],
-    progress: StageProgress,
-) -> dict[str, Any]:
-    """Fit tokenizer and encoder to the training documents, and save them in `folder`.
-
-    Args:
-        sources: The sources of the plan; their hash identifies imported latents.
-        folders: The folders of the cached chunks.
-        results: The results of the chunks.
-        folder: The folder to write to.
-        reported: Problems reported so far by kind; updated.
+def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
+    """Fit tokenizer and encoder to the training documents of all chunks, and save them in `folder`.
 
     Returns:
-        The result of the task, as JSON values: statistics of the grouping, and problems.
+        Statistics of the grouping, and problems.
 
     Raises:
         DataError: There are more problems than the options allow, or a split has no documents.
     """
+    config, latents, results = job.config, job.latents, job.results("read")
     (folder / SPLITS_FOLDER).mkdir()
-    corpus, latents = Corpus(folders, folder / SPLITS_FOLDER), latent_file(config)
-    with ProblemLog(config, folder, reported) as problems:
-        for chunk, indices in find_unusable(latents, folders, results, problems.add).items():
-            corpus.exclude(chunk, indices)
+    folders = [job.path("read", chunk) for chunk in job.chunks]
+    corpus = Corpus(folders, folder / SPLITS_FOLDER)
+    with ProblemLog(config, folder, progress.reported) as problems:
+        for number, indices in find_unusable(latents, folders, results, problems.add).items():
+            corpus.exclude(number, indices)
     check_problem_budget(config, [*results, problems.result()])
     num_documents = sum(corpus.split_sizes().values())
     if not num_documents:
@@ -82,7 +65,8 @@ def fit(
     tokenizer.save(folder / "tokenizer")
     progress.phase("fitting the encoder")
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
-    _fit_encoder(config, sources, latents, first_latent_shape(results), texts).save(folder / "encoder")
+    shape = first_latent_shape(results)
+    _fit_encoder(config, job.plan.sources, latents, shape, texts).save(folder / "encoder")
     return {"grouping": grouping, **problems.result()}
 
 
@@ -118,11 +102,6 @@ def _fit_encoder(
             config.encoder_device,
         )
     return ChunkedEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
-
-
-def load_fitted_encoder(config: PrepareConfig, folder: Path) -> LatentEncoder:
-    """Load the encoder that `fit` saved in `folder`."""
-    return load_encoder(folder / "encoder", batch_size=config.encoder_batch_size, device=config.encoder_device)
 
 
 def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,11 +26,9 @@ from mmldlm.data.prepare.documents import (
     Part,
     Problem,
     batches,
-    find_files,
-    read_text,
-    text_parts,
 )
 from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.readers.files import find_files, input_info, is_url
 from mmldlm.data.prepare.readers.latents import POSITION, LatentFile
 from mmldlm.data.prepare.readers.tables import (
     Columns,
@@ -41,6 +39,7 @@ from mmldlm.data.prepare.readers.tables import (
     read_arrow,
     read_parquet,
 )
+from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import file_info
@@ -52,7 +51,7 @@ _MAX_HASH_THREADS = 8
 class FormatReader(NamedTuple):
     """Functions that cut inputs of one format into parts and read a part; both keep the order of the documents."""
 
-    parts: Callable[[Path, int], list[Part]]
+    parts: Callable[[str, int], list[Part]]
     read: Callable[[Part, str], DocumentStream]
 
 
@@ -70,27 +69,28 @@ def get_reader(format: Format, config: PrepareConfig) -> FormatReader:
     return tables[format]
 
 
-def find_inputs(config: PrepareConfig) -> list[tuple[Path, Format]]:
-    """Return the files and folders to read with their formats, each once and in order.
+def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
+    """Return the files, URLs and folders to read with their formats, each once and in order.
 
     Raises:
         DataError: An input matches no file or folder.
     """
-    inputs: list[tuple[Path, Format]] = []
+    inputs: list[tuple[str, Format]] = []
     for name in config.inputs:
         if config.format == "datasets":
             folders = [Path(name)] if Path(name).is_dir() else sorted(map(Path, glob.glob(name)))  # noqa: PTH207
             if not folders or not all(folder.is_dir() for folder in folders):
                 raise DataError(f"{name}: no such folder; expected one, as --format is {config.format}")
-            inputs += [(folder, config.format) for folder in folders]
+            inputs += [(str(folder), config.format) for folder in folders]
         elif not config.format and is_datasets_folder(Path(name)):
-            inputs.append((Path(name), "datasets"))
+            inputs.append((name, "datasets"))
         else:
-            inputs += [(path, config.format or SUFFIXES.get(path.suffix, "lines")) for path in find_files([name])]
+            files = find_files([name])
+            inputs += [(path, config.format or SUFFIXES.get(PurePosixPath(path).suffix, "lines")) for path in files]
     return list(dict.fromkeys(inputs))
 
 
-def describe_sources(inputs: list[tuple[Path, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
+def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
     """Return the manifest's `sources`: the inputs, then the files of precomputed latents, with sizes and hashes.
 
     Reads every file in full to hash it.
@@ -106,20 +106,20 @@ def describe_sources(inputs: list[tuple[Path, Format]], config: PrepareConfig) -
         if not path.is_file():
             raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
     with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        return list(pool.map(_describe_source, [*(path for path, _ in inputs), *latent_paths]))
+        return list(pool.map(_describe_source, [*(path for path, _ in inputs), *map(str, latent_paths)]))
 
 
-def _describe_source(path: Path) -> dict[str, Any]:
+def _describe_source(path: str) -> dict[str, Any]:
     """Return name, size and SHA-256 of a file or folder; a folder is hashed over the names and hashes of its files."""
     try:
-        if path.is_file():
-            return {"file": str(path), **asdict(file_info(path))}
+        if is_url(path) or Path(path).is_file():
+            return {"file": path, **asdict(input_info(path))}
         digest, total, count = hashlib.sha256(), 0, 0
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        for file in sorted(file for file in Path(path).rglob("*") if file.is_file()):
             info = file_info(file)
             digest.update(f"{file.relative_to(path).as_posix()}\0{info.sha256}\n".encode())
             total, count = total + info.bytes, count + 1
-        return {"folder": str(path), "files": count, "bytes": total, "sha256": digest.hexdigest()}
+        return {"folder": path, "files": count, "bytes": total, "sha256": digest.hexdigest()}
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot read: {error.strerror}") from None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.document_cache import DocumentCache
+from mmldlm.data.prepare.corpus import DocumentCache
 from mmldlm.data.prepare.documents import Document, Problem
 from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.errors import DataError

@@ -13,7 +13,19 @@ from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import UsageError
 
 # Options that do not affect the contents of the store.
-_NOT_RECORDED = ("out", "inputs", "overwrite", "encoder_batch_size", "encoder_device", "processes", "peer_timeout")
+_NOT_RECORDED = (
+    "out",
+    "inputs",
+    "overwrite",
+    "encoder_batch_size",
+    "encoder_device",
+    "processes",
+    "cluster",
+    "cluster_options",
+)
+
+
+CLUSTERS = ("slurm", "ray")
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,8 @@ class PrepareConfig:
     fit_documents: int = 100_000
     overwrite: bool = False
     processes: int = 1
-    peer_timeout: float = 120.0
+    cluster: str | None = None
+    cluster_options: tuple[str, ...] = ()
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
@@ -97,17 +110,23 @@ class PrepareConfig:
         ):
             if count < 1:
                 raise UsageError(f"{option} {count}: expected at least 1")
-        if not self.peer_timeout > 0:
-            raise UsageError(f"--peer-timeout {self.peer_timeout}: expected more than 0 seconds")
         for option, value, allowed in (
             ("--corpus", self.corpus, (None, *CORPORA)),
             ("--format", self.format, (None, *FORMATS)),
             ("--over-length", self.over_length, ("split", "cut")),
             ("--latent-dtype", self.latent_dtype, ("float16", "float32")),
             ("--on-problem", self.on_problem, ("error", "skip")),
+            ("--cluster", self.cluster, (None, *CLUSTERS)),
         ):
             if value not in allowed:
                 raise UsageError(f"{option} {value}: expected one of {', '.join(map(str, allowed))}")
+        self._check_formats()
+        self._check_encoder()
+
+        if self.cluster_options and not self.cluster:
+            raise UsageError(f"--cluster-option {self.cluster_options[0]}: expected --cluster")
+        if self.cluster and self.processes > 1:
+            raise UsageError(f"--processes {self.processes}: expected 1, as --cluster {self.cluster} runs the tasks")
         self._check_formats()
         self._check_encoder()
 
@@ -212,8 +231,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=default.seed, help="of the split and of lsa (%(default)s)")
     add("--part-bytes", type=int, default=default.part_bytes, help="input bytes per chunk (%(default)s)")
     add("--fit-documents", type=int, default=default.fit_documents, help="maximum to fit to (%(default)s)")
-    add("--processes", type=int, default=default.processes, help="on this machine, without a launcher (%(default)s)")
-    add("--peer-timeout", type=float, default=default.peer_timeout, help="seconds until a silent process is lost")
+    add("--processes", type=int, default=default.processes, help="on this machine (%(default)s)")
+    add("--cluster", choices=CLUSTERS, help="run the tasks on the machines of a cluster (docs/data.md)")
+    add("--cluster-option", dest="cluster_options", action="append", metavar="NAME=VALUE", help="such as partition=cpu")
     add("--overwrite", action="store_true", help="replace an existing store, or an unfinished one of other data")
 
 
@@ -222,4 +242,5 @@ def from_args(arguments: argparse.Namespace) -> PrepareConfig:
     values = {key: value for key, value in vars(arguments).items() if key in PrepareConfig.__dataclass_fields__}
     if values["encoder"] is None:
         values["encoder"] = "included" if values["latents_field"] else "lsa"
-    return PrepareConfig(**values | {"inputs": tuple(arguments.inputs)})
+    lists = {"inputs": tuple(arguments.inputs), "cluster_options": tuple(arguments.cluster_options or ())}
+    return PrepareConfig(**values | lists)

@@ -6,15 +6,13 @@ of the inputs and on `--part-bytes`, not on the number of processes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm import __version__
-from mmldlm.data.prepare.documents import Document, Format, Part, Problem
+from mmldlm.data.prepare.documents import Document, Format, Part, Problem, Track, no_tracking
 from mmldlm.data.prepare.inputs import describe_sources, find_inputs, get_reader
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
@@ -45,22 +43,17 @@ class Plan:
     sources: list[dict[str, Any]]
     chunks: list[Chunk]
 
-    @property
-    def identity(self) -> str:
-        """Hash of the plan: preparations with the same identity produce the same store."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
     def to_json(self) -> str:
-        """Return the contents of `plan.json`, in which chunks have the key `lots`."""
+        """Return the contents of `plan.json`."""
         chunks = [[[format, asdict(part)] for format, part in chunk] for chunk in self.chunks]
-        values = {"version": self.version, "options": self.options, "sources": self.sources, "lots": chunks}
+        values = {"version": self.version, "options": self.options, "sources": self.sources, "chunks": chunks}
         return json.dumps(values, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
         values = json.loads(text)
-        chunks = [tuple(ChunkPart(format, Part(**part)) for format, part in chunk) for chunk in values.pop("lots")]
+        chunks = [tuple(ChunkPart(format, Part(**part)) for format, part in chunk) for chunk in values.pop("chunks")]
         return cls(**values, chunks=chunks)
 
 
@@ -80,7 +73,7 @@ def make_plan(config: PrepareConfig) -> Plan:
 
 
 def _make_chunks(
-    inputs: Sequence[tuple[Path, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
+    inputs: Sequence[tuple[str, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
 ) -> Iterator[Chunk]:
     """Yield chunks of about `config.part_bytes`: parts of large inputs, and small inputs joined.
 
@@ -101,10 +94,13 @@ def _make_chunks(
         yield tuple(chunk)
 
 
-def read_chunk(chunk: Chunk, config: PrepareConfig) -> Iterator[Document | Problem]:
-    """Yield the documents and problems of a chunk in the order of the input."""
+def chunk_documents(chunk: Chunk, config: PrepareConfig, track: Track = no_tracking) -> Iterator[Document | Problem]:
+    """Yield the documents and problems of a chunk in the order of the input.
+
+    `track` reports the progress of an embedded corpus, most of which is read before its first document.
+    """
     for format, part in chunk:
         if format:
             yield from get_reader(format, config).read(part, config.field)  # type: ignore[arg-type]
         else:
-            yield from python_docs.read_corpus(part.path)
+            yield from python_docs.read_corpus(part.path, track)

@@ -16,9 +16,10 @@ from mmldlm.data.manifest import Manifest
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.errors import DataError
-from mmldlm.utils.progress import Progress, print_status
+from mmldlm.utils.progress import INTERVAL_S, Progress, print_status
 
 PROBLEMS_FILE = "problems.jsonl"
+DOCUMENTS = "documents"  # the unit of progress
 _MAX_SHOWN_PER_KIND = 10
 
 
@@ -94,19 +95,20 @@ def _too_many(problem: Problem | str, config: PrepareConfig) -> str:
 
 
 class StageProgress(Progress):
-    """Progress over the stages of a preparation, and the time spent on each.
+    """Progress over the stages of a preparation, the time spent on each, and the problems printed so far.
 
-    With several processes, rank 0 reports its progress regularly; the others only report the stages that they begin.
+    Attributes:
+        reported: Number of problems by kind that this process has found.
     """
 
-    def __init__(self, shown: bool, rank: int, world_size: int, interval: float):
-        is_parallel = world_size > 1
-        super().__init__(shown, None if rank else interval, f"rank {rank}: " if is_parallel else "", plain=is_parallel)
+    def __init__(self, shown: bool, interval: float = INTERVAL_S):
+        super().__init__(shown, interval)
+        self.reported: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the duration of the block to the time that this process has spent on `stage`."""
+        """Add the duration of the block to the time spent on `stage`."""
         start = time.perf_counter()
         yield
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -11,8 +11,9 @@ import pytest
 
 from mmldlm.data.prepare.pipeline import main
 from mmldlm.data.store import Store
+from mmldlm.errors import run_command
 from tests.helpers.lgdlm_folders import Samples, make_samples, pairs_of
-from tests.helpers.prepare_runs import Preparation, differing, pieces
+from tests.helpers.prepare_runs import Preparation, differing, finished_tasks
 from tests.helpers.waiting import wait_until
 
 COUNT = 120
@@ -83,7 +84,7 @@ def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
     name = write.__name__
     given = write(tmp_path / "input", samples)
     given += ["--vocab-size", 300, "--latent-dtype", "float32", "--max-length", 99, "--on-problem", "skip"]
-    given += ["--validation-fraction", 0.1, "--test-fraction", 0.1, "--peer-timeout", 20]
+    given += ["--validation-fraction", 0.1, "--test-fraction", 0.1]
     assert main([*map(str, given), "--out", str(tmp_path / "one")]) == 0
     manifest = Store.open(tmp_path / "one").manifest
     assert len(manifest.splits["train"].shards) > 4
@@ -98,22 +99,26 @@ def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
         told = [json.loads(line) for line in (tmp_path / "one/problems.jsonl").read_text().splitlines()]
         reasons = [row["reason"] for row in told if row["kind"] == "mismatch"]
         assert reasons == [f"id 'doc-2' is already used by {tmp_path / 'input/0.jsonl'}:3"] * 2
+    arguments = list(map(str, given))
     for processes in (2, 3):
         out = tmp_path / str(processes)
-        with Preparation([*given, "--out", out], processes, tmp_path / "log") as preparation:
-            assert preparation.wait() == [0] * processes, preparation.said()
+        assert main([*arguments, "--out", str(out), "--processes", str(processes)]) == 0
         assert differing(tmp_path / "one", out) == []
+    killed = tmp_path / "killed"
     for moment in (2, 9, 20):
-        with Preparation([*given, "--out", tmp_path / "killed"], 2, tmp_path / "log") as preparation:
-            wait_until(lambda: pieces(tmp_path / "killed") >= moment or not preparation.at_work, "progress")  # noqa: B023
-    assert main([*map(str, given), "--out", str(tmp_path / "killed")]) == 0
-    assert differing(tmp_path / "one", tmp_path / "killed") == []
+        with Preparation([*given, "--out", killed], tmp_path / "log") as preparation:
+            wait_until(lambda: len(finished_tasks(killed)) >= moment or not preparation.process.is_alive(), "progress")  # noqa: B023
+    assert main([*arguments, "--out", str(killed)]) == 0
+    assert differing(tmp_path / "one", killed) == []
 
 
-def test_latents_are_counted_before_anything_is_read(samples: Samples, tmp_path: Path) -> None:
+def test_latents_are_counted_before_anything_is_read(
+    samples: Samples, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     given = places(tmp_path / "input", samples)
     np.save(tmp_path / "input/latents.npy", samples.latents[:-1])
-    with Preparation([*given, "--out", tmp_path / "store"], 2, tmp_path / "log") as preparation:
-        assert preparation.wait() == [65, 65], preparation.said()
-    assert "latents.npy: 119 latents, expected 120, one for each document found" in preparation.said()
-    assert "reading documents" not in preparation.said() and not (tmp_path / "store.incomplete").exists()
+    arguments = [*map(str, given), "--out", str(tmp_path / "store"), "--processes", "2"]
+    assert run_command(lambda: main(arguments)) == 65
+    output = capfd.readouterr().err
+    assert "latents.npy: 119 latents, expected 120, one for each document found" in output
+    assert "fitting" not in output and not (tmp_path / "store.incomplete").exists()

@@ -14,7 +14,7 @@ from benchmarks.synthetic_corpus import write_synthetic_corpus
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
-from tests.helpers.prepare_runs import differing, pieces
+from tests.helpers.prepare_runs import differing, finished_tasks
 from tests.helpers.sample_corpus import flip_bit
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def test_a_large_corpus_within_2_gib_killed_twice(tmp_path: Path) -> None:
     peaks = []
     for moment in (chunks // 2, chunks + 1 + chunks // 2):  # while reading, while encoding
         process = started(corpus, two, 2, *options)
-        peaks.append(peak_until(process, lambda: pieces(two) >= moment))  # noqa: B023
+        peaks.append(peak_until(process, lambda: len(finished_tasks(two)) >= moment))  # noqa: B023
         assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from mmldlm.data.encoders import ImportedLatents, LsaEncoder
-from mmldlm.data.prepare.document_cache import DocumentCache, DocumentCacheWriter
-from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part, read_file, read_text, text_parts
+from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
+from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.prepare.plan import make_plan
+from mmldlm.data.prepare.readers.text import read_file, read_text, text_parts
 from mmldlm.data.shard_writer import ShardWriter
 from mmldlm.data.store_writer import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer

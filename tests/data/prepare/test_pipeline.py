@@ -230,7 +230,7 @@ def killed_at(moment: str, arguments: list[str]) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("moment", ["encode.ShardWriter.add", "pipeline.publish"])
+@pytest.mark.parametrize("moment", ["encode.ShardWriter.add", "merge.publish"])
 def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> None:
     """In the middle of writing, and between the last byte of the manifest and the rename."""
     corpus = write_corpus(tmp_path / "corpus.txt")

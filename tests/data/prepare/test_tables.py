@@ -101,13 +101,13 @@ def test_every_row_comes_once_in_order_from_any_parts(kind: str, pa: Any, tmp_pa
     path = write(pa, tmp_path, rows)
     columns = Columns(latents="vector", key="id")
     for target in (1, 5000, 1 << 30):
-        found = [item for part in parts(path, target) for item in read(part, "text", columns)]
+        found = [item for part in parts(str(path), target) for item in read(part, "text", columns)]
         assert [item.text for item in found] == rows["text"]
         assert [item.key for item in found] == rows["id"]
         assert np.array_equal(np.concatenate([item.latents for item in found]), np.float32(rows["vector"]))
         assert len({(item.source, item.line) for item in found}) == 300
-    assert len(parts(path, 1)) > len(parts(path, 1 << 30))
-    part = parts(path, 1 << 30)[0]
+    assert len(parts(str(path), 1)) > len(parts(str(path), 1 << 30))
+    part = parts(str(path), 1 << 30)[0]
     some = list(read(replace(part, start=part.start + 7, stop=part.start + 61), "text", columns))
     assert [item.key for item in some] == rows["id"][7:61] and some[0].line == 8, "a part inside a row group"
 
@@ -156,7 +156,7 @@ def test_tokens_latents_and_keys_of_any_column_type(pa: Any, tmp_path: Path) -> 
 
 def problems(pa: Any, tmp_path: Path, rows: dict, columns: Columns, **types: Any) -> list:
     path = write_parquet(pa, tmp_path / "bad.parquet", rows, **types)
-    (part,) = parquet_parts(path, 1 << 30)
+    (part,) = parquet_parts(str(path), 1 << 30)
     return [
         f"{item.line} {item.kind}: {item.reason}" if isinstance(item, Problem) else item
         for item in read_parquet(part, "text", columns)
@@ -182,7 +182,7 @@ def test_bytes_that_are_no_text_spoil_their_row_alone(pa: Any, tmp_path: Path) -
     texts = pa.StringArray.from_buffers(3, *raw.buffers()[1:])
     with pa.ipc.new_stream(str(tmp_path / "bad.arrow"), pa.schema([("text", pa.string())])) as writer:
         writer.write_batch(pa.record_batch([texts], ["text"]))
-    (part,) = arrow_parts(tmp_path / "bad.arrow", 1 << 20)
+    (part,) = arrow_parts(str(tmp_path / "bad.arrow"), 1 << 20)
     one, two, three = read_arrow(part, "text")
     assert isinstance(one, Document) and isinstance(three, Document) and three.line == 3
     assert isinstance(two, Problem) and (two.line, two.kind) == (2, "unreadable")
@@ -200,7 +200,7 @@ def test_bytes_that_are_no_text_spoil_their_row_alone(pa: Any, tmp_path: Path) -
 )
 def test_columns_that_do_not_fit_are_named(columns: Columns, field: str, message: str, pa: Any, tmp_path: Path) -> None:
     path = write_parquet(pa, tmp_path / "a.parquet", rows_of(tmp_path, 10))
-    (part,) = parquet_parts(path, 1 << 30)
+    (part,) = parquet_parts(str(path), 1 << 30)
     with pytest.raises(DataError, match=message):
         list(read_parquet(part, field, columns))
 
@@ -236,7 +236,7 @@ def test_what_the_library_saves_is_read_as_it_reads_it(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_dict(rows).shuffle(seed=0)
     whole.save_to_disk(str(tmp_path / "set"), num_shards=4)
     columns = Columns(latents="vector", key="id")
-    found = [item for part in datasets_parts(tmp_path / "set", 5000) for item in read_arrow(part, "text", columns)]
+    found = [item for part in datasets_parts(str(tmp_path / "set"), 5000) for item in read_arrow(part, "text", columns)]
     library = datasets.load_from_disk(str(tmp_path / "set"))
     assert [(item.text, item.key) for item in found] == [(row["text"], row["id"]) for row in library]
     assert all(
@@ -244,5 +244,5 @@ def test_what_the_library_saves_is_read_as_it_reads_it(tmp_path: Path) -> None:
     )
     halves = whole.train_test_split(0.5, seed=0)
     halves.save_to_disk(str(tmp_path / "sets"))
-    found = [item for part in datasets_parts(tmp_path / "sets", 5000) for item in read_arrow(part, "text")]
+    found = [item for part in datasets_parts(str(tmp_path / "sets"), 5000) for item in read_arrow(part, "text")]
     assert [item.text for item in found] == [*halves["train"]["text"], *halves["test"]["text"]]

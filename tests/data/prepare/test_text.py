@@ -13,7 +13,8 @@ import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.prepare.dedup import exact_groups, near_duplicate_groups
-from mmldlm.data.prepare.documents import Document, Problem, find_files, read_file
+from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm.data.prepare.readers.files import find_files
 from mmldlm.data.prepare.readers.python_docs import (
     NEAR_COPY_OVERLAP,
     is_prose,
@@ -21,6 +22,7 @@ from mmldlm.data.prepare.readers.python_docs import (
     split_words,
     without_near_copies,
 )
+from mmldlm.data.prepare.readers.text import read_file
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 from tests.helpers.sample_corpus import write_corpus
@@ -187,7 +189,7 @@ def test_jsonl(tmp_path: Path) -> None:
 def test_inputs_are_found_or_named(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.jsonl", "d.bin"):
         (tmp_path / name).write_text("x")
-    names = [path.name for path in find_files([str(tmp_path / "b.txt"), str(tmp_path), str(tmp_path / "*.bin")])]
+    names = [Path(path).name for path in find_files([str(tmp_path / "b.txt"), str(tmp_path), str(tmp_path / "*.bin")])]
     assert names == ["b.txt", "a.txt", "c.jsonl", "d.bin"]
     for missing in ("none.txt", "*.none"):
         with pytest.raises(DataError, match="no such file"):

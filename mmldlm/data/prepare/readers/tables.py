@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.prepare.documents import Document, Part, Problem, ProblemKind
+from mmldlm.data.prepare.readers.files import is_url, open_input
 from mmldlm.errors import DataError, UsageError
 
 _BATCH_ROWS = 1024  # decoded to Python values at a time
@@ -47,16 +48,16 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def parquet_parts(path: Path, target_bytes: int) -> list[Part]:
+def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     """Cut a Parquet file into parts of whole row groups, of about `target_bytes` uncompressed."""
-    with _pyarrow_reading(path) as library, library.parquet.ParquetFile(path) as file:
+    with _pyarrow_reading(path) as library, library.parquet.ParquetFile(_source(path)) as file:
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
     return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
 
 
 def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
     """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
-    with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(part.path) as file:
+    with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
         groups, first_row, row = list[int](), part.start, 0
         for index in range(file.metadata.num_row_groups):
@@ -69,7 +70,7 @@ def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Itera
         yield from _documents(part, first_row, batches, field, columns)
 
 
-def arrow_parts(path: Path, target_bytes: int) -> list[Part]:
+def arrow_parts(path: str, target_bytes: int) -> list[Part]:
     """Cut an Arrow file into parts of whole record batches, of about `target_bytes`."""
     with _pyarrow_reading(path):
         return _join(path, ((batch.num_rows, batch.nbytes) for batch in _record_batches(path)), target_bytes)
@@ -78,7 +79,7 @@ def arrow_parts(path: Path, target_bytes: int) -> list[Part]:
 def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
     """Yield the documents and problems of a part of an Arrow file (stream or file format); their `line` is the row."""
     with _pyarrow_reading(part.path):
-        yield from _documents(part, 0, _record_batches(Path(part.path)), field, columns)
+        yield from _documents(part, 0, _record_batches(part.path), field, columns)
 
 
 def is_datasets_folder(path: Path) -> bool:
@@ -86,9 +87,9 @@ def is_datasets_folder(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
-def datasets_parts(path: Path, target_bytes: int) -> list[Part]:
+def datasets_parts(path: str, target_bytes: int) -> list[Part]:
     """Cut the shards of a folder of `save_to_disk` into parts; the splits of a DatasetDict follow each other."""
-    return [part for shard in _shards(path) for part in arrow_parts(shard, target_bytes)]
+    return [part for shard in _shards(Path(path)) for part in arrow_parts(str(shard), target_bytes)]
 
 
 def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
@@ -158,10 +159,15 @@ def _pyarrow_reading(path: Path | str) -> Iterator[Any]:
         raise DataError(f"{path}: not a readable table ({' '.join(str(error).split())[:200]})") from None
 
 
-def _record_batches(path: Path) -> Iterator[Any]:
-    """Yield the record batches of a memory-mapped file; columns that are not accessed are not read."""
+def _source(path: str) -> Any:
+    """Return what pyarrow opens: the path of a file, or a URL as an open file."""
+    return open_input(path) if is_url(path) else path
+
+
+def _record_batches(path: str) -> Iterator[Any]:
+    """Yield the record batches of a URL or a memory-mapped file, whose other columns are not read."""
     library = pyarrow()
-    with library.memory_map(str(path)) as source:
+    with library.PythonFile(open_input(path)) if is_url(path) else library.memory_map(path) as source:
         if source.read(6) == b"ARROW1":
             file = library.ipc.open_file(source)
             yield from (file.get_batch(index) for index in range(file.num_record_batches))
@@ -170,16 +176,16 @@ def _record_batches(path: Path) -> Iterator[Any]:
             yield from library.ipc.open_stream(source)
 
 
-def _join(path: Path, groups: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
+def _join(path: str, groups: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
     """Join neighboring groups of rows, given as (rows, bytes), into parts of at most `target_bytes` if possible."""
     parts: list[Part] = []
     start = stop = size = 0
     for rows, bytes_ in groups:
         if stop > start and size + bytes_ > target_bytes:
-            parts.append(Part(str(path), start, stop))
+            parts.append(Part(path, start, stop))
             start, size = stop, 0
         stop, size = stop + rows, size + bytes_
-    return [*parts, Part(str(path), start, stop)] if stop > start else parts
+    return [*parts, Part(path, start, stop)] if stop > start else parts
 
 
 def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:

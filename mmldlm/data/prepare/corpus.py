@@ -1,0 +1,213 @@
+"""Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mmldlm.data.prepare.dedup import near_duplicate_groups
+from mmldlm.data.prepare.documents import Document
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.shard_writer import SPLITS
+
+TRAIN = SPLITS.index("train")
+EXCLUDED = 255  # the split of documents that are not in the store
+# Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
+SPLITS_FILE, GROUPS_FILE = "splits.npy", "groups.npy"
+SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine
+_DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
+_MAX_GROUPS_IN_MEMORY = 1 << 22
+_SAMPLE_BITS = 20
+
+
+class DocumentCacheWriter:
+    """Writes documents to `folder`; use as a context manager.
+
+    A document is a line of JSON, followed by the bytes of its tokens and latents if it has any.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._file = (folder / _DOCUMENTS).open("wb")
+        self._offsets: list[int] = []
+
+    def __enter__(self) -> DocumentCacheWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        np.save(self.folder / _OFFSETS, np.array(self._offsets, np.int64), allow_pickle=False)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def add(self, document: Document) -> None:
+        """Append a document without its group, which has determined its split."""
+        arrays = [
+            None if array is None else np.ascontiguousarray(array) for array in (document.tokens, document.latents)
+        ]
+        headers = [None if array is None else [array.dtype.str, array.shape] for array in arrays]
+        line = [document.text, document.source, document.line, document.key, *headers]
+        self._offsets.append(self._file.tell())
+        self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        for array in arrays:
+            if array is not None:
+                self._file.write(array.tobytes())
+
+
+class DocumentCache:
+    """The documents that a `DocumentCacheWriter` wrote to `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._offsets = np.load(folder / _OFFSETS, mmap_mode="r", allow_pickle=False)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def documents(self, indices: Iterable[int] | None = None) -> Iterator[Document]:
+        """Yield all documents, or those at `indices`."""
+        with (self.folder / _DOCUMENTS).open("rb") as file:
+            for index in range(len(self)) if indices is None else indices:
+                if indices is not None:
+                    file.seek(self._offsets[index])
+                text, source, line, key, *headers = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+                tokens, latents = (_read_array(file, header) for header in headers)
+                yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
+
+
+def _read_array(file: BinaryIO, header: list[Any] | None) -> np.ndarray | None:
+    if header is None:
+        return None
+    dtype, shape = np.dtype(header[0]), tuple(header[1])
+    content = file.read(dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def assign_split(group: str, config: PrepareConfig) -> int:
+    """Return the index in `SPLITS` of a group of documents.
+
+    It is a function of the hash of seed and group, so a document's split does not depend on the other documents.
+    """
+    fraction = hash64(f"{config.seed}:{group}") / 2**64
+    if fraction < config.test_fraction:
+        return SPLITS.index("test")
+    return SPLITS.index("validation") if fraction < config.test_fraction + config.validation_fraction else TRAIN
+
+
+def hash64(text: str) -> int:
+    """Return the hash of a text as an integer below 2^64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+class Corpus:
+    """The cached chunks of a preparation.
+
+    Holds the splits and groups of one chunk at a time, unless a method says otherwise.
+
+    Args:
+        folders: The folders of the cached chunks, in order.
+        splits_folder: Where splits are stored that differ from those in `folders`: of near-duplicates, which depend on
+            other chunks, and of documents that are excluded later.
+    """
+
+    def __init__(self, folders: Sequence[Path], splits_folder: Path):
+        self._folders, self._splits_folder = folders, splits_folder
+
+    def splits(self, chunk: int) -> np.ndarray:
+        """Return the split of each document of a chunk: uint8 [n], an index in `SPLITS` or `EXCLUDED`."""
+        path = self._splits_folder / f"{chunk:05d}.npy"
+        return np.load(path if path.exists() else self._folders[chunk] / SPLITS_FILE, allow_pickle=False)
+
+    def _save_splits(self, chunk: int, splits: np.ndarray) -> None:
+        np.save(self._splits_folder / f"{chunk:05d}.npy", splits, allow_pickle=False)
+
+    def exclude(self, chunk: int, indices: Sequence[int]) -> None:
+        """Exclude the documents of a chunk at `indices` from the store."""
+        splits = self.splits(chunk)
+        splits[list(indices)] = EXCLUDED
+        self._save_splits(chunk, splits)
+
+    def num_documents(self, chunk: int) -> int:
+        """Return the number of documents of a chunk that are not excluded."""
+        return int((self.splits(chunk) != EXCLUDED).sum())
+
+    def _groups(self, chunk: int) -> np.ndarray:
+        return np.load(self._folders[chunk] / GROUPS_FILE, allow_pickle=False)
+
+    def _chunks(self) -> range:
+        return range(len(self._folders))
+
+    def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
+        """Yield the split and the document for each document of a chunk that is not excluded."""
+        documents = DocumentCache(self._folders[chunk]).documents()
+        for split, document in zip(self.splits(chunk).tolist(), documents, strict=True):
+            if split != EXCLUDED:
+                yield split, document
+
+    def split_sizes(self) -> dict[str, int]:
+        """Return the number of documents in each split."""
+        sizes = np.zeros(EXCLUDED + 1, np.int64)
+        for chunk in self._chunks():
+            sizes += np.bincount(self.splits(chunk), minlength=len(sizes))
+        return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
+
+    def exact_group_statistics(self) -> dict[str, int | str]:
+        """Return statistics of the groups of equal texts.
+
+        To bound memory, groups are counted one range of their hashes at a time.
+        """
+        num_documents = sum(self.split_sizes().values())
+        num_ranges = -(-num_documents // _MAX_GROUPS_IN_MEMORY) or 1
+        num_groups = largest = 0
+        for index in range(num_ranges):
+            low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
+            parts = []
+            for chunk in self._chunks():
+                groups = self._groups(chunk)[self.splits(chunk) != EXCLUDED]
+                parts.append(groups[(groups >= np.uint64(low)) & (groups <= np.uint64(high))])
+            sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
+            num_groups += len(sizes)
+            largest = max(largest, int(sizes.max(initial=0)))
+        return {"method": "exact", "documents": num_documents, "groups": num_groups, "largest_group": largest}
+
+    def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
+        """Assign all documents to splits again, near-duplicates to the same one, and return statistics.
+
+        Holds all texts in memory.
+        """
+        keys, statistics = near_duplicate_groups(
+            [document.text for chunk in self._chunks() for _, document in self.documents(chunk)]
+        )
+        new_splits = iter([assign_split(key, config) for key in keys])
+        for chunk in self._chunks():
+            splits = self.splits(chunk)
+            for index in np.flatnonzero(splits != EXCLUDED).tolist():
+                splits[index] = next(new_splits)
+            self._save_splits(chunk, splits)
+        return statistics
+
+    def training_sample(self, max_documents: int) -> Iterator[Document]:
+        """Yield the training documents in order; if there are more than `max_documents`, a sample of at most that many.
+
+        The sample consists of the groups with the lowest hashes. It is thus independent of how the input is cut into
+        chunks, and contains all copies of a text or none.
+        """
+        # Hashes are compared by their leading bits, whose histogram gives the threshold without sorting all hashes.
+        histogram = np.zeros(1 << _SAMPLE_BITS, np.int64)
+        for chunk in self._chunks():
+            prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
+            histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
+        threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
+        for chunk in self._chunks():
+            is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
+            indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
+            yield from DocumentCache(self._folders[chunk]).documents(indices.tolist())

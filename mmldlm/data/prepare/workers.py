@@ -1,0 +1,132 @@
+"""Tasks of a stage on this machine: in this process, or in a pool of worker processes.
+
+A worker has nothing to lose: a finished task is a renamed folder, an unfinished one is done again. So workers simply
+end when the main process leaves the pool, or dies.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from mmldlm.data.prepare.job import Job, Stage, run_task
+from mmldlm.data.prepare.report import DOCUMENTS, StageProgress
+from mmldlm.errors import PeerLostError
+
+_POLL_S = 0.2
+_T = TypeVar("_T")
+RunTasks: TypeAlias = Callable[[Job, Stage, Sequence[int], StageProgress], None]
+
+
+def run_in_process(job: Job, stage: Stage, chunks: Sequence[int], progress: StageProgress) -> None:
+    """Run tasks of a stage one after the other in this process."""
+    for chunk in chunks:
+        part = f", chunk {chunk + 1} of {len(job.chunks)}" if stage.per_chunk and len(job.chunks) > 1 else ""
+        progress.phase(stage.title + part)
+        run_task(job, stage, chunk, progress)
+
+
+@contextmanager
+def worker_pool(job: Job) -> Iterator[RunTasks]:
+    """Yield a function that runs tasks of a stage in `--processes` processes, but not in more than there are chunks.
+
+    Raises:
+        PeerLostError: A worker died.
+    """
+    num_workers = min(job.config.processes, len(job.chunks))
+    if num_workers < 2:
+        yield run_in_process
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    resource_tracker.ensure_running()  # else it would be started below, and end the blocking of signals
+    counts = context.RawArray("q", len(job.chunks))  # documents done, by chunk: each has one writer and needs no lock
+    next_worker = context.Value("i", 0)
+    alive, closed_at_end = context.Pipe(duplex=False)
+    executor = ProcessPoolExecutor(num_workers, context, _start_worker, (job, counts, next_worker, alive))
+
+    def run(job: Job, stage: Stage, chunks: Sequence[int], progress: StageProgress) -> None:
+        progress.phase(stage.title)
+        counts[:] = [0] * len(counts)
+        with _blocked(signal.SIGINT, signal.SIGTERM):  # also in the workers, which inherit it
+            pending = {executor.submit(_run_in_worker, stage, chunk) for chunk in chunks}
+        while pending:
+            finished, pending = wait(pending, _POLL_S, FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
+            unit = f"chunks, {documents:,} {DOCUMENTS}" if (documents := sum(counts)) else "chunks"
+            progress.advance(len(job.chunks) - len(pending), unit, len(job.chunks))
+
+    try:
+        yield run
+        executor.shutdown()
+    except BrokenProcessPool:
+        raise PeerLostError(
+            "a worker process was killed, perhaps for want of memory; start the same command again to continue"
+        ) from None
+    finally:
+        closed_at_end.close()
+        executor.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Let signals wait until the end of the block; processes that are started in it never receive them."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+class _WorkerProgress(StageProgress):
+    """Counts the documents of the current chunk in `counts`, for the main process to report."""
+
+    def __init__(self, counts: MutableSequence[int]):
+        super().__init__(shown=False)
+        self.chunk, self._counts = 0, counts
+
+    def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:
+        for item in items:
+            yield item
+            self._counts[self.chunk] += 1
+
+
+_job: Job
+_progress: _WorkerProgress
+
+
+def _start_worker(job: Job, counts: MutableSequence[int], next_worker: Any, alive: Connection) -> None:
+    global _job, _progress
+    tqdm.set_lock(threading.RLock())  # its default takes a semaphore, which a killed worker leaks
+    _job, _progress = job, _WorkerProgress(counts)
+    threading.Thread(target=_exit_with_main_process, args=(alive,), daemon=True).start()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers share the cores
+    torch.set_num_threads(1)  # sums depend on the number of threads
+    if torch.cuda.is_available():
+        with next_worker.get_lock():
+            index, next_worker.value = next_worker.value, next_worker.value + 1
+        torch.cuda.set_device(index % torch.cuda.device_count())
+
+
+def _exit_with_main_process(alive: Connection) -> None:
+    with suppress(EOFError, OSError):
+        alive.recv_bytes()  # nothing is ever sent
+    os._exit(1)
+
+
+def _run_in_worker(stage: Stage, chunk: int) -> None:
+    _progress.chunk = chunk
+    run_task(_job, stage, chunk, _progress)
