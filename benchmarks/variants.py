@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.task import Feed, Task, device
 from mmldlm.data.store import Store
+from mmldlm.model.cpu_half import has_bf16_instructions
 from mmldlm.train import train_step
-from mmldlm.trainer.onednn import has_bf16_instructions
 from mmldlm.trainer.trainer import Trainer
 
 # In the order of the ladder: what leaves a step, and as what it is shown.

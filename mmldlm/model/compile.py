@@ -18,7 +18,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.settings.fields import setting
 
-REGIONS = ("project", "normalize", "branch", "finish")  # methods of `BlockStream`
+REGIONS = ("project", "normalize", "residual")  # methods of `BlockStream`
 
 
 @dataclass(frozen=True)

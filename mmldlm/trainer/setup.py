@@ -29,6 +29,7 @@ from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer, r
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
+from mmldlm.model.cpu_half import has_bf16_instructions
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
@@ -36,7 +37,6 @@ from mmldlm.run.factory import build_model, build_objective
 from mmldlm.telemetry import memory_limits
 from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.consistency import disagreements, fingerprint
-from mmldlm.trainer.onednn import has_bf16_instructions
 from mmldlm.utils.files import make_folder, probe_file, wait_until_visible
 from mmldlm.utils.host_cpus import openmp_spinning
 
