@@ -11,7 +11,7 @@ from mmldlm.batch import Batch
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.run.contents import data_shape
+from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,30 +24,30 @@ from mmldlm.errors import ExitCode, UsageError, run_command
 from mmldlm.trainer.trainer import Trainer
 
 
-def train(config: RunConfig, launch: LauncherEnv | None = None) -> None:
+def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: type[Trainer] = Trainer) -> None:
     """Run a training to its end.
 
     Args:
         config: Config of the run.
         launch: Environment of this rank; read from the environment variables by default.
+        trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
 
     Raises:
         StoppedBySignal: a signal ended the run early; a checkpoint has been saved.
     """
-    with Trainer(config, launch) as run:
-        for step, micro_batches in run.steps():
-            train_step(run, step, micro_batches)
+    with trainer_cls(config, launch) as trainer:
+        for step, micro_batches in trainer.steps():
+            train_step(trainer, step, micro_batches)
 
 
-def train_step(run: Trainer, step: int, micro_batches: list[Batch]) -> None:
-    """Run one optimizer step, which is skipped if a loss or the gradient norm is non-finite or a spike."""
-    noised, totals = run.corrupt(step, micro_batches)
-    for batch in run.runtime.accumulate(noised):
-        loss, sums = run.forward(batch, totals)
-        run.backward(loss)
-        run.meter.add(loss, sums, batch.counts)
-    lr = run.learning_rate(step)
-    run.finish_step(lr, run.update(lr), micro_batches)
+def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> None:
+    """Run one optimizer step, counted from 0, on this rank's micro-batches (collective)."""
+    noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
+    totals = trainer.sync(step, noised)  # one all-reduce: denominators of the losses, requests to stop or save
+    for batch in trainer.accumulate(noised):
+        trainer.backward(trainer.loss(batch, totals))
+    result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
+    trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -74,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def run(argv: list[str] | None = None) -> int:
+def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> int:
     """Run the command; return its exit code."""
     options = parse(argv)
     config = load_config(options.config, options.overrides)
@@ -84,13 +85,13 @@ def run(argv: list[str] | None = None) -> int:
 
         print_estimate(config)
         return ExitCode.DONE
-    train(config, read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config))
+    train(config, read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config), trainer_cls)
     return ExitCode.DONE
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> int:
     """Run the command and report user errors in one line; return the exit code."""
-    return run_command(lambda: run(argv))
+    return run_command(lambda: run(argv, trainer_cls))
 
 
 if __name__ == "__main__":

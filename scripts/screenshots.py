@@ -25,9 +25,9 @@ from pathlib import Path
 
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import browser
-from ports import free_port
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.helpers import browser
+from tests.helpers.ports import free_port
 
 # File -> page with what it shows, the window in pixels, and what is to be seen in it: a selector, and how many of it.
 # Without forceSVG a worker draws the lines of the time series, with WebGL, of which a picture may know nothing.

@@ -7,16 +7,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engine_runs import ROOT, environment
-from forked_runs import ForkedRuns
-from sample_corpus import small_config, write_corpus
-from tiny_run import TINY
-from waiting import PATIENCE_S
 
+from mmldlm import train
 from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.run.load import LoadedRun, load_run
+from tests.helpers.engine_runs import PARITY, environment
+from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.paths import ROOT
+from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.tiny_config import TINY
+from tests.helpers.waiting import PATIENCE_S
+
+SHORT_RUN = (
+    "train.steps=20",
+    "optim.lr=1e-2",
+    "optim.warmup_steps=0",
+    "validation.every=0",
+    "checkpoint.every_steps=0",
+)
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,3 +72,74 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
 def forked() -> Iterator[ForkedRuns]:
     with ForkedRuns(environment(PYTHONPATH=str(ROOT))) as runs:
         yield runs
+
+
+@pytest.fixture(scope="session")
+def parity_config(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    path = folder / "config.yaml"
+    path.write_text(PARITY.format(run=folder / "run", store=tiny_store), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory, parity_config: Path) -> Callable[..., Path]:
+    """The run folder of one process with these settings; trained once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def reference(*settings: str) -> Path:
+        if settings not in made:
+            folder = tmp_path_factory.mktemp("single")
+            assert train.main([str(parity_config), f"run.dir={folder}", *settings]) == 0
+            made[settings] = folder
+        return made[settings]
+
+    return reference
+
+
+@pytest.fixture
+def two_ranks(forked: ForkedRuns, tmp_path: Path) -> Iterator[Callable[..., list[int]]]:
+    """Start a run of two processes, its output in `tmp_path/log`; killed at the end."""
+    started: list[int] = []
+
+    def start(engine: str, *arguments: object, script: str = "", **variables: str) -> list[int]:
+        started.extend(forked.start(engine, arguments, 2, tmp_path / "log", script, **variables))
+        return started
+
+    yield start
+    forked.kill(started)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a command in the background, its output in `tmp_path/log`; killed with all its children at the end."""
+    processes = []
+
+    def start(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        log = (tmp_path / "log").open("w")
+        env = environment(PYTHONPATH=str(ROOT), **variables)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=log, stderr=log, text=True, start_new_session=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def short_run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
+    """Twenty steps: what it writes is nonsense."""
+    folder = tmp_path_factory.mktemp("short")
+    config = folder / "config.yaml"
+    config.write_text(TINY.format(run=folder / "run", store=tiny_store), encoding="utf-8")
+    assert train.main([str(config), *SHORT_RUN]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def short_run(short_run_dir: Path) -> LoadedRun:
+    return load_run(short_run_dir)

@@ -107,6 +107,7 @@ class NoisedBatch:
     latent_bin: Tensor  # int64 [B]: bin of mode and t_latent
     length_target: Tensor  # int64 [B]: length - 1
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
+    sample_ids: Tensor  # int64 [B] on the host: index of each sample in its split
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
@@ -122,11 +123,11 @@ class NoisedBatch:
         )
 
     def to(self, device: torch.device | str) -> NoisedBatch:
-        """Return the batch with all tensors but `counts` on `device`; copies from pinned memory do not block."""
+        """Return the batch on `device`, except for what stays on the host; copies from pinned memory do not block."""
         moved = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name != "counts"
+            if isinstance(value, Tensor) and name not in ("counts", "sample_ids")
         }
         return replace(self, layout=self.layout.to(device), **moved)
 
@@ -209,6 +210,7 @@ class Objective:
             latent_bin=latent_bin,
             length_target=lengths - 1,
             counts=self._counts(text_bin, latent_bin, lengths, sample),
+            sample_ids=batch.sample_ids,
         )
 
     def _bin(self, mode: Tensor, t: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Engine(Collectives):
 
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
-        self.accelerator, self.launch, self.engine = accelerator, launch, launch.engine
+        self.accelerator, self.launch, self.name = accelerator, launch, launch.engine
         self.device: torch.device = accelerator.device
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
@@ -99,7 +99,7 @@ class Engine(Collectives):
         Args:
             loss_fn: Returns the loss, given the network.
         """
-        if self.engine != DDP:
+        if self.name != DDP:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -279,4 +279,4 @@ class Engine(Collectives):
         """Assert that the optimizer updates float32 weights, whatever type the matrix products use."""
         for group in self.unwrapped_optimizer.param_groups:
             for parameter in group["params"]:
-                assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.engine}"
+                assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.name}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mmldlm.distributed.launcher import DDP
 from mmldlm.errors import ConfigError
 
 INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 1.0, 2.0**24
@@ -60,27 +61,9 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def supports_precision(precision: str, engine: str) -> bool:
-    """Return whether `engine` can train in `precision`.
-
-    DeepSpeed has its own loss scale with other rules, from which no other engine could resume.
-    """
-    return precision != "fp16" or not engine.startswith("zero")
-
-
-def check_fp16(precision: str, engine: str, hook: str) -> None:
-    """Check that engine and DDP communication hook support the precision.
-
-    Raises:
-        ConfigError: precision is fp16, and the engine or hook cannot train with scaled gradients.
-    """
-    if precision != "fp16":
-        return
-    if not supports_precision(precision, engine):
-        raise ConfigError(
-            f"precision: expected fp32 or bf16 under {engine}, found fp16, which needs single, ddp or fsdp2"
-        )
-    if engine == "ddp" and hook == "powersgd":
+def check_comm_hook(precision: str, engine: str, hook: str) -> None:
+    """Raise `ConfigError` if the DDP communication hook cannot exchange scaled gradients."""
+    if precision == "fp16" and engine == DDP and hook == "powersgd":
         raise ConfigError(
             "distributed.ddp.comm_hook: expected none, fp16 or bf16 with precision fp16, found powersgd, which adds "
             "its compression error to the next step's gradients, whose loss scale may differ"

@@ -1,4 +1,4 @@
-"""The optimizer of `optim`: the engines that support it, how it is built, and its description."""
+"""The optimizer of `optim`: how it is built, and its description."""
 
 from __future__ import annotations
 
@@ -7,44 +7,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mmldlm.distributed.launcher import ENGINES, SINGLE
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimConfig, OptimizerName
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 
 
-def supported_engines(name: OptimizerName) -> tuple[str, ...]:
-    """Return the engines that support the optimizer, some of them on CUDA only."""
-    if name == "adamw":
-        return (SINGLE, *ENGINES)
-    zero = tuple(engine for engine in ENGINES if engine.startswith("zero"))
-    return zero if name == "deepspeed_adam" else tuple(e for e in (SINGLE, *ENGINES) if e not in zero)
-
-
-def check_optimizer(config: OptimConfig, engine: str, offloaded: bool, device_type: str) -> None:
-    """Check that engine and device support the optimizer.
+def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None:
+    """Check that the optimizer's kernels run on the device.
 
     Args:
         config: Settings of the optimizer.
-        engine: SINGLE or one of ENGINES.
         offloaded: Whether the optimizer steps on the host.
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: the engine or the device does not support it.
+        ConfigError: they do not.
     """
-    if engine not in supported_engines(config.name):
-        why = "needs whole matrices" if config.name == "muon" else "steps DeepSpeed's partitions"
-        raise ConfigError(
-            f"optim.name: {config.name} {why}, found engine {engine}; expected adamw there, or an engine of "
-            f"{', '.join(supported_engines(config.name))}"
-        )
     if config.name != "deepspeed_adam":
         resolve_fused(config.fused, device_type)
     elif not offloaded and device_type != "cuda":
         raise ConfigError(
-            f"optim.name: deepspeed_adam under {engine} is DeepSpeed's FusedAdam, which is for CUDA, found "
-            f"{device_type}; expected adamw, or an engine that offloads the optimizer: zero2_offload, zero3_offload"
+            f"optim.name: deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found {device_type}; "
+            "expected adamw, or an engine that offloads the optimizer: zero2_offload, zero3_offload"
         )
 
 
@@ -64,7 +48,7 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
 def build_optimizer(
     model: nn.Module, config: OptimConfig, device_type: str, offloaded: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the trainable parameters of `model`. `check_optimizer` must have accepted the engine."""
+    """Build the optimizer over the trainable parameters of `model`. The engine must support it, see `capabilities`."""
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "deepspeed_adam":
         from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam

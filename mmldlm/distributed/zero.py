@@ -37,7 +37,7 @@ class ZeroEngine(Engine):
     @property
     def stage(self) -> int:
         """ZeRO stage: 1, 2 or 3."""
-        return int(self.engine[len("zero")])
+        return int(self.name[len("zero")])
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.shards_parameters = self.stage == 3
@@ -244,7 +244,7 @@ class ZeroEngine(Engine):
 
     def check_precision(self) -> None:
         for partition in self._partitions():
-            assert partition.dtype == torch.float32, f"master weights are {partition.dtype} under {self.engine}"
+            assert partition.dtype == torch.float32, f"master weights are {partition.dtype} under {self.name}"
 
     def close(self) -> None:
         if hasattr(self, "model") and not self.peer_lost:

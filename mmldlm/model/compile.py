@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mmldlm.errors import ConfigError
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.settings.fields import setting
 
@@ -35,17 +34,6 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.scope == "none" and self.mode != "default":
             raise ValueError(f"mode: {self.mode} needs compile.scope: regional, found none")
-
-
-def check_compile(config: CompileConfig, engine: str) -> None:
-    """Raise `ConfigError` if compiled regions cannot run under `engine`."""
-    if config.scope == "none":
-        return
-    if engine.startswith("zero3"):
-        raise ConfigError(
-            f"compile.scope: expected none under {engine}, found regional; ZeRO-3 gathers weights by hooks within the "
-            "regions (fsdp2 shards weights, too, and compiles)"
-        )
 
 
 class Region:

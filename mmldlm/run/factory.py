@@ -13,7 +13,7 @@ from mmldlm.model.attention import resolve_backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.parts import freeze_parts
-from mmldlm.run.contents import data_shape
+from mmldlm.run.compatibility import data_shape
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:

@@ -17,7 +17,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import DataError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.contents import check_compatible, match_training_data, saved_ema, saved_tensors
+from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_model, build_objective
 
 
@@ -86,7 +86,7 @@ def load_run(
         raise DataError(f"{saved.path}: has no EMA of the weights (ema.decay); expected --weights trained")
     weights = weights or ("ema" if ema is not None and config.ema.evaluate else "trained")
     chosen = ema if ema is not None and weights == "ema" else {}
-    load_model_state(model, ChainMap(chosen, saved_tensors(saved, "model", config)))  # type: ignore[arg-type]
+    load_model_state(model, ChainMap(chosen, saved_tensors(saved, "model", config)))
     return LoadedRun(
         folder=folder,
         config=config,

@@ -1,11 +1,11 @@
 """Logging of a run: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
 
-from mmldlm.telemetry.meter import StepNumbers, StepStats
 from mmldlm.telemetry.metrics import MetricsFile, read_metrics
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.resources import cpu_load_metrics, cuda_memory_mib, memory_limits, memory_metrics, resident_mib
+from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 

@@ -24,15 +24,6 @@ from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
 
 
-def check_auto_micro_batch(config: TrainConfig, engine: str) -> None:
-    """Raise `ConfigError` under engines whose forward pass is collective: there no rank can try one alone."""
-    if config.auto_micro_batch and engine.startswith(("fsdp", "zero3")):
-        raise ConfigError(
-            f"train.auto_micro_batch: expected false under {engine}, whose ranks gather weights within each forward "
-            "pass, found true; it works under one process, ddp, zero1 and zero2"
-        )
-
-
 def halve_micro_batch(size: BatchSize, world_size: int) -> int:
     """Return the largest micro-batch up to half of `size` that divides a rank's samples; 0 if there is none."""
     half = size.micro_batch_size // 2
@@ -49,18 +40,18 @@ def cap_micro_batch(size: BatchSize, limit: int, world_size: int) -> BatchSize:
 class AutoMicroBatch:
     """Batch sizes of a run, with micro-batches that are known to fit into memory."""
 
-    def __init__(self, config: TrainConfig, state: TrainState, objective: Objective, runtime: Engine, loader: Loader):
+    def __init__(self, config: TrainConfig, state: TrainState, objective: Objective, engine: Engine, loader: Loader):
         """Make `loader` use the batch sizes of this object."""
-        self.config, self.state, self.objective, self.runtime, self.loader = config, state, objective, runtime, loader
+        self.config, self.state, self.objective, self.engine, self.loader = config, state, objective, engine, loader
         # int64 [world_size]: tokens of the largest micro-batch that fitted on each rank, without and with gradients
         # of earlier micro-batches in memory.
-        self._proven = {with_grads: np.zeros(runtime.world_size, np.int64) for with_grads in (False, True)}
+        self._proven = {with_grads: np.zeros(engine.world_size, np.int64) for with_grads in (False, True)}
         loader.batch_at = self.batch_at
 
     def batch_at(self, step: int) -> BatchSize:
         """Return the batch sizes of optimizer step `step` under the present limit."""
-        size, limit = self.config.batch_at(step, self.runtime.world_size), self.state.micro_batch_limit
-        return size if limit is None else cap_micro_batch(size, limit, self.runtime.world_size)
+        size, limit = self.config.batch_at(step, self.engine.world_size), self.state.micro_batch_limit
+        return size if limit is None else cap_micro_batch(size, limit, self.engine.world_size)
 
     def shrink(self, step: int, micro_batches: Sequence[Batch]) -> dict[str, Any] | None:
         """Lower the micro-batch size if this step's micro-batches do not fit on some rank (collective).
@@ -71,9 +62,9 @@ class AutoMicroBatch:
         Raises:
             ConfigError: a single sample does not fit.
         """
-        runtime, size = self.runtime, self.batch_at(step)
+        engine, size = self.engine, self.batch_at(step)
         tokens = self.loader.tokens(self.state.samples_drawn, size)
-        assert [batch.layout.num_tokens for batch in micro_batches] == tokens[runtime.rank].tolist()
+        assert [batch.layout.num_tokens for batch in micro_batches] == tokens[engine.rank].tolist()
         # Memory grows with the number of tokens and latent tokens.
         sizes = tokens.max(axis=1) + size.micro_batch_size * micro_batches[0].layout.latent_tokens
         accumulating = len(micro_batches) > 1
@@ -81,17 +72,17 @@ class AutoMicroBatch:
         if not new.any():
             return None
         largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
-        fits = not new[runtime.rank] or self._try_in_memory(largest, accumulating)
+        fits = not new[engine.rank] or self._try_in_memory(largest, accumulating)
         # The first step allocates the optimizer's state: a size that fits before it may not fit after it.
-        has_state = bool(runtime.unwrapped_optimizer.state)
-        results = np.array(runtime.gather((fits, has_state), "gather of what fits into memory"))
+        has_state = bool(engine.unwrapped_optimizer.state)
+        results = np.array(engine.gather((fits, has_state), "gather of what fits into memory"))
         for with_grads in {False, accumulating}:
             np.maximum(self._proven[with_grads], sizes, out=self._proven[with_grads], where=results.all(axis=1))
         if results[:, 0].all():
             return None
         rank = int(results[:, 0].argmin())
         longest = int(tokens[rank].max())
-        smaller = halve_micro_batch(size, runtime.world_size)
+        smaller = halve_micro_batch(size, engine.world_size)
         if not smaller:
             raise ConfigError(
                 f"train.micro_batch_size: 1 is the minimum, and a sample of {longest} tokens does not fit into the "
@@ -105,14 +96,14 @@ class AutoMicroBatch:
         """Return whether forward and backward of `batch` fit into the memory of this rank."""
 
         def loss_of(network: Any) -> torch.Tensor:
-            noised = _all_masked(self.objective, batch).to(self.runtime.device)
+            noised = all_masked(self.objective, batch).to(self.engine.device)
             return self.objective(network, noised, noised.counts.tolist())[0]
 
-        runtime = self.runtime
-        return fits_in_memory(runtime.unwrapped_model, loss_of, runtime.device, accumulating, runtime.comm_buffer_bytes)
+        engine = self.engine
+        return fits_in_memory(engine.unwrapped_model, loss_of, engine.device, accumulating, engine.comm_buffer_bytes)
 
 
-def _all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
+def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
     """Return `batch` with all tokens masked, for which the network needs the most memory."""
     ones = torch.ones(len(batch.lengths))
     mode = torch.full_like(ones, MODES.index("joint"), dtype=torch.int64)

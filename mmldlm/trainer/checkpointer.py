@@ -1,4 +1,4 @@
-"""`Checkpointer`: asynchronous checkpoints of a run.
+"""`Checkpointer`: the checkpoint that a run starts from, when the next one is due, and asynchronous writing.
 
 Training stops only while the state is copied to the host. A thread on each rank then writes that rank's files; when all
 ranks have finished, a thread on rank 0 commits them as a checkpoint. The ranks learn of each other's progress from
@@ -7,26 +7,70 @@ flags in the all-reduce that every step has anyway.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
+from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmldlm.checkpoint import CheckpointStore, tensor_file_name, write_files, write_tensors
+from mmldlm.checkpoint import (
+    NO_STATE,
+    Checkpoint,
+    CheckpointStore,
+    TensorFiles,
+    TrainState,
+    clean_name,
+    load_model_state,
+    tensor_file_name,
+    verify_checkpoint,
+    write_files,
+    write_tensors,
+)
+from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
+from mmldlm.data.manifest import LatentInfo
+from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
-from mmldlm.errors import MmldlmError
+from mmldlm.distributed.optimizers import check_state_compatible
+from mmldlm.errors import ConfigError, DataError, MmldlmError
+from mmldlm.run.compatibility import (
+    LATENTS_NAME,
+    check_compatible,
+    identity,
+    saved_ema,
+    saved_latent_stats,
+    saved_tensors,
+)
+from mmldlm.settings.fields import dump, to_yaml
+from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.partition import partition_by_size
+from mmldlm.utils.short_repr import short_repr
 
 log = logging.getLogger(__name__)
+
+REQUEST_FILE = "CHECKPOINT"  # in the run folder: asks for a checkpoint
+REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
+PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest")  # of the start-up report
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """State that a run starts from."""
+
+    state: TrainState
+    notes: list[str]  # for the user
+    latents: LatentInfo  # standardization of latents since step 0
+    moments: Mapping[str, Tensor] | None = None  # optimizer state; None for a run from step 0
+    ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
 
 
 @dataclass(frozen=True)
@@ -53,16 +97,107 @@ class _PendingCheckpoint:
 
 
 class Checkpointer:
-    """Writer of one checkpoint at a time.
+    """The checkpoints of a run, written one at a time.
 
-    Its methods are collective except `close`; the properties `ready` and `failed` are local to this rank.
+    Its methods are collective except `due`, `save_requested`, `describe`, `close` and the properties, which are local
+    to this rank.
+
+    Args:
+        config: Config of the run.
+        engine: Engine of the run.
+        run_dir: Run folder.
+        signals: Signals of this process; SIGUSR1 asks for a checkpoint.
     """
 
-    def __init__(self, runtime: Engine, checkpoints: CheckpointStore, asynchronous: bool):
-        self.runtime, self.checkpoints, self.asynchronous = runtime, checkpoints, asynchronous
+    def __init__(self, config: RunConfig, engine: Engine, run_dir: Path, signals: SignalRequests):
+        self.config, self.engine, self.signals = config, engine, signals
+        self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
+        self.saved_at: int | None = None  # step of this run's newest checkpoint, complete or in progress
+        self._info: dict[str, Any] = {}
+        self._files: dict[str, bytes] = {}
+        self._request = run_dir / REQUEST_FILE
+        self._requested = False
+        self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
         self._pending: _PendingCheckpoint | None = None
+
+    # --- start ---------------------------------------------------------------------------------------------
+
+    def restore(self, model: nn.Module, data: Store) -> RestoredRun:
+        """Load the weights of the checkpoint that rank 0 chooses by `resume` into the unwrapped model.
+
+        Call `restore_optimizer` after the engine has wrapped the model.
+
+        Args:
+            model: Model without the engine's wrapper.
+            data: Opened data of the run.
+
+        Raises:
+            ConfigError: the checkpoint is beyond `train.steps` or has the state of another optimizer.
+            DataError: the checkpoint is damaged or belongs to another network, tokenizer or encoder.
+        """
+        path = None
+        with self.engine.raise_on_all_ranks("choice of the checkpoint"):
+            if self.engine.is_main:
+                path = self._choose()
+        path = self.engine.gather(path and str(path), "choice of the checkpoint")[0]
+        with self.engine.raise_on_all_ranks("loading of the checkpoint"):
+            restored = load_checkpoint(path and Path(path), model, self.config, data)
+        if self.config.resume == "auto" and restored.state.step:
+            self.saved_at = restored.state.step  # the checkpoint is one of this run
+        return restored
+
+    def restore_optimizer(self, restored: RestoredRun) -> None:
+        """Load the optimizer's state of a restored run; later checkpoints of the run are moved aside."""
+        if restored.moments is None:
+            return
+        self.engine.load_optimizer_state(restored.moments)
+        if self.engine.is_main:
+            self.store.set_aside_after(restored.state.step)
+
+    def describe(self, report: Mapping[str, Any], data: Store) -> None:
+        """Set what every checkpoint contains besides the state: entries of the start-up report, config, tokenizer."""
+        self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(self.config, data)}
+        self._files = metadata_files(self.config, data) if self.engine.is_main else {}
+
+    def _choose(self) -> Path | None:
+        """Return the verified checkpoint to start from, or None for step 0.
+
+        With `resume: auto`, damaged checkpoints are moved aside if there is an intact one.
+        """
+        resume = self.config.resume
+        if resume == "never":
+            self.store.set_aside_after(-1)
+            return None
+        checkpoint = self.store.newest() if resume == "auto" else self.store.open(resume)
+        return None if checkpoint is None else checkpoint.path
+
+    # --- when to save --------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Return whether the settings demand a checkpoint after `step`; the same on every rank."""
+        settings = self.config.checkpoint
+        return bool(settings.every_steps and step % settings.every_steps == 0) or settings.retention.is_permanent(step)
+
+    def save_requested(self) -> bool:
+        """Return whether this process received SIGUSR1 or, on rank 0, the file `CHECKPOINT` exists or time is up."""
+        return self.signals.save or (self.engine.is_main and (self._interval_elapsed() or self._file_requested()))
+
+    def _interval_elapsed(self) -> bool:
+        minutes = self.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - self._save_time >= 60 * minutes
+
+    def _file_requested(self) -> bool:
+        now = time.monotonic()
+        if not self._requested and now - self._poll_time >= REQUEST_POLL_INTERVAL_S:
+            self._poll_time = now
+            if self._request.exists():
+                self._request.unlink(missing_ok=True)
+                self._requested = True
+        return self._requested
+
+    # --- writing -------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -74,13 +209,12 @@ class Checkpointer:
         """Return whether this rank's part of the phase ended with an error."""
         return self._pending is not None and self._pending.task.done() and self._pending.task.exception() is not None
 
-    def start(self, step: int, files: Mapping[str, bytes], info: Mapping[str, Any]) -> list[SavedCheckpoint]:
+    def save(self, state: TrainState, validation_loss: float | None = None) -> list[SavedCheckpoint]:
         """Start a checkpoint of the present state, after waiting for the previous one if it is still being written.
 
         Args:
-            step: Number of optimizer steps of the state.
-            files: Contents of small files by name, written by rank 0.
-            info: Entries of the checkpoint's manifest.
+            state: Progress of the run.
+            validation_loss: Loss by which the checkpoint may be kept as one of the best.
 
         Returns:
             Checkpoints that were completed by this call.
@@ -89,27 +223,34 @@ class Checkpointer:
             StorageError: there is not enough space, or the previous checkpoint could not be written.
             NumericalError: the previous checkpoint has non-finite numbers.
         """
-        started, runtime = time.perf_counter(), self.runtime
-        if self._pending is not None and self.asynchronous and runtime.is_main:
+        started, engine, step = time.perf_counter(), self.engine, state.step
+        asynchronous = self.config.checkpoint.async_
+        if self._pending is not None and asynchronous and engine.is_main:
             log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._pending.step)
         saved = self.finish()
         groups = self._stage()
-        needed = sum(runtime.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
+        needed = sum(engine.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
         name = ""
-        with runtime.raise_on_all_ranks("beginning of the checkpoint"):
-            if runtime.is_main:
-                name = str(self.checkpoints.begin(step, needed))
-        temporary = Path(runtime.gather(name, "name of the checkpoint")[0])
+        with engine.raise_on_all_ranks("beginning of the checkpoint"):
+            if engine.is_main:
+                name = str(self.store.begin(step, needed))
+        temporary = Path(engine.gather(name, "name of the checkpoint")[0])
         writers: dict[str, Any] = {
-            tensor_file_name(group, runtime.rank, runtime.world_size): partial(write_tensors, tensors=tensors)
+            tensor_file_name(group, engine.rank, engine.world_size): partial(write_tensors, tensors=tensors)
             for group, tensors in groups.items()
             if tensors
         }
-        task = self._pool.submit(write_files, temporary, {**writers, **(files if runtime.is_main else {})})
+        if engine.is_main:
+            writers |= {**self._files, "state.json": state.to_json().encode()}
+        task = self._pool.submit(write_files, temporary, writers)
+        info = {**self._info, "validation_loss": validation_loss}
         stall_s = time.perf_counter() - started
         self._pending = _PendingCheckpoint(step, info, temporary, task, started, stall_s)
-        if not self.asynchronous:
+        if not asynchronous:
             saved += self.finish()
+        self.saved_at = step
+        self._save_time = time.monotonic()
+        self.signals.save = self._requested = False
         return saved
 
     def advance(self, ready: int, failed: int) -> list[SavedCheckpoint]:
@@ -125,7 +266,7 @@ class Checkpointer:
         Raises:
             MmldlmError: the error of a rank that failed.
         """
-        if not failed and ready < self.runtime.world_size:
+        if not failed and ready < self.engine.world_size:
             return []
         saved = self._finish_phase()
         return [saved] if saved is not None else []
@@ -140,30 +281,28 @@ class Checkpointer:
 
     def close(self) -> None:
         """Stop the thread without committing; do not wait for it if a peer is lost. Not collective."""
-        self._pool.shutdown(wait=not self.runtime.peer_lost, cancel_futures=True)
+        self._pool.shutdown(wait=not self.engine.peer_lost, cancel_futures=True)
 
     def _finish_phase(self) -> SavedCheckpoint | None:
         """Wait for all ranks to finish this phase, then start the next one or return the complete checkpoint."""
-        pending, runtime, started = self._pending, self.runtime, time.perf_counter()
+        pending, engine, started = self._pending, self.engine, time.perf_counter()
         assert pending is not None
         try:
-            with runtime.raise_on_all_ranks("writing of the checkpoint"):
+            with engine.raise_on_all_ranks("writing of the checkpoint"):
                 result = pending.task.result()
         except MmldlmError:  # of any rank; no rank is writing any more
             self._pending = None
-            if runtime.is_main:
+            if engine.is_main:
                 shutil.rmtree(pending.temporary, ignore_errors=True)
             raise
         if pending.committing:
             self._pending, now = None, time.perf_counter()
             return SavedCheckpoint(pending.step, result, pending.stall_s + now - started, now - pending.started)
-        parts = runtime.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
+        parts = engine.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
         records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
         pending.committing = True
-        if runtime.is_main:
-            pending.task = self._pool.submit(
-                self.checkpoints.commit, pending.temporary, pending.step, records, pending.info
-            )
+        if engine.is_main:
+            pending.task = self._pool.submit(self.store.commit, pending.temporary, pending.step, records, pending.info)
         else:
             pending.task = Future()
             pending.task.set_result(None)
@@ -173,22 +312,103 @@ class Checkpointer:
     @cached_property
     def _owned(self) -> set[str]:
         """Names of the weights that this rank writes, constant over the run."""
-        return set(partition_by_size(self.runtime.sizes(), self.runtime.world_size)[self.runtime.rank])
+        return set(partition_by_size(self.engine.sizes(), self.engine.world_size)[self.engine.rank])
 
     def _stage(self) -> dict[str, dict[str, Tensor]]:
         """Copy the tensors that this rank writes to the host; return the copies by group and name.
 
         The buffers are reused between checkpoints; for tensors on a GPU they are page-locked.
         """
-        runtime = self.runtime
+        engine = self.engine
         groups: dict[str, dict[str, Tensor]] = {}
-        on_cuda = runtime.device.type == "cuda"
-        for group, name, tensor in runtime.gather_state(self._owned):
+        on_cuda = engine.device.type == "cuda"
+        for group, name, tensor in engine.gather_state(self._owned):
             key, copy = f"{group}/{name}", self._staging.get(f"{group}/{name}")
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = self._staging[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             copy.copy_(tensor, non_blocking=on_cuda)
             groups.setdefault(group, {})[name] = copy
         if on_cuda:
-            torch.cuda.synchronize(runtime.device)
+            torch.cuda.synchronize(engine.device)
         return groups
+
+
+def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
+    """Return the checkpoint files besides tensors and `state.json`, by name; they are constant over a run."""
+    tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
+    return {
+        "config.yaml": to_yaml(with_absolute_paths(config)).encode(),
+        LATENTS_NAME: json.dumps(asdict(store.manifest.latent)).encode(),
+        **{f"tokenizer/{path.name}": path.read_bytes() for path in tokenizer},
+    }
+
+
+def load_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
+    """Load the weights of a verified checkpoint into the unwrapped model, and return the rest of its state.
+
+    Args:
+        path: Checkpoint folder; None to start from step 0.
+        model: Model without the engine's wrapper.
+        config: Config of the run.
+        store: Opened data of the run.
+
+    Raises:
+        ConfigError: the checkpoint is beyond `train.steps` or has the state of another optimizer.
+        DataError: the checkpoint belongs to another network, tokenizer or encoder.
+    """
+    if path is None:
+        return RestoredRun(TrainState(), [], store.manifest.latent)
+    checkpoint = verify_checkpoint(path, hashes=False)
+    check_compatible(checkpoint, config, store)
+    state = TrainState.from_json(checkpoint.read("state.json"))
+    if state.step > config.train.steps:
+        raise ConfigError(f"train.steps: found {config.train.steps}, but {path} is at step {state.step}")
+    saved = _saved_config(checkpoint)
+    check_state_compatible(saved.optim.name, config.optim.name)
+    load_model_state(model, saved_tensors(checkpoint, "model", config))
+    moments, num_new = _moments_of_trained(model, saved_tensors(checkpoint, "optimizer", config))
+    changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
+    notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
+    if num_new:
+        notes.append(f"{num_new} parameters train from here on, with new optimizer state")
+    latents = saved_latent_stats(checkpoint, store)
+    if latents != store.manifest.latent:
+        notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
+    ema = saved_ema(checkpoint, model, config)
+    if not config.ema.decay:
+        if ema is not None:
+            notes.append("ema: the checkpoint's EMA of the weights ends here (ema.decay: 0)")
+        return RestoredRun(state, notes, latents, moments)
+    kept = {} if ema is None else ema.filter(_trained_names(model).__contains__)
+    if ema is None:
+        notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
+    elif num_new:
+        notes.append("ema: the EMA of parameters that train from here on starts from their present values")
+    return RestoredRun(state, notes, latents, moments, kept)
+
+
+def _saved_config(checkpoint: Checkpoint) -> RunConfig:
+    try:
+        return load_config(checkpoint.file("config.yaml"), may_extend=False)
+    except ConfigError as error:
+        raise DataError(f"checkpoint: {error}") from error
+
+
+def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[Mapping[str, Tensor], int]:
+    """Return the optimizer state without parameters that are frozen now, and the number of newly trained ones."""
+    names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
+    kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
+    known = {entry.rpartition("/")[0] for entry in kept}
+    new = [name for name in _trained_names(model) if name not in known]
+    return ChainMap({f"{name}/{NO_STATE}": torch.empty(0) for name in new}, kept), len(new)  # type: ignore[arg-type]
+
+
+def _trained_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that are trained, without prefixes of wrappers."""
+    return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def check_resume(resume: str) -> None:
+    """Raise `ConfigError` unless `resume` is auto, never or a folder."""
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(resume)}")

@@ -1,22 +1,30 @@
-"""Fingerprints of config, data and versions, by which ranks are checked to be started alike."""
+"""Consistency of the ranks: the same config, data, versions and run folder."""
 
 from __future__ import annotations
 
 import json
 import platform
 import re
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mmldlm
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
+from mmldlm.errors import ConfigError, StorageError
 from mmldlm.settings.fields import dump, leaves
+from mmldlm.utils.files import make_folder, probe_file, wait_until_visible
 
+if TYPE_CHECKING:
+    from mmldlm.distributed.engine import Engine
+
+SHARED_FOLDER_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "accelerate", "deepspeed", "numpy")
 ABSENT = "absent"
 PATH_KEYS = ("data.path", "data.mixture")
@@ -25,6 +33,45 @@ PATH_KEYS = ("data.path", "data.mixture")
 def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
     """Return all that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, within milliseconds."""
     return {**config_fingerprint(config), **data_fingerprint(store), **version_fingerprint()}
+
+
+def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, str]:
+    """Return the fingerprint that all ranks share (collective).
+
+    Raises:
+        ConfigError: configs, versions or data differ; the message names ranks and keys.
+    """
+    fingerprints = engine.gather(fingerprint(config, store), "comparison of configs, versions and data")
+    differences = disagreements(fingerprints)
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise ConfigError("the ranks were not started alike: " + "; ".join(differences[:3]) + more)
+    return fingerprints[0]
+
+
+def create_run_folder(run_dir: Path) -> None:
+    """Create the run folder, or raise `StorageError`."""
+    try:
+        make_folder(run_dir)
+    except OSError as error:
+        raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
+
+
+def check_shared_folder(engine: Engine, run_dir: Path) -> None:
+    """Raise `ConfigError` on all ranks if any of them does not see a file of rank 0 in the run folder (collective)."""
+    if engine.world_size == 1:
+        return
+    with ExitStack() as stack:
+        name = stack.enter_context(probe_file(run_dir)) if engine.is_main else None
+        name = engine.gather(name, "name of a file in the run folder")[0]
+        visible = wait_until_visible(run_dir / name, SHARED_FOLDER_TIMEOUT_S)
+        results = engine.gather((visible, socket.gethostname()), "sight of a file in the run folder")
+    missing = [f"rank {rank} on {host}" for rank, (visible, host) in enumerate(results) if not visible]
+    if missing:
+        raise ConfigError(
+            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(missing)} does not see rank 0's; "
+            "put it on a file system that all nodes share"
+        )
 
 
 def config_fingerprint(config: RunConfig) -> dict[str, str]:

@@ -22,9 +22,9 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.distributed.grad_scaler import supports_precision
+from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
 from mmldlm.distributed.launcher import ENGINES, launcher_world_size
-from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer, supported_engines
+from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import KernelCache
 from mmldlm.model.mmdit import MMDiT, count_parameters
@@ -35,6 +35,7 @@ from mmldlm.optim.param_groups import muon_matrices
 from mmldlm.run.factory import build_model, build_objective
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
+from mmldlm.trainer.setup import requested_features
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
@@ -246,8 +247,8 @@ def print_estimate(config: RunConfig) -> None:
     if costs.world_size > 1:
         state = "weights, EMA, gradients and moments" if costs.ema else "weights, gradients and moments"
         print(f"  {state} by engine, MiB on each of {costs.world_size} devices, and on the host")
-        for engine in filter(supported_engines(config.optim.name).__contains__, ENGINES):
-            if not supports_precision(config.precision, engine):
+        for engine in ENGINES:
+            if not all(supports(setting, engine) for setting in requested_features(config)):
                 continue
             device, host = state_mib(engine, costs, config.precision)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
@@ -270,11 +271,11 @@ def state_mib(engine: str, costs: Estimate, precision: str) -> tuple[float, floa
         "zero3_offload": (0.0, (2 * low + 12) * share),
     }[engine]
     frozen = sum(costs.parameters.values()) - costs.trainable
-    weights_share = share if engine in ("fsdp2", "zero3", "zero3_offload") else 1
-    width = low if engine.startswith("zero") else BYTES_PER_FROZEN
+    weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1
+    width = low if engine in ZERO_ENGINES else BYTES_PER_FROZEN
     frozen_bytes = frozen * width * weights_share
     ema = BYTES_PER_EMA * (1 if engine == "ddp" else share) if costs.ema else 0.0  # partitioned like the master weights
-    if engine.endswith("_offload"):
+    if engine in OFFLOAD_ENGINES:
         host += ema
     else:
         device += ema

@@ -22,8 +22,8 @@ from mmldlm.config import GuardConfig
 from mmldlm.data.dataset import Split
 from mmldlm.distributed.grad_scaler import MIN_SCALE
 from mmldlm.errors import NumericalError
-from mmldlm.telemetry.meter import StepNumbers
 from mmldlm.telemetry.metrics import MetricsFile
+from mmldlm.telemetry.step_stats import StepNumbers
 
 MicroBatchRecords = list[dict[str, Any]]  # samples and loss of each micro-batch of a rank
 

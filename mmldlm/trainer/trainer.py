@@ -1,63 +1,271 @@
-"""`Trainer`: one training run. The loop itself is in `train.py`."""
+"""`Trainer`: one training run, opened, trained step by step and closed. The loop itself is in `train.py`."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
+from mmldlm.checkpoint import RunLock, TrainState
+from mmldlm.config import RunConfig, write_config
+from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
-from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.distributed.engine import is_accepted
-from mmldlm.errors import StoppedBySignal
+from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
+from mmldlm.distributed.exit_files import clear_exit_files, write_exit
+from mmldlm.distributed.init import start_engine
+from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
+from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, StoppedBySignal, exit_code_and_cause
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
+from mmldlm.model.flops import ModelFlops
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.run.load import LoadedRun
-from mmldlm.telemetry import StepNumbers, cpu_load_metrics, memory_metrics, phase
-from mmldlm.trainer.lifecycle import RunContext
-from mmldlm.trainer.step_guard import Skip, micro_batch_records, propagate_nonfinite
+from mmldlm.settings.fields import dump
+from mmldlm.telemetry import (
+    Notices,
+    StepProfiler,
+    Tracker,
+    phase,
+)
+from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
+from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint
+from mmldlm.trainer.consistency import check_shared_folder, compare_ranks, create_run_folder
+from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
+from mmldlm.trainer.signals import SignalRequests
+from mmldlm.trainer.startup_report import report_lines, startup_report
+from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
+from mmldlm.trainer.step_log import StepLog
+from mmldlm.utils.files import write_atomically
+from mmldlm.utils.malloc import keep_freed_memory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class Trainer(RunContext):
-    """An open training run, with the methods that `train.train_step` calls for each step."""
+@dataclass(frozen=True)
+class StepTotals:
+    """Totals of an optimizer step over all ranks, the same on each."""
+
+    counts: list[float]  # denominators of the losses, by entry of `Objective.__call__`
+    samples: int
+    tokens: int
+    flops: float  # see `ModelFlops`
+    stop: bool  # whether a rank received a signal to stop
+    save: bool  # whether a rank asks for a checkpoint
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an optimizer step."""
+
+    lr: float
+    grad_norm: Tensor  # [], on the device: before clipping
+
+
+class Trainer:
+    """One training run: a context manager, with the methods that the loop in `train.py` calls for each step.
+
+    Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
+    records how the run ended.
+
+    Args:
+        config: Config of the run.
+        launch: Environment of this rank; read from the environment variables by default.
+    """
+
+    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
+        self.config = config
+        self.launch = launch or read_launcher_env(os.environ)
+        self.run_dir = Path(config.run.dir)
+        self.state = TrainState()
+        self._stack = ExitStack()
+        self._signals = SignalRequests()
+        self._owns_run_dir = False
+
+    # --- opening and closing -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            fingerprint = self._open()
+            notes = self._restore()
+            self._start(notes, fingerprint)
+        except BaseException as error:
+            lost = self._close(error)
+            if lost is not None:
+                raise lost from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lost = self._close(error)
+        if lost is not None:
+            raise lost from error
+
+    def _open(self) -> dict[str, str]:
+        """Check the settings, start the engine, build the components and lock the run folder.
+
+        Returns:
+            The fingerprint of config, data and versions that all ranks share.
+        """
+        config = self.config
+        self._notices = self._stack.enter_context(Notices(log_library_warnings=self.launch.local_rank == 0))
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        check_settings(config, self.launch, device_type)
+        if config.memory.keep_freed and device_type == "cpu":
+            keep_freed_memory()
+        self.engine = engine = start_engine(config.distributed, self.launch, step_plan(config, self.launch.world_size))
+        self._stack.callback(engine.close)
+        with engine.raise_on_all_ranks("opening of the data"):
+            self.components = build_components(config, engine)
+        fingerprint = compare_ranks(engine, config, self.components.store)
+        with engine.raise_on_all_ranks("opening of the run folder"):
+            if engine.is_main:
+                create_run_folder(self.run_dir)
+                self._stack.enter_context(RunLock(self.run_dir))
+                clear_exit_files(self.run_dir)
+        check_shared_folder(engine, self.run_dir)
+        self._owns_run_dir = True
+        if engine.watchdog is not None:
+            engine.watchdog.set_folder(self.run_dir)
+        return fingerprint
+
+    def _restore(self) -> list[str]:
+        """Wrap the model for the engine and restore the run from a checkpoint; return notes for the user.
+
+        Weights are loaded before the engine wraps the model, the optimizer's state after it.
+        """
+        config, engine = self.config, self.engine
+        self.checkpointer = Checkpointer(config, engine, self.run_dir, self._signals)
+        restored = self.checkpointer.restore(self.components.model, self.components.store)
+        self.components = with_latent_stats(restored.latents, self.components, config, engine)
+        self._model_flops = ModelFlops.from_model(self.components.model)
+        engine.prepare(self.components.model, self.components.optimizer)
+        engine.check_precision()
+        self.checkpointer.restore_optimizer(restored)
+        if config.ema.decay:
+            engine.enable_ema(restored.ema)
+        self.state = restored.state
+        if engine.loss_scale is not None and self.state.loss_scale is not None:
+            engine.loss_scale.restore(self.state.loss_scale, self.state.steps_at_scale)
+        else:
+            self.state.loss_scale, self.state.steps_at_scale = None, 0
+        self._auto_micro_batch, notes = self._create_auto_micro_batch()
+        return restored.notes + notes
+
+    def _create_auto_micro_batch(self) -> tuple[AutoMicroBatch | None, list[str]]:
+        """Create `AutoMicroBatch`, or clear its state without `train.auto_micro_batch`; return notes for the user."""
+        if not self.config.train.auto_micro_batch:
+            self.state.micro_batch_limit = None
+            return None, []
+        components, limit = self.components, self.state.micro_batch_limit
+        auto = AutoMicroBatch(self.config.train, self.state, components.objective, self.engine, components.loader)
+        note = f"micro-batches of at most {limit}, since larger ones did not fit into memory"
+        return auto, [] if limit is None else [note]
+
+    def _start(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
+        """Open everything that a step needs, and write and print the start-up report."""
+        config, engine, store = self.config, self.engine, self.components.store
+        engine.model.train()
+        self._stack.enter_context(self._signals)
+        self._stack.callback(self.checkpointer.close)
+        report = startup_report(engine, config, self.components, fingerprint)
+        self.checkpointer.describe(report, store)
+        # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
+        resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
+        self.tracker = self._stack.enter_context(
+            Tracker(self.run_dir, config.train.steps, self.state.step, resumed, engine.is_main, config.log.tensorboard)
+        )
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir)
+        self.guard = self.log.guard
+        self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
+        self._stack.callback(self._profiler.close)
+        if engine.is_main:
+            self._notices.write = self.tracker.message
+            self.guard.file = self._stack.enter_context(open_skips_file(self.run_dir, self.state.step, resumed))
+            write_config(config, self.run_dir)
+            write_atomically(self.run_dir / "startup.json", (json.dumps(report, indent=1) + "\n").encode())
+            samples = {name: split.samples for name, split in store.manifest.splits.items()}
+            self.tracker.start({**report, "samples": samples}, dump(config))
+            lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
+            print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Run forward and backward of a sample if the engine needs it, see `Engine.warm_up` (collective)."""
+        objective, store = self.components.objective, self.components.store
+
+        def loss_of(network: Network) -> Tensor:
+            sample = next(fixed_batches(store.split("train"), [0], micro_batch_size=1))
+            batch = all_masked(objective, sample).to(self.engine.device)
+            return objective(network, batch, batch.counts.tolist())[0]
+
+        self.engine.warm_up(loss_of)
+
+    def _close(self, error: BaseException | None) -> PeerLostError | None:
+        """Release everything, and write `exit.json` if this run owns the folder, since launchers collapse exit codes.
+
+        Returns:
+            The loss of a peer if that is the cause of `error`.
+        """
+        watchdog = self.engine.watchdog if hasattr(self, "engine") else None
+        lost = None
+        if watchdog is not None and isinstance(error, Exception):
+            lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
+            self.engine.peer_lost = isinstance(lost or error, PeerLostError)
+        code, cause = exit_code_and_cause(lost or error)
+        single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
+        if hasattr(self, "tracker") and (code == ExitCode.NUMERICAL or single):
+            # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
+            with suppress(MmldlmError):
+                self._log_checkpoints(self.checkpointer.finish())
+        if watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
+            watchdog.fail(code, cause)
+        if self._owns_run_dir:
+            with suppress(OSError):  # the disk may be the reason for the end
+                write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
+        self._stack.close()
+        return lost
+
+    # --- one optimizer step --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end.
-
-        Raises:
-            StoppedBySignal: a rank received a signal to stop; a checkpoint has been saved.
-        """
+        """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
         batches = self._remaining_steps()
-        self.meter.clear()
+        self.log.stats.clear()
         while True:
             started = time.perf_counter()
             try:
                 step, micro_batches = next(batches)
             except StopIteration:
                 break
-            self.meter.data_wait_s += time.perf_counter() - started
-            if self.runtime.watchdog is not None:
-                self.runtime.watchdog.set_step(step)
-            if self.auto_micro_batch is not None:
-                change = self.auto_micro_batch.shrink(step, micro_batches)
+            self.log.stats.data_wait_s += time.perf_counter() - started
+            if self.engine.watchdog is not None:
+                self.engine.watchdog.set_step(step)
+            if self._auto_micro_batch is not None:
+                change = self._auto_micro_batch.shrink(step, micro_batches)
                 if change is not None:
                     self.tracker.event("micro_batch", step + 1, change)
                     batches = self._remaining_steps()  # repeats this step with the same samples
                     continue
             if self.config.model.dropout:  # the only random draw that is not a function of (seed, step, slot)
-                torch.manual_seed(hash((self.config.run.seed, step, self.runtime.rank)) % 2**63)
-            with self.profiler.trace_step(step + 1):
+                torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
+            with self._profiler.trace_step(step + 1):
                 yield step, micro_batches
-            self._raise_if_stopped()
         self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
@@ -66,224 +274,146 @@ class Trainer(RunContext):
         return self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
 
     @phase("corrupt")
-    def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
-        """Noise the micro-batches of a step and exchange what all ranks must know about it (collective).
-
-        Returns:
-            The noised micro-batches on the device, and the counts by which losses are divided, summed over all ranks.
-        """
-        config, self.batch_size = self.config, self.components.loader.batch_at(step)
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        """Noise the micro-batches of a step, on the host; the noise is a function of (seed, step, slot)."""
+        config, samples = self.config, self.components.loader.batch_at(step).global_batch_size
         weights = mode_weights_at(step, config.mode, config.mode_schedule)
-        noised = [
-            self.components.objective.corrupt(
-                batch,
-                draw_noise(
-                    batch,
-                    config.run.seed,
-                    step,
-                    self.batch_size.global_batch_size,
-                    weights,
-                    config.text.sampler,
-                    config.latent.sampler,
-                ),
-            )
-            for batch in micro_batches
-        ]
-        # Token counts and requests of single ranks share the all-reduce of the loss counts, so that all ranks act on
-        # them after the same step at no further cost.
+        text, latent = config.text.sampler, config.latent.sampler
+        noises = [draw_noise(batch, config.run.seed, step, samples, weights, text, latent) for batch in micro_batches]
+        return list(map(self.components.objective.corrupt, micro_batches, noises))
+
+    @phase("sync")
+    def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
+        """Sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
+
+        Besides the denominators of the losses these are the work done, and requests and progress of single ranks, on
+        which all ranks can thus act after the same step.
+
+        Raises:
+            MmldlmError: the checkpoint in progress could not be written.
+        """
         layouts = [batch.layout for batch in noised]
-        work_counts = [
-            sum(layout.num_tokens for layout in layouts),
-            sum(layout.num_pairs for layout in layouts),
-            sum(len(batch.positions) for batch in noised),
-        ]
-        flags = [
-            self.signals.stop is not None,
-            self.save_schedule.save_requested(),
-            self.checkpointer.ready,
-            self.checkpointer.failed,
-        ]
-        local = torch.cat([total_counts(noised), torch.tensor([*work_counts, *flags], dtype=torch.float64)])
-        totals = self.runtime.sum(local, "all-reduce of the step's counts").tolist()
-        counts, (tokens, pairs, masked, stop, save, ready, failed) = totals[:-7], map(int, totals[-7:])
-        samples, latent_tokens = self.batch_size.global_batch_size, layouts[0].latent_tokens
-        self._step_tokens = tokens
-        self._step_flops = self.model_flops.step_flops(tokens, masked, samples, latent_tokens, pairs)
-        self._stop_agreed, self._save_agreed = bool(stop), bool(save)
-        self.log_checkpoint(self.checkpointer.advance(ready, failed))
-        on_device = [batch.to(self.runtime.device) for batch in noised]
-        if not self._is_warm:
-            self._is_warm = True
-            self.runtime.warm_up(lambda network: self.components.objective(network, on_device[0], counts)[0])
-        return on_device, counts
+        local = {
+            "tokens": sum(layout.num_tokens for layout in layouts),
+            "pairs": sum(layout.num_pairs for layout in layouts),
+            "masked": sum(len(batch.positions) for batch in noised),
+            "stop": self._signals.stop is not None,
+            "save": self.checkpointer.save_requested(),
+            "ready": self.checkpointer.ready,
+            "failed": self.checkpointer.failed,
+        }
+        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64)])
+        sums = self.engine.sum(values, "all-reduce of the step's counts").tolist()
+        total = dict(zip(local, map(int, sums[-len(local) :]), strict=True))
+        self._log_checkpoints(self.checkpointer.advance(total["ready"], total["failed"]))
+        samples, latent_tokens = self.components.loader.batch_at(step).global_batch_size, layouts[0].latent_tokens
+        return StepTotals(
+            counts=sums[: -len(local)],
+            samples=samples,
+            tokens=total["tokens"],
+            flops=self._model_flops.step_flops(
+                total["tokens"], total["masked"], samples, latent_tokens, total["pairs"]
+            ),
+            stop=total["stop"] > 0,
+            save=total["save"] > 0,
+        )
+
+    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
+        """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
+        return self.engine.accumulate([batch.to(self.engine.device) for batch in noised])
 
     @phase("forward")
-    def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
-        """Return this micro-batch's share of the step's loss, and its detached loss sums for the meter."""
-        return self.components.objective(self.runtime.forward, batch, totals)
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
+        """Return this micro-batch's share of the step's loss: 0-d, on the device."""
+        loss, sums = self.components.objective(self.engine.forward, batch, totals.counts)
+        self.log.add(loss, sums, batch)
+        return loss
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass; a non-finite loss makes all gradients NaN, so that all ranks skip the step."""
-        self.runtime.backward(propagate_nonfinite(loss))
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of `step`, whose batch must be the last one passed to `corrupt`."""
-        config = self.config
-        scale = batch_scale(config.optim, self.batch_size.global_batch_size)
-        return lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
+        self.engine.backward(propagate_nonfinite(loss))
 
     @phase("update")
-    def update(self, lr: float) -> Tensor:
-        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike.
+    def update(self, step: int) -> StepResult:
+        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
+        config = self.config
+        scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
+        lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
+        ema_decay = decay_at(step, config.ema)
+        return StepResult(lr, self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, ema_decay))
 
-        Returns:
-            The gradient norm before clipping, a 0-d tensor on the device.
+    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+        """Count the step; log, validate, evaluate and save if they are due.
+
+        Raises:
+            NumericalError: a skipped step ends the run by the settings of `guard`.
+            StoppedBySignal: a rank received a signal to stop; a checkpoint has been saved.
         """
-        decay = decay_at(self.state.step, self.config.ema)
-        return self.runtime.update(lr, self.config.optim.clip_norm, self.guard.norm_limit, decay)
-
-    def finish_step(self, lr: float, norm: Tensor, micro_batches: Sequence[Batch]) -> None:
-        """Count the step; log, validate, evaluate and save if they are due."""
-        config, state = self.config, self.state
-        state.step += 1
+        config, state, size = self.config, self.state, self.components.loader.batch_at(step)
+        state.step = step + 1
         self.tracker.step_done(state.step)
-        samples, sample_ids = self.batch_size.global_batch_size, [batch.sample_ids.tolist() for batch in micro_batches]
-        state.samples_drawn += samples
-        scale = self._unscaled if self.runtime.loss_scale is None else self.runtime.loss_scale.last_scale
-        self.meter.end_step(state.step, norm, scale, self._step_tokens, self._step_flops, samples, sample_ids)
-        # The limit of the next step's gradient norm depends on the norm of this step.
-        fetch_now = not self.defer_fetch or config.guard.grad_norm_spike is not None
-        fetch_now = fetch_now or (self.plateau is not None and self.plateau.due(state.step))
-        if fetch_now or len(self.meter.pending) >= config.guard.max_consecutive:
-            self.fetch_step_stats()
+        state.samples_drawn += totals.samples
+        self.log.end_step(state.step, result.grad_norm, totals.tokens, totals.flops, totals.samples)
         if config.train.is_due(state.step, config.log.every):
-            self._log(lr)
+            self.log.write(result.lr, asdict(size))
         if config.train.is_due(state.step, config.validation.every):
             self._validate()
         if config.train.is_due(state.step, config.validation.quality_every):
             self._evaluate_quality()
-        if (self.save_schedule.due(state.step) or self._save_agreed) and state.step < config.train.steps:
+        if (self.checkpointer.due(state.step) or totals.save) and state.step < config.train.steps:
             self.save()
+        if totals.stop:
+            self._stop()
 
-    def fetch_step_stats(self) -> None:
-        """Fetch the numbers of all steps since the last call, and count each as accepted or skipped (collective).
+    def _stop(self) -> None:
+        """Save and raise `StoppedBySignal`."""
+        self.save(wait=True)
+        name = self._signals.stop = self._signals.stop or "a signal on another rank"
+        self.tracker.end(self.state.step, {"stopped_by": name})
+        raise StoppedBySignal(f"stopped by {name} after step {self.state.step}; saved, run the same command to resume")
 
-        This is the only host-device synchronization of the loop, so it is deferred: call it before reading counters,
-        curves or the guard's state.
-
-        Raises:
-            NumericalError: a skipped step ends the run by the settings of `guard`.
-        """
-        if not self.meter.pending:
-            return
-        with self.runtime.in_collective("numbers of the last steps"):
-            steps = self.meter.fetch()
-        for numbers, loss in zip(steps, self._plateau_losses(steps), strict=True):
-            norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
-            accepted = is_accepted(numbers.norm, self.guard.norm_limit)
-            if self.plateau is not None and self.plateau.uses_training_loss:
-                self.plateau.observe_training_loss(numbers.step, loss if accepted else None)
-            if not accepted:
-                self._skip(numbers, norm)
-                continue
-            assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
-            self.guard.record_accepted(norm)
-            self.meter.accumulate(numbers)
-            self.state.samples_seen += numbers.samples
-            self.state.tokens_seen += numbers.tokens
-        self._norm = norm
-
-    def _plateau_losses(self, steps: Sequence[StepNumbers]) -> list[float | None]:
-        """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
-        if self.plateau is None or not self.plateau.uses_training_loss:
-            return [None] * len(steps)
-        local = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
-        totals = self.runtime.sum(local, "all-reduce of the losses that the learning rate follows")
-        return [self.components.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
-
-    def _skip(self, numbers: StepNumbers, norm: float) -> None:
-        """Record a skipped step with the samples of all ranks; end the run if the guard says so (collective)."""
-        records = micro_batch_records(numbers, self.store.split("train"))
-        ranks = self.runtime.gather(records, "gather of the skipped step's samples")
-        skip = Skip.classify(numbers.step, norm, ranks, self._loss_scale)
-        self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
-        self.guard.check(skip, self.run_dir)
-
-    def _log(self, lr: float) -> None:
-        """Write a record of the steps since the last one (collective)."""
-        self.fetch_step_stats()
-        meter = self.meter
-        if not meter.steps:  # every step since the last record was skipped: there is no loss to log
-            return
-        assert isinstance(meter.sums, Tensor) and isinstance(meter.counts, Tensor)
-        totals = self.runtime.sum(torch.stack([meter.sums, meter.counts]), "all-reduce of the losses to log")
-        seconds = time.perf_counter() - meter.start_time
-        values = {
-            **self.components.objective.summary(*totals),
-            "optim/lr": lr,
-            "optim/grad_norm": self._norm,
-            **({"optim/loss_scale": self._loss_scale} if self.runtime.loss_scale is not None else {}),
-            "speed/tokens_per_s": meter.tokens / seconds,
-            "speed/samples_per_s": meter.samples / seconds,
-            **self._flop_rates(meter.flops / seconds),
-            "speed/step_s": seconds / meter.steps,
-            "speed/data_wait_s": meter.data_wait_s / meter.steps,
-            **cpu_load_metrics(meter.cpu_times),
-            "data/epoch": self.state.samples_drawn / len(self.components.loader.order),
-            **self._epochs(),
-            "data/tokens": self.state.tokens_seen,
-            **(
-                {f"data/{name}": size for name, size in asdict(self.batch_size).items()}
-                if self.config.train.batch_schedule or self.config.train.auto_micro_batch
-                else {}
-            ),
-            "health/skipped_steps": self.state.skipped_steps,
-            **({"data/skipped_samples": len(skipped)} if (skipped := self.components.skipped_samples) else {}),
-            **memory_metrics(),
-        }
-        self.tracker.train(self.state.step, values)
-        meter.clear()
-
-    def _flop_rates(self, flops_per_s: float) -> dict[str, float]:
-        """Return the rate of useful FLOPs over all ranks, and the MFU if the peak of the device is known."""
-        rates = {"speed/tflops_per_s": flops_per_s / 1e12}
-        if self.peak_flops is not None:
-            rates["speed/mfu"] = flops_per_s / (self.peak_flops * self.runtime.world_size)
-        return rates
-
-    def _epochs(self) -> dict[str, float]:
-        """Return the epoch of each store of a mixture; a mixture has no common epoch."""
-        sources, epochs = self.store.sources, self.components.loader.order.epochs(self.state.samples_drawn)
-        values = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
-        return values if len(values) > 1 else {}
+    # --- validation and checkpoints ------------------------------------------------------------------------
 
     @contextmanager
-    def _eval_mode(self, activity: str) -> Iterator[None]:
+    def _eval_mode(self, activity: str) -> Iterator[LoadedRun]:
         """Evaluate the network in this context: no dropout, no gradients, EMA weights if `ema.evaluate` is set.
 
         The time spent here is not counted as time of a step; heartbeats report `activity`.
+
+        Yields:
+            This run in its present state, in the form that evaluation and generation take.
         """
-        self.fetch_step_stats()
+        self.log.fetch()
         paused = time.perf_counter()
         self.tracker.heartbeat(self.state.step, activity)
-        runtime = self.runtime
-        runtime.unwrapped_model.eval()
-        with torch.no_grad(), runtime.ema_scope() if self.config.ema.eval_weights == "ema" else nullcontext():
-            yield
-        runtime.unwrapped_model.train()
-        self.meter.start_time += time.perf_counter() - paused
+        config, components, engine = self.config, self.components, self.engine
+        engine.unwrapped_model.eval()
+        with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
+            yield LoadedRun(
+                folder=self.run_dir,
+                config=config,
+                store=components.store,
+                tokenizer=components.tokenizer,
+                model=engine.eval_forward,
+                objective=components.objective,
+                device=engine.device,
+                step=self.state.step,
+                weights=config.ema.eval_weights,
+                has_ema=config.ema.decay > 0,
+            )
+        engine.unwrapped_model.train()
+        self.log.stats.start_time += time.perf_counter() - paused
 
     def _validate(self) -> None:
         """Log validation losses, figures and text samples; save a checkpoint if the loss is among the best."""
-        components, config, runtime, step = self.components, self.config, self.runtime, self.state.step
-        with self._eval_mode("validation"):
+        components, config, engine, step = self.components, self.config, self.engine, self.state.step
+        with self._eval_mode("validation") as run:
             losses = validation_losses(
-                components.objective, components.store, components.validation_ids, config, runtime
+                components.objective, components.store, components.validation_ids, config, engine
             )
-            run = self._as_loaded_run()
-            figure_data = collect_figure_data(run, runtime) if figures_due(step, config) else None
-            texts = text_samples(run, runtime, figure_data)
+            figure_data = collect_figure_data(run, engine) if figures_due(step, config) else None
+            texts = text_samples(run, engine, figure_data)
             values = {**losses.values, **(figure_metrics(figure_data) if figure_data else {})}
             self.tracker.validation(step, {**values, "weights": config.ema.eval_weights}, losses.bin_losses)
             for tag, rows in texts.items():
@@ -292,35 +422,19 @@ class Trainer(RunContext):
                 decode = components.tokenizer.decode_batch
                 projector_texts = decode([ids.tolist() for ids in figure_data.tokens]) if config.log.projector else None
                 self.tracker.log_figures(step, figure_data, losses.bin_losses, projector_texts)
-        loss, keep_best = values["validation/total"], self.config.checkpoint.keep_best
-        if self.plateau is not None:
-            self.plateau.observe(self.state.step, loss)
+        loss, keep_best = values["validation/total"], config.checkpoint.keep_best
+        if self.log.plateau is not None:
+            self.log.plateau.observe(step, loss)
         if math.isfinite(loss):
             self.state.best_validations = sorted([*self.state.best_validations, loss])[: max(1, keep_best)]
             if loss in self.state.best_validations[:keep_best]:
                 self.save(validation_loss=loss)
 
-    def _as_loaded_run(self) -> LoadedRun:
-        """Return this run in its present state in the form that evaluation and generation take."""
-        config, components, runtime = self.config, self.components, self.runtime
-        return LoadedRun(
-            folder=self.run_dir,
-            config=config,
-            store=components.store,
-            tokenizer=components.tokenizer,
-            model=runtime.eval_forward,
-            objective=components.objective,
-            device=runtime.device,
-            step=self.state.step,
-            weights=config.ema.eval_weights,
-            has_ema=config.ema.decay > 0,
-        )
-
     def _evaluate_quality(self) -> None:
         """Log metrics of texts and latents generated with the present weights."""
-        ids = validation_ids(self.store.split("validation"), self.config.validation.quality_samples)
-        with self._eval_mode("quality"):
-            self.tracker.quality(self.state.step, quality(self._as_loaded_run(), ids, self.runtime))
+        ids = validation_ids(self.components.store.split("validation"), self.config.validation.quality_samples)
+        with self._eval_mode("quality") as run:
+            self.tracker.quality(self.state.step, quality(run, ids, self.engine))
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         """Start a checkpoint of the present state unless this step has one (collective).
@@ -329,27 +443,20 @@ class Trainer(RunContext):
             wait: Return only after every checkpoint has been written.
             validation_loss: Loss by which the checkpoint may be kept as one of the best.
         """
-        self.fetch_step_stats()
-        if self.saved_at != self.state.step:
+        self.log.fetch()
+        if self.checkpointer.saved_at != self.state.step:
             paused = time.perf_counter()
             # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
             self.tracker.heartbeat(self.state.step, "saving")
-            if self.runtime.loss_scale is not None:
-                self.state.loss_scale, self.state.steps_at_scale = self.runtime.loss_scale.get_state()
-            info = {**self.provenance, "validation_loss": validation_loss}
-            files = {**self.metadata_files, "state.json": self.state.to_json().encode()}
-            self.log_checkpoint(self.checkpointer.start(self.state.step, files, info))
-            self.saved_at = self.state.step
-            self.save_schedule.saved()
-            self.meter.start_time += time.perf_counter() - paused
+            if self.engine.loss_scale is not None:
+                self.state.loss_scale, self.state.steps_at_scale = self.engine.loss_scale.get_state()
+            self._log_checkpoints(self.checkpointer.save(self.state, validation_loss))
+            self.log.stats.start_time += time.perf_counter() - paused
         if wait:
-            self.log_checkpoint(self.checkpointer.finish())
+            self._log_checkpoints(self.checkpointer.finish())
 
-    def _raise_if_stopped(self) -> None:
-        """Save and raise `StoppedBySignal` if any rank received a signal to stop."""
-        if not self._stop_agreed:
-            return
-        self.save(wait=True)
-        name = self.signals.stop = self.signals.stop or "a signal on another rank"
-        self.tracker.end(self.state.step, {"stopped_by": name})
-        raise StoppedBySignal(f"stopped by {name} after step {self.state.step}; saved, run the same command to resume")
+    def _log_checkpoints(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        """Log newly completed checkpoints."""
+        for saved in checkpoints:
+            seconds = {"stall_s": saved.stall_s, "seconds": saved.seconds}
+            self.tracker.event("checkpoint", saved.step, {"path": str(saved.path), **seconds})

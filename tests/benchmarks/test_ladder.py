@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_runs import task_on
 from torch.autograd.profiler_util import FunctionEvent
-from waiting import PATIENCE_S
 
 import benchmarks.__main__ as command_line
 from benchmarks import against
@@ -35,11 +33,13 @@ from mmldlm import cli
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
+from tests.helpers.bench_runs import task_on
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.quick
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: bash scripts/setup.sh --dev")
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["reference", "old", "trainer"]
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench_runs import task_on
 
 import benchmarks.__main__ as command_line
 from benchmarks.gpu_memory import Line, lines
 from benchmarks.memory import BOUND, batch, measure, recomputing
 from benchmarks.step_memory import step_memory_mib
 from mmldlm.trainer.dry_run import MIB, Estimate, state_mib
+from tests.helpers.bench_runs import task_on
 
 MODEL = "model={depth: 6, width: 256, num_heads: 4}"
 

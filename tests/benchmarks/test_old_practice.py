@@ -9,7 +9,6 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from bench_runs import stirred, task_on
 from torch import Tensor
 
 from benchmarks.counting import Counts, counts_of
@@ -17,6 +16,7 @@ from benchmarks.old_practice import Practice
 from benchmarks.variants import Open, Variant, opened
 from mmldlm.data.store import Store
 from mmldlm.model.heads import CHUNK_ROWS
+from tests.helpers.bench_runs import stirred, task_on
 
 pytestmark = pytest.mark.quick
 PRACTICES: tuple[str, ...] = get_args(Practice)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_runs import stirred
 from torch import Tensor
 
 from benchmarks.variants import Open, Variant
 from mmldlm.diffusion.objective import LossConfig
+from tests.helpers.bench_runs import stirred
 
 pytestmark = pytest.mark.quick
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import TINY
 
 from mmldlm import train
 from mmldlm.checkpoint import CheckpointStore, Retention, verify_checkpoint
 from mmldlm.errors import DataError
+from tests.helpers.tiny_config import TINY
 
 PAGE = 4096
 MUTATIONS = 1000

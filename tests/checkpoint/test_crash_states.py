@@ -11,11 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from crash_states import ROOT, Event, Names, Promise, Recording, Sync, Tree, Write, crash_states, recorded, write_tree
 
 from mmldlm.checkpoint import CheckpointStore, Retention, write_files, write_tensors
 from mmldlm.errors import DataError
 from mmldlm.utils.files import write_atomically
+from tests.helpers.crash_states import (
+    ROOT,
+    Event,
+    Names,
+    Promise,
+    Recording,
+    Sync,
+    Tree,
+    Write,
+    crash_states,
+    recorded,
+    write_tree,
+)
 
 LIMIT = 64  # states of one prefix
 Save = Callable[[CheckpointStore], object]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import HASH, body_of, opened, seal
 
 from mmldlm.checkpoint import Checkpoint, CheckpointStore, Retention, verify_checkpoint
+from tests.helpers.hostile_checkpoints import HASH, body_of, opened, seal
 
 quick = pytest.mark.quick
 CASES = 2000

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sample_corpus import small_config, write_corpus
 
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
+from tests.helpers.sample_corpus import small_config, write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_corpus import small_config, write_corpus
 
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.inspect import verify_store
@@ -19,6 +18,7 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
+from tests.helpers.sample_corpus import small_config, write_corpus
 
 TEXTS = [
     "Whales swim in the sea.",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 
 import pytest
-from constant_sizes import always
 
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Store
+from tests.helpers.batch_sizes import always
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from constant_sizes import always
-from stores import fitting_store, linked, of_many_shards
 
 from mmldlm import train
 from mmldlm.batch import Batch
@@ -22,6 +20,8 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
 from mmldlm.telemetry import read_metrics
+from tests.helpers.batch_sizes import always
+from tests.helpers.stores import fitting_store, linked, of_many_shards
 
 pytestmark = pytest.mark.quick
 SIZES = DataConfig(verify="sizes")

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from constant_sizes import always
-from stores import change_manifest, fitting_store
 
 from mmldlm.config import load_config, require_paths
 from mmldlm.data.loader import DataConfig, Loader, SampleOrder
@@ -24,6 +22,8 @@ from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.trainer.consistency import fingerprint
+from tests.helpers.batch_sizes import always
+from tests.helpers.stores import change_manifest, fitting_store
 
 pytestmark = pytest.mark.quick
 WEIGHTS = [(0.7, 0.2, 0.1), (0.999, 0.001), (0.5, 0.5), (1 / 3, 1 / 3, 1 / 3), (8, 4, 2, 1, 1), (1,) * 9, (1,)]

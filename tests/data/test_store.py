@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sample_corpus import write_store
 
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
@@ -14,6 +13,7 @@ from mmldlm.data.store import Store, StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
+from tests.helpers.sample_corpus import write_store
 
 pytestmark = pytest.mark.quick
 

@@ -17,15 +17,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from constant_sizes import always
-from engine_runs import ROOT, environment
-from waiting import PATIENCE_S
 
 from mmldlm.batch import Batch
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker
 from mmldlm.errors import DataError
+from tests.helpers.batch_sizes import always
+from tests.helpers.engine_runs import environment
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import PATIENCE_S
 
 quick = pytest.mark.quick
 

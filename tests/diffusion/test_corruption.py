@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from toy_pairs import MASK, PROCESSES, WORDS, gaussian
 
 from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.schedule import Process
+from tests.helpers.toy_pairs import MASK, PROCESSES, WORDS, gaussian
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_pairs import (
+
+from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
+from mmldlm.diffusion.masked import MaskedDiffusion, Masks
+from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
+from mmldlm.diffusion.objective import total_counts
+from mmldlm.diffusion.schedule import LogLinear, Process
+from tests.helpers.toy_pairs import (
     LOSSES,
     MASK,
     PREDICTIONS,
@@ -19,12 +25,6 @@ from toy_pairs import (
     objective,
     random_pairs,
 )
-
-from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
-from mmldlm.diffusion.masked import MaskedDiffusion, Masks
-from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
-from mmldlm.diffusion.objective import total_counts
-from mmldlm.diffusion.schedule import LogLinear, Process
 
 pytestmark = pytest.mark.quick
 

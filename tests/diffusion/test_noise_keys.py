@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_pairs import MASK, objective, random_pairs, select
 
 from mmldlm.diffusion.noise import MODES, Mode, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.schedule import LogLinear, TimeSampler
+from tests.helpers.toy_pairs import MASK, objective, random_pairs, select
 
 pytestmark = pytest.mark.quick
 

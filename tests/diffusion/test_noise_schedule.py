@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from toy_pairs import PROCESSES
 
 from mmldlm.diffusion.schedule import PATHS, LatentPath, LogLinear, TimeSampler, stratified_times
+from tests.helpers.toy_pairs import PROCESSES
 
 pytestmark = pytest.mark.quick
 

@@ -9,16 +9,6 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_pairs import (
-    COMBINATIONS,
-    MASK,
-    PAD,
-    VOCAB,
-    gaussian,
-    objective,
-    random_pairs,
-    select,
-)
 
 from mmldlm.diffusion.gaussian import LatentConfig, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.noise import Mode, Noise, draw_noise, mode_weights
@@ -26,6 +16,7 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
 from mmldlm.diffusion.schedule import Process
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.toy_pairs import COMBINATIONS, MASK, PAD, VOCAB, gaussian, objective, random_pairs, select
 
 CHANNELS = 32
 PAIRS = random_pairs((4,) * 32 + (6,) * 32, CHANNELS)

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_pairs import COMBINATIONS, MASK, PerfectDenoiser, gaussian, random_pairs
 
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
 from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.diffusion.schedule import Process
+from tests.helpers.toy_pairs import COMBINATIONS, MASK, PerfectDenoiser, gaussian, random_pairs
 
 pytestmark = pytest.mark.quick
 

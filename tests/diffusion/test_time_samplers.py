@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_pairs import MASK, objective, random_pairs
 
 from mmldlm.config import load_config
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, TimeSampler
 from mmldlm.errors import ConfigError
+from tests.helpers.toy_pairs import MASK, objective, random_pairs
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from toy_pairs import MASK, PAD, PREDICTIONS, PROCESSES, VOCAB, WORDS, gaussian, objective, random_pairs, select
 
 from mmldlm.config import load_config
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig, PredictionType
@@ -19,6 +18,18 @@ from mmldlm.diffusion.schedule import Process
 from mmldlm.errors import ConfigError
 from mmldlm.model.heads import LossWeights
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.toy_pairs import (
+    MASK,
+    PAD,
+    PREDICTIONS,
+    PROCESSES,
+    VOCAB,
+    WORDS,
+    gaussian,
+    objective,
+    random_pairs,
+    select,
+)
 
 pytestmark = pytest.mark.quick
 

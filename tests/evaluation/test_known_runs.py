@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from known_runs import fresh_run, perfect_run
 
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.evaluate import replace_nonfinite
@@ -23,6 +22,7 @@ from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import LoadedRun
+from tests.helpers.known_runs import fresh_run, perfect_run
 
 pytestmark = pytest.mark.quick
 

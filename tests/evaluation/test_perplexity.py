@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from known_runs import fresh_run, perfect_run
 from safetensors.torch import load_file
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
 from mmldlm.evaluation.suite import Extras, evaluate
+from tests.helpers.known_runs import fresh_run, perfect_run
 
 OF_ITS_OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
-from known_runs import fresh_run
 
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
 from mmldlm.evaluation.sts import Pair, read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.run.load import LoadedRun
+from tests.helpers.known_runs import fresh_run
 
 pytestmark = pytest.mark.quick
 

@@ -72,7 +72,7 @@ def old_files(base: Path, head: Path, folder: Path) -> dict[str, Any]:
 
 def _written(recorder: Recorder, run: str) -> str:
     arguments = ["sample", recorder.folder / "runs" / run, "--mode", "joint", "--count", 3, "--seed", 1]
-    return recorder.succeed(recorder.mmldlm(*arguments))
+    return recorder.succeed(recorder.mmldlm(*arguments)).partition("\n")[2]  # without the line that names the run
 
 
 def main() -> int:

@@ -361,8 +361,11 @@ def _keys(value: Any) -> Any:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """SHA-256 of the files of a store; its manifest, which names the input's path, without the path's folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.sha256")
+    scratch = str(folder.parent.parent).encode()
+    contents = ((path, path.read_bytes().replace(scratch, b"FOLDER")) for path in files)
+    return {str(path.relative_to(folder)): hashlib.sha256(content).hexdigest() for path, content in contents}
 
 
 PARTS = ("configs", "helps", "errors", "stores", "checkpoint", "curves", "resumed", "engines", "commands")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_model import VOCAB, random_inputs, small_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmldlm.model.flops import ModelFlops, peak_flops
+from tests.helpers.small_model import VOCAB, random_inputs, small_model
 
 pytestmark = pytest.mark.quick
 

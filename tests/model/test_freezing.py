@@ -9,9 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from constant_sizes import always
-from noised import noised_batch
-from small_model import small_model
 
 from mmldlm.config import load_config
 from mmldlm.data.loader import Loader
@@ -31,6 +28,9 @@ from mmldlm.model.parts import (
     part_of,
 )
 from mmldlm.run.factory import build_model, build_objective
+from tests.helpers.batch_sizes import always
+from tests.helpers.noised_batch import noised_batch
+from tests.helpers.small_model import small_model
 
 pytestmark = pytest.mark.quick
 PARTS: tuple[Part, ...] = get_args(Part)

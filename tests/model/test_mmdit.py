@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from noised import LENGTHS, noised_batch
-from small_model import CHANNELS, MASK, MAX_LENGTH, PAD, Inputs, random_inputs, small_model
 from torch import Tensor
 
 from mmldlm.diffusion.noise import MODES, Mode
@@ -17,6 +15,8 @@ from mmldlm.model.layers import TIME_SCALE, TimeEmbedding, rotary_angles
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, count_parameters
 from mmldlm.model.ops import normalize_heads
 from mmldlm.settings.fields import build
+from tests.helpers.noised_batch import LENGTHS, noised_batch
+from tests.helpers.small_model import CHANNELS, MASK, MAX_LENGTH, PAD, Inputs, random_inputs, small_model
 
 pytestmark = pytest.mark.quick
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
-from waiting import PATIENCE_S
 
 from mmldlm.telemetry import Tracker
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
+from tests.helpers.waiting import PATIENCE_S
 
 
 def told(path: Path) -> str:

@@ -1,0 +1,178 @@
+"""Start-up report: hardware, resolved settings, batch sizes and versions of a run, as JSON and as lines."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from mmldlm.config import RunConfig
+from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.environment import settings_to_export, unread_variables
+from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
+from mmldlm.model.cpu_half import has_bf16_instructions
+from mmldlm.optim.ema import EmaConfig
+from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
+from mmldlm.telemetry import memory_limits
+from mmldlm.trainer.setup import Components
+from mmldlm.utils.host_cpus import openmp_spinning
+
+
+def startup_report(
+    engine: Engine,
+    config: RunConfig,
+    components: Components,
+    fingerprint: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the content of `startup.json`: hardware, resolved settings, batch sizes and versions (collective)."""
+    rank_info = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(engine.device),
+        "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "openmp": openmp_spinning(os.environ),
+        **memory_limits(),
+    }
+    ranks = engine.gather(rank_info, "start-up report")
+    batches = {
+        step: {
+            **asdict(size),
+            "accumulation": size.accumulation(engine.world_size),
+            "peak_lr": batch_scale(config.optim, size.global_batch_size) * config.optim.lr,
+        }
+        for step, size in config.train.batch_stages(engine.world_size).items()
+    }
+    first = config.train.batch_at(0, engine.world_size)
+    on_cuda, distributed = engine.device.type == "cuda", config.distributed
+    exported = settings_to_export(distributed)
+    report: dict[str, Any] = {
+        "engine": engine.name,
+        "launcher": engine.launch.launcher,
+        "world_size": engine.world_size,
+        "nodes": engine.launch.nodes,
+        "ranks": ranks,
+        "precision": config.precision,
+        "attention": getattr(engine.unwrapped_model, "backend", ""),
+        "compile": components.compiled,
+        "activation_checkpointing": config.memory.activation_checkpointing,
+        "optimizer": _optimizer_name(engine, config),
+        "ema": _describe_ema(config.ema),
+        "parameters": components.parameters,
+        "parameters_total": sum(components.parameters.values()),
+        "parameters_trainable": components.trainable,
+        "frozen": list(config.freeze),
+        **batches.pop(0),
+        "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
+        "warmup_steps": resolved_warmup(config.optim, config.train.steps),
+        "learning_rate": describe_lr(config.train.steps, config.optim, config.schedule, first.global_batch_size),
+        "data_order": f"seed {config.run.seed}, windows of {config.data.window} samples sorted by length",
+        "timeouts": {
+            "collective_s": distributed.timeout_s,
+            "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
+        },
+        "exported": exported if on_cuda else {},
+        "not_read": unread_variables(exported) if engine.is_main else [],
+        "deepspeed_file": engine.launch.deepspeed_file,
+        "git": fingerprint.get("git", ""),
+        "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
+        "data_manifest": fingerprint.get("data.manifest", ""),
+        "mixture": _mixture(config, components),
+        "skipped_samples": components.skipped_samples,
+    }
+    return report
+
+
+def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
+    """Return share, samples and epochs over the whole run of each store of a mixture; empty for a single store."""
+    split = components.store.split("train")
+    epochs = components.loader.order.epochs(config.train.samples_before(config.train.steps))
+    sources = [
+        {
+            "name": source.name,
+            "path": str(source.path),
+            "share": float(source.share),
+            "samples": stop - first,
+            "epochs": final_epoch,
+        }
+        for (source, first, stop), final_epoch in zip(split.source_ranges(), epochs, strict=True)
+    ]
+    return sources if len(sources) > 1 else []
+
+
+def _optimizer_name(engine: Engine, config: RunConfig) -> str:
+    """Return the implementation that the engine steps with."""
+    name = describe_optimizer(engine.unwrapped_optimizer)
+    fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, engine.device.type)
+    assert (", fused" in name) == fused, f"{name} is not the configured implementation (fused: {fused})"
+    return name
+
+
+def _describe_ema(config: EmaConfig) -> str:
+    """Return the EMA settings as a line for the user."""
+    if not config.decay:
+        return "none"
+    weights = "the EMA" if config.eval_weights == "ema" else "the trained weights"
+    return f"decay {config.decay:g}{', with warmup' if config.warmup else ''}; validations use {weights}"
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return the start-up report as lines for a terminal."""
+    hosts = sorted({rank["host"] for rank in report["ranks"]})
+    devices = sorted({rank["name"] for rank in report["ranks"]})
+    versions = report["versions"]
+    threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
+
+    def batch(sizes: Mapping[str, Any]) -> str:
+        factors = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
+        return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, factors))}"
+
+    lines = [
+        f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
+        f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
+        f"threads      {'; '.join(threads)}",
+        f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
+        f"{report['precision']}, attention {report['attention']}, "
+        f"activation checkpointing {report['activation_checkpointing']}",
+        *([f"compile      {report['compile']}"] if report["compile"] != "none" else []),
+        f"batch        {batch(report)} (processes x micro-batch x accumulation)",
+        *(
+            f"             {batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
+            for step, sizes in report["batch_schedule"].items()
+        ),
+        f"optimizer    {report['optimizer']}; data: {report['data_order']}",
+        f"rate         {report['learning_rate']}",
+    ]
+    if report["ema"] != "none":
+        lines.append(f"ema          {report['ema']}")
+    lines += [
+        f"{'data' if not number else '':<12} {store['share']:.2%} from {store['name']}: {store['samples']:,} samples, "
+        f"read {store['epochs']:.3g} times"
+        for number, store in enumerate(report["mixture"])
+    ]
+    if report["world_size"] > 1:
+        lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")
+    lines.append(
+        f"versions     mmldlm {versions.get('mmldlm')} {report['git']}".rstrip()
+        + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
+        f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
+    )
+    precision = report["precision"]
+    slow = not {"fp32": lambda: True, "bf16": has_bf16_instructions, "fp16": has_fp16_instructions}[precision]()
+    if slow and "cpu" in devices:
+        lines.append(
+            f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
+        )
+    lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
+    if report["not_read"]:
+        lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")
+    return lines
+
+
+def has_fp16_instructions() -> bool:
+    """Return whether this CPU has instructions for products of float16 matrices."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,0 +1,178 @@
+"""`StepLog`: numbers of the finished steps, fetched from the device, counted as accepted or skipped, and logged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmldlm.checkpoint import TrainState
+from mmldlm.config import RunConfig
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.distributed.engine import Engine, is_accepted
+from mmldlm.model.flops import peak_flops
+from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
+from mmldlm.telemetry import StepNumbers, StepStats, Tracker, cpu_load_metrics, memory_metrics
+from mmldlm.trainer.setup import Components
+from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
+
+
+class StepLog:
+    """Numbers of the steps, on the device until something depends on them.
+
+    Args:
+        config: Config of the run.
+        engine: Engine of the run.
+        components: Components of the run.
+        state: State of the run, whose counters it updates.
+        tracker: Where records go.
+        run_dir: Run folder.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        components: Components,
+        state: TrainState,
+        tracker: Tracker,
+        run_dir: Path,
+    ):
+        self.config, self.engine, self.components, self.state = config, engine, components, state
+        self.tracker, self.run_dir = tracker, run_dir
+        self.guard = StepGuard(config.guard, state)
+        self.plateau = _create_plateau(config, state)
+        self.stats = StepStats()
+        self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
+        self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
+        self._norm = self._loss_scale = 1.0  # of the last step that was fetched
+        name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
+        self._peak_flops = peak_flops(name, config.precision)
+
+    def add(self, loss: Tensor, sums: Tensor, batch: NoisedBatch) -> None:
+        """Record the loss and the loss sums of a micro-batch of the current step."""
+        self.stats.add(loss, sums, batch.counts, batch.sample_ids)
+
+    def end_step(self, step: int, grad_norm: Tensor, tokens: int, flops: float, samples: int) -> None:
+        """Complete the current step; its numbers are fetched now only if the next step depends on them.
+
+        Args:
+            step: Number of steps so far.
+            grad_norm: Gradient norm before clipping: 0-d, on the device.
+            tokens, flops, samples: Work of the step over all ranks.
+        """
+        scale = self._unit_scale if self.engine.loss_scale is None else self.engine.loss_scale.last_scale
+        self.stats.end_step(step, grad_norm, scale, tokens, flops, samples)
+        # The limit of the next step's gradient norm depends on the norm of this step.
+        fetch_now = not self.defer_fetch or self.config.guard.grad_norm_spike is not None
+        fetch_now = fetch_now or (self.plateau is not None and self.plateau.due(step))
+        if fetch_now or len(self.stats.pending) >= self.config.guard.max_consecutive:
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Fetch the numbers of all steps since the last call, and count each as accepted or skipped (collective).
+
+        This is the only host-device synchronization of the loop, so it is deferred: call it before reading counters,
+        curves or the guard's state.
+
+        Raises:
+            NumericalError: a skipped step ends the run by the settings of `guard`.
+        """
+        if not self.stats.pending:
+            return
+        with self.engine.in_collective("numbers of the last steps"):
+            steps = self.stats.fetch()
+        for numbers, loss in zip(steps, self._plateau_losses(steps), strict=True):
+            norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
+            accepted = is_accepted(numbers.norm, self.guard.norm_limit)
+            if self.plateau is not None and self.plateau.uses_training_loss:
+                self.plateau.observe_training_loss(numbers.step, loss if accepted else None)
+            if not accepted:
+                self._skip(numbers, norm)
+                continue
+            assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
+            self.guard.record_accepted(norm)
+            self.stats.accumulate(numbers)
+            self.state.samples_seen += numbers.samples
+            self.state.tokens_seen += numbers.tokens
+        self._norm = norm
+
+    def _plateau_losses(self, steps: Sequence[StepNumbers]) -> list[float | None]:
+        """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
+        if self.plateau is None or not self.plateau.uses_training_loss:
+            return [None] * len(steps)
+        local = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
+        totals = self.engine.sum(local, "all-reduce of the losses that the learning rate follows")
+        return [self.components.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
+
+    def _skip(self, numbers: StepNumbers, norm: float) -> None:
+        """Record a skipped step with the samples of all ranks; end the run if the guard says so (collective)."""
+        records = micro_batch_records(numbers, self.components.store.split("train"))
+        ranks = self.engine.gather(records, "gather of the skipped step's samples")
+        skip = Skip.classify(numbers.step, norm, ranks, self._loss_scale)
+        self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
+        self.guard.check(skip, self.run_dir)
+
+    def write(self, lr: float, batch_sizes: Mapping[str, int]) -> None:
+        """Write a record of the steps since the last one (collective).
+
+        Args:
+            lr: Learning rate of the last step.
+            batch_sizes: Batch sizes of the last step, by name.
+        """
+        self.fetch()
+        stats, components, train = self.stats, self.components, self.config.train
+        if not stats.steps:  # every step since the last record was skipped: there is no loss to log
+            return
+        assert isinstance(stats.sums, Tensor) and isinstance(stats.counts, Tensor)
+        totals = self.engine.sum(torch.stack([stats.sums, stats.counts]), "all-reduce of the losses to log")
+        seconds = time.perf_counter() - stats.start_time
+        values = {
+            **components.objective.summary(*totals),
+            "optim/lr": lr,
+            "optim/grad_norm": self._norm,
+            **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
+            "speed/tokens_per_s": stats.tokens / seconds,
+            "speed/samples_per_s": stats.samples / seconds,
+            **self._flop_rates(stats.flops / seconds),
+            "speed/step_s": seconds / stats.steps,
+            "speed/data_wait_s": stats.data_wait_s / stats.steps,
+            **cpu_load_metrics(stats.cpu_times),
+            "data/epoch": self.state.samples_drawn / len(components.loader.order),
+            **self._epochs(),
+            "data/tokens": self.state.tokens_seen,
+            "health/skipped_steps": self.state.skipped_steps,
+            **memory_metrics(),
+        }
+        if train.batch_schedule or train.auto_micro_batch:
+            values |= {f"data/{name}": size for name, size in batch_sizes.items()}
+        if components.skipped_samples:
+            values["data/skipped_samples"] = len(components.skipped_samples)
+        self.tracker.train(self.state.step, values)
+        stats.clear()
+
+    def _flop_rates(self, flops_per_s: float) -> dict[str, float]:
+        """Return the rate of useful FLOPs over all ranks, and the MFU if the peak of the device is known."""
+        rates = {"speed/tflops_per_s": flops_per_s / 1e12}
+        if self._peak_flops is not None:
+            rates["speed/mfu"] = flops_per_s / (self._peak_flops * self.engine.world_size)
+        return rates
+
+    def _epochs(self) -> dict[str, float]:
+        """Return the epoch of each store of a mixture; a mixture has no common epoch."""
+        sources = self.components.store.sources
+        epochs = self.components.loader.order.epochs(self.state.samples_drawn)
+        values = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
+        return values if len(values) > 1 else {}
+
+
+def _create_plateau(config: RunConfig, state: TrainState) -> Plateau | None:
+    """Return the plateau schedule; clear its state under other values of `schedule.lr`."""
+    if config.schedule.lr != "plateau":
+        state.lr_cuts, state.plateau_best, state.plateau_since, state.plateau_losses = 0, None, 0, []
+        return None
+    warmup = resolved_warmup(config.optim, config.train.steps)
+    return Plateau(config.schedule, state, warmup, validates=config.validation.every > 0)

@@ -1,0 +1,133 @@
+import json
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from mmldlm.checkpoint import RunLock
+from mmldlm.errors import ExitCode, RunInUseError
+from tests.helpers.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.quick
+
+
+def holder(run_dir):
+    """A child process that holds the lock until it is killed; returns when it does."""
+    ready, started = os.pipe()
+    child = os.fork()
+    if not child:
+        with RunLock(run_dir):
+            os.write(started, b"x")
+            time.sleep(600)
+        os._exit(0)
+    os.close(started)
+    assert os.read(ready, 1) == b"x"
+    os.close(ready)
+    return child
+
+
+def kill(child):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_second_run_is_refused_and_a_killed_one_frees_the_folder(tmp_path, caplog):
+    child = holder(tmp_path)
+    try:
+        with (
+            pytest.raises(RunInUseError, match=f"process {child} on host {socket.gethostname()}") as caught,
+            RunLock(tmp_path),
+        ):
+            pass
+        assert caught.value.exit_code == ExitCode.RUN_IN_USE == 73
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == child
+    finally:
+        kill(child)
+    with RunLock(tmp_path) as lock:  # the file is still there, and recognized as stale
+        assert lock.previous["pid"] == child and "exited without cleanup" in caplog.text
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_orderly_end_leaves_nobody_named(tmp_path):
+    for _ in range(2):
+        with RunLock(tmp_path / "new" / "folder") as lock:
+            assert lock.previous is None
+            with pytest.raises(RunInUseError, match=str(os.getpid())), RunLock(tmp_path / "new" / "folder"):
+                pass
+
+
+def test_forked_workers_do_not_keep_the_lock(tmp_path):
+    with RunLock(tmp_path):
+        worker = os.fork()
+        if not worker:
+            time.sleep(600)
+            os._exit(0)
+    try:
+        with RunLock(tmp_path):
+            pass
+    finally:
+        kill(worker)
+
+
+def test_workers_of_a_killed_run_do_not_keep_the_lock(tmp_path):
+    ready, started = os.pipe()
+    child = os.fork()
+    if not child:
+        with RunLock(tmp_path):
+            if not os.fork():
+                os.write(started, os.getpid().to_bytes(8, "big"))
+            time.sleep(600)
+        os._exit(0)
+    worker = int.from_bytes(os.read(ready, 8), "big")
+    kill(child)
+    try:
+        with RunLock(tmp_path) as lock:
+            assert lock.previous["pid"] == child
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_worker_that_leaves_the_block_does_not_free_the_lock(tmp_path):
+    with RunLock(tmp_path) as lock:
+        worker = os.fork()
+        if not worker:
+            lock.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(worker, 0)
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(RunInUseError), RunLock(tmp_path):
+            pass
+
+
+def test_of_many_racing_for_a_folder_one_wins(tmp_path):
+    """50 times; the winner holds it until the others have been refused, however late they come."""
+    for _ in range(50):
+        (ready, go), (held, release) = os.pipe(), os.pipe()
+        children = []
+        for _ in range(4):
+            if not (child := os.fork()):
+                os.close(go)
+                os.close(release)
+                os.read(ready, 1)
+                try:
+                    RunLock(tmp_path).__enter__()
+                except RunInUseError:
+                    os._exit(73)
+                os.read(held, 1)
+                os._exit(0)
+            children.append(child)
+        os.close(go)  # end of file releases all at once
+        codes, deadline = {}, time.monotonic() + PATIENCE_S
+        while len(codes) < 3 and time.monotonic() < deadline:
+            for child in children:
+                pid, status = os.waitpid(child, os.WNOHANG) if child not in codes else (0, 0)
+                if pid:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.001)
+        os.close(release)
+        codes |= {c: os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children if c not in codes}
+        os.close(ready)
+        os.close(held)
+        assert sorted(codes.values()) == [0, 73, 73, 73]

@@ -1,0 +1,274 @@
+import errno
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mmldlm.checkpoint import CheckpointStore, Retention, write_files
+from mmldlm.checkpoint import manifest as manifest_module
+from mmldlm.errors import DataError, StorageError
+from mmldlm.utils.files import FileInfo
+from tests.helpers.hostile_checkpoints import body_of, seal
+
+quick = pytest.mark.quick
+FILES = {
+    "model.bin": b"m" * 1000,
+    "tokenizer/a/tokenizer.json": b"{}",
+    "written.bin": lambda path: path.write_bytes(b"w" * 50),
+}
+
+BAD_NAMES = ["../outside", "/etc/hostname", "a/../../outside", "./x", "a//b", "", ".", "..", "a\\b", "manifest.json"]
+
+
+def save(store, step, files=FILES, **info):
+    return store.save(step, files, {"world_size": 1, **info})
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@quick
+def test_round_trip(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", Retention(last=3))
+    assert store.newest() is None
+    path = save(store, 7, loss=0.1)
+    checkpoint = store.newest()
+    assert checkpoint == store.open(path) and checkpoint.step == 7
+    assert checkpoint.info == {"world_size": 1, "loss": 0.1} and path.name == "step-00000007"
+    assert checkpoint.file("tokenizer/a/tokenizer.json").read_bytes() == b"{}"
+    with pytest.raises(DataError, match=r"no file 'other'.*model\.bin"):
+        checkpoint.file("other")
+    assert path.stat().st_mode & 0o077 == 0, "for the owner only"
+
+
+@quick
+def test_keep_last(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=3))
+    for step in (10, 5, 20, 15, 30, 40, 100_000_000, 100_000_001):
+        saved = save(store, step)
+        assert saved in store.paths() and len(store.paths()) <= 3, "the one just saved is never pruned"
+    assert names(tmp_path) == ["step-00000040", "step-100000000", "step-100000001"]
+    assert store.newest().step == 100_000_001
+    with pytest.raises(ValueError, match="at least the last"):
+        Retention(last=0)
+
+
+@quick
+def test_pruning_waits_for_the_new_one(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    save(store, 1)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        save(store, 2)
+    assert names(tmp_path) == ["step-00000001"] and store.newest().step == 1
+
+
+@quick
+def test_same_step_again_keeps_a_good_one_at_every_moment(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=2))
+    save(store, 1)
+    save(store, 2)
+    save(store, 2, {"model.bin": b"new"})
+    assert names(tmp_path) == ["step-00000001", "step-00000002.1"]
+    assert store.newest().file("model.bin").read_bytes() == b"new"
+
+
+@quick
+def test_order_of_writes_fsyncs_and_rename(tmp_path, monkeypatch):
+    """Every file is on disk before the manifest, all of it before the rename, the rename before the pruning."""
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    save(store, 1)
+    events, paths = [], {}
+    real_open, real_fsync, real_rename, real_rmtree = os.open, os.fsync, Path.rename, shutil.rmtree
+
+    def opened(path, *args, **kwargs):
+        descriptor = real_open(path, *args, **kwargs)
+        paths[descriptor] = Path(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(("fsync", paths[fd].name)), real_fsync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (events.append(("rename", b.name)), real_rename(a, b))[1])
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda p, *a, **k: (events.append(("remove", Path(p).name)), real_rmtree(p, *a, **k))
+    )
+    save(store, 2)
+    events = [event if not event[1].startswith(".tmp") else (event[0], "temporary") for event in events]
+    kept = [event for event in events if event != ("remove", "temporary")]
+    assert kept[:3] == [("fsync", "model.bin"), ("fsync", "tokenizer.json"), ("fsync", "written.bin")]
+    assert kept[3:6] == [("fsync", "a"), ("fsync", "tokenizer"), ("fsync", "temporary")]
+    assert kept[6:8] == [("fsync", "manifest.json"), ("fsync", "temporary")]
+    assert kept[8:10] == [("rename", "step-00000002"), ("fsync", tmp_path.name)]
+    assert kept[10:] == [
+        ("remove", ".old-step-00000001"),  # of an attempt before
+        ("rename", ".old-step-00000001"),
+        ("fsync", tmp_path.name),
+        ("remove", ".old-step-00000001"),
+    ]
+
+
+@quick
+def test_every_flipped_byte_is_seen(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    path = save(store, 1)
+    generator = random.Random(0)
+    for name in [*FILES, "manifest.json"]:
+        raw = (path / name).read_bytes()
+        for place in generator.sample(range(len(raw)), min(len(raw), 200)):
+            flipped = bytearray(raw)
+            flipped[place] ^= 1 << generator.randrange(8)
+            (path / name).write_bytes(flipped)
+            with pytest.raises(DataError, match=path.name):
+                store.open(path)
+        for other in (raw[:-1], raw + b"\n", b""):
+            (path / name).write_bytes(other)
+            with pytest.raises(DataError, match=name):
+                store.open(path)
+        (path / name).unlink()
+        with pytest.raises(DataError, match=name):
+            store.open(path)
+        (path / name).write_bytes(raw)
+    assert store.open(path).step == 1
+
+
+@quick
+def test_damaged_newest_is_set_aside_and_the_previous_used(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, Retention(last=3))
+    for step in (1, 2, 3):
+        save(store, step)
+    (tmp_path / "step-00000003" / "model.bin").write_bytes(b"x" * 1000)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    assert store.newest(repair=False).step == 1 and len(store.paths()) == 3, "a reader changes nothing"
+    assert store.newest().step == 1
+    assert names(tmp_path) == ["damaged-step-00000002", "damaged-step-00000003", "step-00000001"]
+    assert "step-00000003 is damaged" in caplog.text and "SHA-256" in caplog.text
+    save(store, 3)
+    (tmp_path / "step-00000003" / "model.bin").unlink()
+    assert store.newest().step == 1 and (tmp_path / "damaged-step-00000003-1").is_dir()
+    (tmp_path / "step-00000001" / "model.bin").unlink()
+    for _ in range(2):  # not "None", from which a run would start anew
+        with pytest.raises(DataError, match=r"no good checkpoint.*damaged-step-00000001"):
+            store.newest()
+
+
+@quick
+def test_superseded_branch_is_not_picked_up(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=5))
+    for step in (1, 2, 3):
+        save(store, step)
+    assert [path.name for path in store.set_aside_after(1)] == ["superseded-step-00000003", "superseded-step-00000002"]
+    assert store.newest().step == 1
+    store.set_aside_after(-1)
+    assert store.newest() is None
+
+
+def reseal(path, change):
+    body = body_of(path)
+    change(body)
+    seal(path, body)
+
+
+@quick
+@pytest.mark.parametrize("name", [*BAD_NAMES, "link", "folder_link/x", "tokenizer"])
+def test_names_that_leave_the_folder_are_refused(tmp_path, name):
+    store = CheckpointStore(tmp_path / "checkpoints", Retention(last=1))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "outside").write_bytes(b"secret")
+    path = save(store, 1)
+    (path / "link").symlink_to("model.bin")
+    (path / "folder_link").symlink_to(tmp_path)
+    (tmp_path / "x").write_bytes(b"secret")
+    digest = manifest_module.sha256(path / "model.bin")
+    reseal(path, lambda body: body["files"].update({name: {"bytes": 1000, "sha256": digest}}))
+    with pytest.raises(DataError):
+        store.open(path)
+    if name in BAD_NAMES:
+        with pytest.raises(DataError, match="not a file name"):
+            save(store, 2, {name: b""})
+
+
+@quick
+def test_hostile_manifests(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    path = save(store, 1)
+    changes = [
+        lambda body: body.update(format=2),
+        lambda body: body.update(step="1"),
+        lambda body: body.update(step=True),
+        lambda body: body.pop("info"),
+        lambda body: body.update(files=[]),
+        lambda body: body["files"].update(x={"bytes": 1}),
+        lambda body: body["files"].update(x=3),
+    ]
+    good = (path / "manifest.json").read_bytes()
+    for change in changes:
+        reseal(path, change)
+        with pytest.raises(DataError):
+            store.open(path)
+        (path / "manifest.json").write_bytes(good)
+    for raw in (
+        b"[" * 200_000,
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b" " * (manifest_module.MAX_MANIFEST_BYTES + 1),
+    ):
+        (path / "manifest.json").write_bytes(raw)
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            store.open(path)
+    (path / "manifest.json").unlink()
+    (tmp_path / "elsewhere").write_bytes(good)
+    (path / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError):
+        store.open(path)
+    with pytest.raises(DataError):
+        store.open(tmp_path / "absent")
+
+
+@quick
+def test_whoever_may_write_removes_what_the_dead_left(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    for name in (".tmp-step-00000001-x", ".old-step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"")
+    save(store, 1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@quick
+def test_what_is_kept(tmp_path):
+    """The newest, those of given steps, of every multiple, and the best; a new loss lets the worst of them go."""
+    store = CheckpointStore(tmp_path, Retention(last=2, steps=(3,), every=10, best=2))
+    losses = {2: 0.5, 4: 0.9, 5: 0.4, 6: 0.4, 7: 3.0, 12: 0.1}
+    for step in range(1, 16):
+        save(store, step, validation_loss=losses.get(step))
+    assert names(tmp_path) == [f"step-{step:08}" for step in (3, 6, 10, 12, 14, 15)]
+
+
+@quick
+def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    temporary = store.begin(1, 100)
+    assert temporary.stat().st_mode & 0o077 == 0
+    parts = [write_files(temporary, {f"part-{rank}": bytes([rank]) * 50, f"sub/{rank}": b""}) for rank in range(3)]
+    assert store.newest() is None, "not before the commit"
+    records = {name: record for part in parts for name, record in part.items()}
+    lost = {**records, "part-7": FileInfo(50, "0" * 64)}
+    with pytest.raises(StorageError, match="part-7 is missing or does not have 50 bytes"):
+        store.commit(temporary, 1, lost, {})
+    path = store.commit(temporary, 1, records, {})
+    assert sorted(store.open(path).files) == sorted(records) and names(tmp_path) == ["step-00000001"]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in path.rglob("*"))
+
+
+@quick
+def test_space_is_asked_for_before_writing(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(last=1))
+    save(store, 1)
+    with pytest.raises(StorageError, match=r"1048576\.0 MiB needed, [\d.]+ MiB free"):
+        store.save(2, FILES, {}, needed_bytes=2**40)
+    assert names(tmp_path) == ["step-00000001"]

@@ -1,0 +1,205 @@
+"""Latents from files meet their texts by id, and what has no partner is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from mmldlm.data.encoders import ImportedLatents, load_encoder
+from mmldlm.data.inspect import verify_store
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.prepare.readers.latents import LatentFile
+from mmldlm.data.store import Store
+from mmldlm.errors import DataError, UsageError
+from tests.helpers.lgdlm_folders import pairs_of
+from tests.helpers.sample_corpus import small_config, write_corpus
+
+pytestmark = pytest.mark.quick
+COUNT = 120
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[Path, dict[str, str], np.ndarray]:
+    """A JSONL file, ids by text and latents [n, 6], of which row i is that of id "doc-i"."""
+    texts = list(dict.fromkeys(write_corpus(tmp_path / "corpus.txt").read_text().splitlines()))[:COUNT]
+    rows = [{"name": f"doc-{row}", "text": text} for row, text in enumerate(texts)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    latents = np.random.default_rng(0).normal(size=(COUNT, 6)).astype(np.float32)
+    return tmp_path / "corpus.jsonl", {row["text"]: row["name"] for row in rows}, latents
+
+
+def config_for(tmp_path: Path, corpus: Path, latents: Path, ids: object, **options: object) -> PrepareConfig:
+    values: dict = {"channels": None, "latent_dtype": "float32", "key_field": "name", **options}
+    encoder = f"precomputed:{latents}"
+    return small_config(tmp_path / "store", corpus, encoder=encoder, latent_ids=ids and str(ids), **values)
+
+
+def shuffled(folder: Path, latents: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    order = np.random.default_rng(1).permutation(COUNT)
+    return latents[order], [f"doc-{row}" for row in order]
+
+
+def as_parquet(folder: Path, rows: np.ndarray, ids: list[str]) -> tuple[Path, Path | None]:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pa.table({"id": ids, "latents": rows.tolist()}), folder / "a.parquet", row_group_size=50
+    )
+    return folder / "a.parquet", None
+
+
+def as_npy(folder: Path, rows: np.ndarray, ids: list[str]) -> tuple[Path, Path]:
+    np.save(folder / "a.npy", rows)
+    (folder / "ids.json").write_text(json.dumps(ids))
+    return folder / "a.npy", folder / "ids.json"
+
+
+def as_npy_of_one_token(folder: Path, rows: np.ndarray, ids: list[str]) -> tuple[Path, Path]:
+    np.save(folder / "a.npy", rows[:, None])
+    np.save(folder / "ids.npy", np.array(ids))
+    return folder / "a.npy", folder / "ids.npy"
+
+
+def as_safetensors(folder: Path, rows: np.ndarray, ids: list[str]) -> tuple[Path, Path]:
+    save_file({"latents": rows, "other": rows[:3]}, folder / "a.safetensors")
+    (folder / "ids.txt").write_text("\n".join(ids) + "\n")
+    return folder / "a.safetensors", folder / "ids.txt"
+
+
+@pytest.mark.parametrize("write", [as_npy, as_npy_of_one_token, as_safetensors, as_parquet])
+def test_texts_get_the_latents_of_their_ids(
+    write: Callable, corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path
+) -> None:
+    path, names, latents = corpus
+    file, ids = write(tmp_path, *shuffled(tmp_path, latents))
+    config = config_for(tmp_path, path, file, ids, latents_of="SONAR")
+    manifest = prepare(config, progress=False)
+    found = dict(pairs_of(Store.open(tmp_path / "store")))
+    assert found.keys() == names.keys()
+    for text, name in names.items():
+        assert np.array_equal(found[text][0], latents[int(name.removeprefix("doc-"))])
+    assert manifest.encoder["name"] == "SONAR" and str(file) in str(manifest.sources)
+    assert verify_store(tmp_path / "store") == []
+    if file.suffix == ".npy":
+        np.save(file, np.load(file) + 1)
+        with pytest.raises(DataError, match="a store with other sources"):
+            prepare(config, progress=False)
+
+
+def test_the_encoder_of_such_a_store_has_no_latents_for_other_texts(
+    corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path
+) -> None:
+    path, _, latents = corpus
+    file, ids = as_npy(tmp_path, *shuffled(tmp_path, latents))
+    manifest = prepare(config_for(tmp_path, path, file, ids), progress=False)
+    encoder = load_encoder(tmp_path / "store/encoder")
+    assert isinstance(encoder, ImportedLatents) and encoder.identity == manifest.encoder
+    assert encoder.encode(["a", "b"]).shape == (2, 1, 6) and np.isnan(encoder.encode(["a"])).all()
+
+
+def test_ids_without_a_partner_are_named(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
+    path, _, latents = corpus
+    rows, ids = shuffled(tmp_path, latents)
+    ids[ids.index("doc-7")] = "doc-777"
+    file, names = as_npy(tmp_path, rows, ids)
+    config = config_for(tmp_path, path, file, names, on_problem="skip")
+    assert prepare(config, progress=False).problems == {"no_latent": 1, "unused_latent": 1, "over_length": 0}
+    told = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in told if row["kind"] == "no_latent"] == [
+        (8, f"id 'doc-7' has no latent in {file}")
+    ]
+    assert [row["reason"] for row in told if row["kind"] == "unused_latent"] == ["id 'doc-777' belongs to no document"]
+    with pytest.raises(DataError, match=r"corpus.jsonl:8: id 'doc-7' has no latent"):
+        prepare(replace(config, on_problem="error", overwrite=True), progress=False)
+
+
+def test_ids_that_occur_twice_are_named(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
+    path, _, latents = corpus
+    file, names = as_npy(tmp_path, latents, [f"doc-{max(row, 4)}" for row in range(COUNT)])
+    with pytest.raises(DataError, match="id 'doc-4' of row 1 is already used by row 0"):
+        prepare(config_for(tmp_path, path, file, names), progress=False)
+    file, names = as_npy(tmp_path, *shuffled(tmp_path, latents))
+    path.write_text(path.read_text().replace('doc-9"', 'doc-8"'))
+    with pytest.raises(DataError, match=r"corpus.jsonl:10: id 'doc-8' is already used by .*corpus.jsonl:9"):
+        prepare(config_for(tmp_path, path, file, names), progress=False)
+    path.write_text(path.read_text().replace('"name": "doc-8"', '"name": ""', 1))
+    with pytest.raises(DataError, match=r"corpus.jsonl:9: field 'name' is str, expected the document's id"):
+        prepare(config_for(tmp_path, path, file, names), progress=False)
+
+
+def test_places_count_only_when_asked_for(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
+    _, names, latents = corpus
+    np.save(tmp_path / "a.npy", latents)
+    lines = [*names, "", ""]
+    lines[5], lines[-2] = "", lines[5]  # an empty line has a place, and a latent of its own
+    (tmp_path / "lines.txt").write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(UsageError, match="needs --latent-ids FILE, or --latent-ids position"):
+        prepare(config_for(tmp_path, tmp_path / "lines.txt", tmp_path / "a.npy", None, key_field=None), progress=False)
+    config = config_for(tmp_path, tmp_path / "lines.txt", tmp_path / "a.npy", "position", key_field=None)
+    with pytest.raises(DataError, match=rf"a.npy: {COUNT} latents, expected {COUNT + 1}, one for each document found"):
+        prepare(replace(config, on_problem="skip"), progress=False)
+    np.save(tmp_path / "a.npy", np.concatenate([latents, latents[:1] + 1]))
+    assert prepare(config, progress=False).problems == {"empty": 1, "over_length": 0}
+    for text, latent in pairs_of(Store.open(tmp_path / "store")):
+        row = lines.index(text)
+        assert np.array_equal(latent[0], latents[row] if row < COUNT else latents[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((COUNT, 2, 3, 4), np.float32), r"shape \[120, 2, 3, 4\], expected \[n, C\] or \[n, M, C\]"),
+        (np.zeros((7, 6), np.float32), "120 ids, expected 7, the rows of"),
+        (np.zeros((COUNT, 6), np.float32), "row 0: the latent is all zeros"),
+        (np.full((COUNT, 6), np.nan, np.float32), "row 0: the latent is not finite"),
+        (np.ones((COUNT, 6), np.int64), r"row 0: the latent is int64 \[6\], expected float"),
+    ],
+)
+def test_files_that_are_no_latents(
+    array: np.ndarray, message: str, corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path
+) -> None:
+    file, ids = as_npy(tmp_path, array, [f"doc-{row}" for row in range(COUNT)])
+    with pytest.raises(DataError, match=message):
+        prepare(config_for(tmp_path, corpus[0], file, ids, max_problems=1000), progress=False)
+
+
+def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([{}]), allow_pickle=True)
+    (tmp_path / "ids.txt").write_text("a\n")
+    with pytest.raises(DataError, match=r"a.npy: not a readable array"):
+        LatentFile(tmp_path / "a.npy", str(tmp_path / "ids.txt"))
+    np.save(tmp_path / "b.npy", np.ones((1, 3), np.float32))
+    np.save(tmp_path / "ids.npy", np.array(["a"], object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"--latent-ids .*ids.npy: cannot be read"):
+        LatentFile(tmp_path / "b.npy", str(tmp_path / "ids.npy"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encoder": "sonar"}, "--encoder sonar: its library needs other versions"),
+        ({"encoder": "included"}, "--encoder included: expected --latents-field, or --format predecessor"),
+        ({"latents_field": "v"}, "--latents-field v: --encoder is lsa, expected included"),
+        ({"latent_ids": "a.json"}, "--latent-ids a.json: --encoder is lsa, expected precomputed:FILE"),
+        ({"latents_of": "E5"}, "--latents-of E5: --encoder is lsa"),
+        ({"prompt_name": "query"}, "--prompt-name query: --encoder is lsa"),
+        ({"encoder": "precomputed:a.npy", "latent_tokens": 2}, "--latent-tokens 2: --encoder is precomputed:a.npy"),
+        ({"latent_tokens": 0}, "--latent-tokens 0: expected at least 1"),
+        ({"tokens_field": "ids"}, "--tokens-field ids: --tokenizer is bpe"),
+        ({"tokens_field": "ids", "format": "jsonl"}, "--tokens-field ids: jsonl has no such fields; expected a table"),
+        ({"key_field": "id", "format": "lines"}, "--key-field id: lines has no such fields"),
+        ({"dat_samples": "9"}, "--dat-samples 9: --format is None, expected predecessor"),
+    ],
+)
+def test_options_that_make_no_sense_together(tmp_path: Path, options: dict, message: str) -> None:
+    config = replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options)
+    with pytest.raises(UsageError, match=message):
+        prepare(config)

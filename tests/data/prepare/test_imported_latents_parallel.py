@@ -1,0 +1,123 @@
+"""Imported latents are paired over all parts of an input, by any number of processes, to the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm.data.prepare.pipeline import main
+from mmldlm.data.store import Store
+from tests.helpers.lgdlm_folders import Samples, make_samples, pairs_of, rewrite, write_batches, write_pairs
+from tests.helpers.prepare_runs import Preparation, differing, pieces
+from tests.helpers.waiting import wait_until
+
+COUNT = 120
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    return make_samples(tmp_path_factory.mktemp("samples"), COUNT)
+
+
+def pairs(folder: Path, samples: Samples) -> list[object]:
+    """Of which one has no tokens and some have latents of another shape: all in parts of their own."""
+    write_pairs(folder, samples)
+    (folder / "tokens/00017.npz").unlink()
+    for row in (60, 110):
+        rewrite(folder / f"latents/{row:05d}.npy", lambda latent: np.concatenate([latent, latent], -1))
+    return [folder, "--format", "predecessor", "--tokenizer", samples.tokenizer, "--part-bytes", 9000]
+
+
+def batches(folder: Path, samples: Samples) -> list[object]:
+    write_batches(folder, samples)
+    for number in (0, 2):
+        path = folder / f"tokens_latent0_batch{number}.npy"
+        array = np.load(path)
+        array[3, 1] = 0
+        np.save(path, array)
+    return [folder, "--format", "predecessor", "--tokenizer", samples.tokenizer, "--part-bytes", 9000]
+
+
+def ids(folder: Path, samples: Samples) -> list[object]:
+    """Of which two occur twice, in parts far from each other, and three belong to no document; one latent is zeros."""
+    folder.mkdir()
+    names = [f"doc-{row}" for row in range(COUNT)]
+    keys = dict(enumerate(names)) | {100: "doc-2", 101: "doc-100", 110: "doc-2", 40: "none"}
+    rows = [{"name": keys[row], "text": text} for row, text in enumerate(samples.texts)]
+    for part, some in enumerate((rows[:70], rows[70:])):
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    order = np.random.default_rng(1).permutation(COUNT)
+    latents = samples.latents.copy()
+    latents[5] = 0
+    np.save(folder / "latents.npy", latents[order])
+    (folder / "ids.json").write_text(json.dumps([names[row] for row in order]))
+    chosen = ["--encoder", f"precomputed:{folder / 'latents.npy'}", "--latent-ids", folder / "ids.json"]
+    return [folder / "0.jsonl", folder / "1.jsonl", *chosen, "--key-field", "name", "--part-bytes", 700]
+
+
+def places(folder: Path, samples: Samples) -> list[object]:
+    """Lines of two files, of which some cannot be used but count."""
+    folder.mkdir()
+    lines = [text.encode() for text in samples.texts]
+    lines[30], lines[90] = b"", b"not \xff utf-8"
+    (folder / "0.txt").write_bytes(b"\n".join(lines[:70]) + b"\n")
+    (folder / "1.txt").write_bytes(b"\n".join(lines[70:]))
+    np.save(folder / "latents.npy", samples.latents)
+    chosen = ["--encoder", f"precomputed:{folder / 'latents.npy'}", "--latent-ids", "position"]
+    return [folder / "0.txt", folder / "1.txt", *chosen, "--part-bytes", 700]
+
+
+PROBLEMS = {
+    "pairs": {"mismatch": 3},
+    "batches": {"empty": 2},
+    # 40's own, 101's own and the others that lost their documents to another id; 5's is used, if to no end
+    "ids": {"mismatch": 2, "no_latent": 2, "unused_latent": 3},
+    "places": {"empty": 1, "unreadable": 1},
+}
+
+
+@pytest.mark.parametrize("write", [pairs, batches, ids, places], ids=lambda write: write.__name__)
+def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
+    write: Callable, samples: Samples, tmp_path: Path
+) -> None:
+    name = write.__name__
+    given = write(tmp_path / "input", samples)
+    given += ["--vocab-size", 300, "--latent-dtype", "float32", "--max-length", 99, "--on-problem", "skip"]
+    given += ["--validation-fraction", 0.1, "--test-fraction", 0.1, "--peer-timeout", 20]
+    assert main([*map(str, given), "--out", str(tmp_path / "one")]) == 0
+    manifest = Store.open(tmp_path / "one").manifest
+    assert len(manifest.splits["train"].shards) > 4
+    assert manifest.problems == PROBLEMS[name] | {"over_length": 0}
+    left = COUNT - sum(count for kind, count in PROBLEMS[name].items() if kind != "unused_latent")
+    assert sum(split.samples for split in manifest.splits.values()) == left == manifest.grouping["documents"]
+    assert manifest.grouping["groups"] == left, "texts that were left out are counted"
+    for text, latent in pairs_of(Store.open(tmp_path / "one")):
+        wanted = samples.texts.index(text)
+        assert np.array_equal(latent[0], samples.latents[100 if (name, wanted) == ("ids", 101) else wanted]), text
+    if name == "ids":
+        told = [json.loads(line) for line in (tmp_path / "one/problems.jsonl").read_text().splitlines()]
+        reasons = [row["reason"] for row in told if row["kind"] == "mismatch"]
+        assert reasons == [f"id 'doc-2' is already used by {tmp_path / 'input/0.jsonl'}:3"] * 2
+    for processes in (2, 3):
+        out = tmp_path / str(processes)
+        with Preparation([*given, "--out", out], processes, tmp_path / "log") as preparation:
+            assert preparation.wait() == [0] * processes, preparation.said()
+        assert differing(tmp_path / "one", out) == []
+    for moment in (2, 9, 20):
+        with Preparation([*given, "--out", tmp_path / "killed"], 2, tmp_path / "log") as preparation:
+            wait_until(lambda: pieces(tmp_path / "killed") >= moment or not preparation.at_work, "progress")  # noqa: B023
+    assert main([*map(str, given), "--out", str(tmp_path / "killed")]) == 0
+    assert differing(tmp_path / "one", tmp_path / "killed") == []
+
+
+def test_latents_are_counted_before_anything_is_read(samples: Samples, tmp_path: Path) -> None:
+    given = places(tmp_path / "input", samples)
+    np.save(tmp_path / "input/latents.npy", samples.latents[:-1])
+    with Preparation([*given, "--out", tmp_path / "store"], 2, tmp_path / "log") as preparation:
+        assert preparation.wait() == [65, 65], preparation.said()
+    assert "latents.npy: 119 latents, expected 120, one for each document found" in preparation.said()
+    assert "reading documents" not in preparation.said() and not (tmp_path / "store.incomplete").exists()

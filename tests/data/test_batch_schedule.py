@@ -1,0 +1,327 @@
+"""`train.batch_schedule`: batch sizes as a function of the step, in the config, the loader, a run and its estimate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.config import load_config
+from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.errors import ConfigError
+from mmldlm.telemetry import read_metrics
+from mmldlm.trainer.dry_run import Estimate, estimate
+from mmldlm.trainer.trainer import Trainer
+
+quick = pytest.mark.quick
+
+RAMP = (
+    "train.batch_schedule={3: {global_batch_size: 16, micro_batch_size: 2}, 7: {global_batch_size: 64}, "
+    "5: {micro_batch_size: 4}}"
+)
+
+# ---- the sizes of a step -------------------------------------------------------------------------------------
+
+
+@quick
+@pytest.mark.parametrize("micro", ["null", "2"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_stage_does_not_name_keeps_its_value(micro: str, world_size: int) -> None:
+    config = load_config(None, ["train.global_batch_size=8", f"train.micro_batch_size={micro}", RAMP]).train
+    first = 2 if micro == "2" else 8 // world_size
+    expected = [(8, first)] * 3 + [(16, 2)] * 2 + [(16, 4)] * 2 + [(64, 4)] * 3
+    config.check_batches(world_size)
+    assert [config.batch_at(step, world_size) for step in range(10)] == [BatchSize(*sizes) for sizes in expected]
+    assert list(config.batch_stages(world_size)) == [0, 3, 5, 7]
+
+
+@quick
+def test_null_stays_null_and_a_stage_at_step_0_replaces_the_first() -> None:
+    settings = [
+        "train.global_batch_size=7",
+        "train.batch_schedule={0: {global_batch_size: 8}, 9: {global_batch_size: 16}}",
+    ]
+    config = load_config(None, settings).train
+    config.check_batches(4)
+    assert config.batch_stages(4) == {0: BatchSize(8, 2), 9: BatchSize(16, 4)}
+    assert load_config(None, ["train.batch_schedule.9.micro_batch_size=4"]).train.batch_schedule == {
+        9: {"micro_batch_size": 4}
+    }
+
+
+@quick
+@pytest.mark.parametrize(
+    ("schedule", "complaint"),
+    [
+        ("{-5: {micro_batch_size: 4}}", "batch_schedule.-5: expected an optimizer step, at least 0, found -5"),
+        ("{5: {}}", "batch_schedule.5: expected global_batch_size or micro_batch_size, found neither"),
+        ("{5: {micro_batch_size: 0}}", "batch_schedule.5.micro_batch_size: must be at least 1, found 0"),
+        ("{5: {global_batch_size: -8}}", "batch_schedule.5.global_batch_size: must be at least 1, found -8"),
+        ("{5: {micro_batch: 4}}", "batch_schedule.5.micro_batch: expected global_batch_size | micro_batch_size"),
+        ("{5: {micro_batch_size: many}}", "batch_schedule.5.micro_batch_size: expected whole number, found 'many'"),
+        ("{5: 16}", "batch_schedule.5: expected map of global_batch_size | micro_batch_size to whole number"),
+        ("{soon: {micro_batch_size: 4}}", "batch_schedule.soon: expected whole number, found 'soon'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_key(schedule: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"train.batch_schedule={schedule}"])
+    assert f"train.{complaint}" in str(error.value) and "\n" not in str(error.value)
+
+
+@quick
+@pytest.mark.parametrize(
+    ("size", "micro", "schedule", "world_size", "key", "nearest"),
+    [
+        (30, "4", "{}", 2, "train.global_batch_size is 30", "24 or 32"),
+        (3, "4", "{}", 2, "train.global_batch_size is 3", "8 or 16"),
+        (30, "null", "{}", 8, "train.global_batch_size is 30", "24 or 32"),
+        (64, "4", "{9: {global_batch_size: 60}}", 2, "train.batch_schedule.9: global_batch_size is 60", "56 or 64"),
+        (64, "4", "{9: {micro_batch_size: 24}}", 1, "train.batch_schedule.9: global_batch_size is 64", "48 or 72"),
+        (30, "7", "{0: {global_batch_size: 60}}", 1, "train.batch_schedule.0: global_batch_size is 60", "56 or 63"),
+        (64, "null", "{9: {global_batch_size: 5}}", 4, "train.batch_schedule.9: global_batch_size is 5", "4 or 8"),
+    ],
+)
+def test_a_stage_that_does_not_divide_is_refused_with_the_nearest(
+    size: int, micro: str, schedule: str, world_size: int, key: str, nearest: str
+) -> None:
+    settings = [
+        f"train.global_batch_size={size}",
+        f"train.micro_batch_size={micro}",
+        f"train.batch_schedule={schedule}",
+    ]
+    with pytest.raises(ConfigError) as error:
+        load_config(None, settings).train.check_batches(world_size)
+    assert key in str(error.value) and str(error.value).endswith(f"such as {nearest}")
+
+
+def test_a_late_stage_is_refused_before_anything_is_created(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ([], ["--dry-run"]):
+        late = "train.batch_schedule={100000: {micro_batch_size: 3}}"
+        assert train.main([str(tiny_config), *option, late]) == 64
+        assert "train.batch_schedule.100000" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
+# ---- the loader ----------------------------------------------------------------------------------------------
+
+
+def loader(store: Store, batch_at: Callable[[int], BatchSize], workers: int, rank: int = 0, world: int = 1) -> Loader:
+    return Loader(store, "train", DataConfig(num_workers=workers, window=64), 5, batch_at, rank, world)
+
+
+def sizes(world_size: int, *settings: str) -> Callable[[int], BatchSize]:
+    config = load_config(None, ["train.global_batch_size=8", "train.micro_batch_size=4", *settings]).train
+    config.check_batches(world_size)
+    return partial(config.batch_at, world_size=world_size)
+
+
+def in_order(batches: list[Batch]) -> list[int]:
+    """The samples of one step as the order has them: by slot."""
+    slots, samples = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("slots", "sample_ids"))
+    assert slots.sort().values.tolist() == list(range(len(slots)))
+    return samples[slots.argsort()].tolist()
+
+
+@quick
+def test_a_ramp_reads_each_sample_of_an_epoch_once_on_any_ranks_and_workers(tiny_store: Path) -> None:
+    store = Store.open(tiny_store)
+    n = len(store.split("train"))
+    order = SampleOrder(store.split("train").lengths, 5, window=64)
+    read: list[int] = []
+    for world in (1, 2):
+        batch_at, workers = sizes(world, RAMP), (0, 2) if world == 1 else (2, 0)
+        ranks = [loader(store, batch_at, each, rank, world).steps(0, 14) for rank, each in enumerate(workers[:world])]
+        others = loader(store, batch_at, workers[1]).steps(0, 14) if world == 1 else None
+        found: list[int] = []
+        for together in zip(*ranks, strict=True):
+            step, size = together[0][0], batch_at(together[0][0])
+            assert all(len(batches) == size.accumulation(world) for _, batches in together)
+            assert all(len(batch.lengths) == size.micro_batch_size for _, batches in together for batch in batches)
+            found += in_order([batch for _, batches in together for batch in batches])
+            if others is not None:
+                assert same(next(others), together[0])
+            assert len(found) == sum(batch_at(each).global_batch_size for each in range(step + 1))
+        assert found == order.take(0, len(found)).tolist() and len(found) > n
+        assert sorted(found[:n]) == list(range(n))
+        assert found == (read or found)
+        read = found
+
+
+def same(one: tuple[int, list[Batch]], other: tuple[int, list[Batch]]) -> bool:
+    tensors = ("tokens", "latents", "sample_ids", "slots")
+    return one[0] == other[0] and all(
+        a.lengths == b.lengths and all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
+        for a, b in zip(one[1], other[1], strict=True)
+    )
+
+
+@quick
+@pytest.mark.parametrize("workers", [0, 2])
+def test_reading_goes_on_at_any_step_with_the_same_workers(tiny_store: Path, workers: int) -> None:
+    """Without a word at the sum over the stages; and, in mid-run, with micro-batches that were halved meanwhile."""
+    store, batch_at = Store.open(tiny_store), sizes(1, RAMP)
+    whole = list(loader(store, batch_at, 0).steps(0, 12))
+    reader = loader(store, batch_at, workers)
+    for start, stop in ((2, 8), (5, 9), (7, 8), (0, 3)):
+        assert all(map(same, reader.steps(start, stop), whole[start:stop]))
+    halved: set[int] = set()
+
+    def smaller(step: int) -> BatchSize:
+        size = batch_at(step)
+        return BatchSize(size.global_batch_size, size.micro_batch_size // 2 if halved else size.micro_batch_size)
+
+    reader.batch_at = smaller
+    steps = reader.steps(0, 12)
+    assert all(same(next(steps), whole[step]) for step in range(6))
+    halved.add(6)
+    for step, batches in reader.steps(6, 12):
+        assert {len(batch.lengths) for batch in batches} == {batch_at(step).micro_batch_size // 2}
+        assert in_order(batches) == in_order(whole[step][1])
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------
+
+
+def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
+
+
+def curve(run: Path, key: str = "loss/total") -> torch.Tensor:
+    return torch.tensor([record[key] for record in records(run)], dtype=torch.float64)
+
+
+def newest(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def same_end(one: Path, other: Path) -> bool:
+    """Weights, moments and counters, bit for bit."""
+    tensors = [
+        {**load_file(newest(run) / "model.safetensors"), **load_file(newest(run) / "optimizer.safetensors")}
+        for run in (one, other)
+    ]
+    states = [json.loads((newest(run) / "state.json").read_text()) for run in (one, other)]
+    assert tensors[0].keys() == tensors[1].keys()
+    return states[0] == states[1] and all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+
+
+COMMON = ("validation.every=0", "schedule.lr=constant", "optim.warmup_steps=2", "train.global_batch_size=8")
+
+
+def test_micro_batches_alone_change_no_curve(tiny_config: Path, tmp_path: Path) -> None:
+    read: dict[str, list[set[int]]] = {}
+
+    class RecordingTrainer(Trainer):
+        def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+            read.setdefault(self.run_dir.name, []).append(set(in_order(micro_batches)))
+            return super().corrupt(step, micro_batches)
+
+    schedule = "train.batch_schedule={0: {micro_batch_size: 2}, 2: {micro_batch_size: 4}, 5: {micro_batch_size: 8}}"
+    for name, setting in (("constant", "train.batch_schedule={}"), ("scheduled", schedule)):
+        arguments = [str(tiny_config), *COMMON, setting, "optim.lr=1e-4", f"run.dir={tmp_path / name}"]
+        assert train.main(arguments, trainer_cls=RecordingTrainer) == 0
+    assert read["constant"] == read["scheduled"]
+    for key in ("loss/total", "optim/grad_norm"):
+        ratio = curve(tmp_path / "scheduled", key) / curve(tmp_path / "constant", key)
+        assert len(ratio) == 8 and (ratio - 1).abs().max() < 1e-6, (key, ratio)
+    logged = [record["data/micro_batch_size"] for record in records(tmp_path / "scheduled")]
+    assert logged == [2, 2, 4, 4, 4, 8, 8, 8]
+    assert not any("data/micro_batch_size" in record for record in records(tmp_path / "constant"))
+
+
+STAGES = ((4, 8, 8), (7, 24, 8), (9, 4, 2), (12, 128, 32))  # (end, global batch, micro-batch); the last in epoch 2
+SCHEDULE = "train.batch_schedule=" + json.dumps(
+    {
+        start: {"global_batch_size": size, "micro_batch_size": micro}
+        for (start, _, _), (_, size, micro) in pairwise(STAGES)
+    }
+).replace('"', "")
+
+
+def test_a_schedule_is_the_chain_of_its_stages(tiny_config: Path, tmp_path: Path) -> None:
+    """Runs of constant size, each going on where the one before ended, give the same bits and counters."""
+    whole, chain = tmp_path / "whole", tmp_path / "chain"
+    assert train.main([str(tiny_config), *COMMON, "train.steps=12", SCHEDULE, f"run.dir={whole}"]) == 0
+    for end, size, micro in STAGES:
+        changed = [f"train.steps={end}", f"train.global_batch_size={size}", f"train.micro_batch_size={micro}"]
+        assert train.main([str(tiny_config), *COMMON, *changed, f"run.dir={chain}"]) == 0
+    assert torch.equal(curve(whole), curve(chain)) and same_end(whole, chain)
+    drawn = json.loads((newest(whole) / "state.json").read_text())["samples_drawn"]
+    assert drawn == 4 * 8 + 3 * 24 + 2 * 4 + 3 * 128
+    for key in ("data/epoch", "data/tokens"):
+        assert torch.equal(curve(whole, key), curve(chain, key))
+    assert [record["data/global_batch_size"] for record in records(whole)] == [8] * 4 + [24] * 3 + [4] * 2 + [128] * 3
+    samples = curve(whole, "speed/samples_per_s") * curve(whole, "speed/step_s")
+    assert torch.allclose(samples, curve(whole, "data/global_batch_size"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_gives_the_same_bits_over_the_edges(tiny_config: Path, tmp_path: Path, workers: int) -> None:
+    """Ended in the midst of a stage, on an edge and again in the midst, in the second epoch."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = [str(tiny_config), *COMMON, SCHEDULE, "train.micro_batch_size=8", "log.every=3"]
+    assert train.main([*settings, "train.steps=12", f"run.dir={whole}"]) == 0
+    for steps in (6, 9, 11, 12):
+        given = [f"train.steps={steps}", f"run.dir={parts}", f"data.num_workers={workers}"]
+        assert train.main([*settings, *given]) == 0
+    assert same_end(whole, parts)
+    # A record over steps of several sizes counts the samples of each.
+    per_step = curve(whole, "speed/samples_per_s") * curve(whole, "speed/step_s")
+    assert torch.allclose(per_step * 3, torch.tensor([24, 8 + 48, 24 + 8, 384], dtype=torch.float64))
+
+
+def test_report_and_dry_run_show_the_stages(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [str(tiny_config), "train.micro_batch_size=4", "train.batch_schedule={2: {global_batch_size: 16}}"]
+    assert train.main([*settings, "train.steps=3", "validation.every=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "batch        8 samples = 1 x 4 x 2 (" in shown and "16 samples = 1 x 4 x 4 from step 2 on" in shown
+    report = json.loads((tmp_path / "run" / "startup.json").read_text())
+    assert report["global_batch_size"] == 8 and report["batch_schedule"]["2"]["accumulation"] == 4
+    assert train.main([*settings, "train.steps=1", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "global batch         8 samples = 1 processes x 4 samples x 2 micro-batches" in shown
+    assert "  from step 2        16 samples = 1 processes x 4 samples x 4 micro-batches" in shown
+
+
+# ---- the estimate --------------------------------------------------------------------------------------------
+
+
+@quick
+def test_the_dry_run_goes_through_all_stages(tiny_store: Path) -> None:
+    store = Store.open(tiny_store)
+
+    def of(*settings: str) -> Estimate:
+        small = [f"data.path={tiny_store}", "model.width=32", "model.num_heads=1", "model.depth=1", "train.steps=2"]
+        return estimate(load_config(None, [*small, "mode=t2l", "train.global_batch_size=8", *settings]), store, 1)
+
+    whole, half = of(), of("train.micro_batch_size=4")
+    mixed = of("train.batch_schedule={1: {micro_batch_size: 4}, 9: {micro_batch_size: 1}}")
+    swapped = of("train.micro_batch_size=4", "train.batch_schedule={1: {micro_batch_size: 8}}")
+    assert half.activations_mib < min(mixed.activations_mib, swapped.activations_mib)
+    assert max(mixed.activations_mib, swapped.activations_mib) == whole.activations_mib
+    assert mixed.flops_per_step + swapped.flops_per_step == pytest.approx(whole.flops_per_step + half.flops_per_step)
+    # A second step of 8 samples reads on behind the 64 of the first: shorter ones than those which that begins with.
+    size, lengths = "train.global_batch_size=64", store.split("train").lengths
+    first, both = of(size, "train.steps=1"), of(size, "train.batch_schedule={1: {global_batch_size: 8}}")
+    assert both.tokens_per_step == pytest.approx(first.tokens_per_step * 72 / 128)
+    read = lengths[SampleOrder(lengths, 0).take(0, 72)]
+    share = 2 * both.flops_per_step / first.flops_per_step - 1  # a sample costs a constant and its length
+    assert read[64:].sum() < share * read[:64].sum() < read[:8].sum()

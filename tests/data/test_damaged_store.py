@@ -1,0 +1,236 @@
+"""A store that is damaged, or was written with samples that nobody can train on: refused or left out, by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmldlm import cli, train
+from mmldlm.config import load_config
+from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.data.verify import partition_items, verify, verify_part
+from mmldlm.errors import ConfigError, DataError
+from mmldlm.evaluation.validate import validation_ids
+from mmldlm.telemetry import read_metrics
+from tests.helpers.batch_sizes import always
+from tests.helpers.engine_runs import environment
+from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
+from tests.helpers.sample_corpus import flip_bit, write_so, write_store
+from tests.helpers.waiting import PATIENCE_S
+
+quick = pytest.mark.quick
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """40 + 7 + 3 samples in shards of 7."""
+    write_store(tmp_path / "shards")
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def copy(tiny_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_store, tmp_path / "copy"))
+
+
+def alone(store: Store, max_bad_samples: int = 0, full: bool = True) -> tuple[Store, list[str]]:
+    """`verify` in a run of one process."""
+    runtime: Any = SimpleNamespace(
+        rank=0, gather=lambda value, what: [value], raise_on_all_ranks=lambda what: nullcontext()
+    )
+    return verify(store, full, max_bad_samples, runtime)
+
+
+def swap(folder: Path, kind: str) -> None:
+    one, other = folder / f"train-00001.{kind}.npy", folder / f"train-00002.{kind}.npy"
+    one.rename(folder / "aside")
+    other.rename(one)
+    (folder / "aside").rename(other)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "bit of a token": (lambda store: flip_bit(store / "train-00003.tokens.npy"), "train-00003.tokens.npy: damaged"),
+    "bit of a latent": (lambda store: flip_bit(store / "train-00003.latents.npy"), "train-00003.latents.npy: damaged"),
+    "bit of an offset": (lambda store: flip_bit(store / "train-00004.offsets.npy", -9), "train-00004.offsets.npy: "),
+    "bit of a header": (lambda store: flip_bit(store / "train-00003.latents.npy", 100), "train-00003.latents.npy: "),
+    "bit of the validation": (lambda store: flip_bit(store / "validation-00000.latents.npy"), "validation-00000.late"),
+    "bit of a character count": (lambda store: flip_bit(store / "train-00000.characters.npy"), "train-00000.charac"),
+    "exchanged shards": (lambda store: swap(store, "latents"), "train-00001.latents.npy: damaged: SHA-256"),
+    "cut short": (lambda store: cut(store / "train-00005.latents.npy"), "train-00005.latents.npy: damaged"),
+    "missing": (lambda store: (store / "train-00002.tokens.npy").unlink(), "train-00002.tokens.npy: missing"),
+    "offsets that fall": (lambda store: write_so(store, "train-00001.offsets", 3, 10**6), "train-00001.offsets.npy: "),
+}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@quick
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_store_is_refused_before_anything_is_made(
+    fault: str, shards: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, message = FAULTS[fault]
+    damage(shards)
+    assert train.main([str(tiny_config), f"data.path={shards}"]) == 65
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1 and "Traceback" not in errors
+    assert not (tmp_path / "run").exists()
+
+
+@quick
+def test_only_full_verification_sees_what_opening_does_not(shards: Path) -> None:
+    assert alone(Store.open(shards))[1] == []
+    swap(shards, "latents")
+    store = Store.open(shards)
+    assert alone(store, full=False) == (store, [])
+    with pytest.raises(DataError, match=r"train-0000[12].latents.npy: damaged"):
+        alone(store)
+
+
+@quick
+def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards: Path) -> None:
+    manifest = (store := Store.open(shards)).manifest
+    for parts in (1, 2, 3, 50):
+        local_items = partition_items(store, parts)
+        names = sorted(name for part in local_items for _, _, name in part)
+        assert names == sorted([*manifest.files, *(f"train-0000{i}" for i in range(6)), "validation-00000"])
+        assert len(local_items) == parts
+    write_so(shards, "train-00002.latents", (3, 1, 2), np.inf)
+    write_so(shards, "validation-00000.tokens", 0, 999)
+    found = [verify_part(Store.open(shards), part, 3, keep=5) for part in range(3)]
+    assert sum(count for count, _ in found) == 2
+    assert sorted((split, row) for _, bad in found for split, row, _ in bad) == [(0, 17), (1, 0)]
+
+
+@quick
+def test_bad_samples_are_left_out_up_to_the_number_allowed(shards: Path) -> None:
+    offsets = np.load(shards / "train-00001.offsets.npy")
+    write_so(shards, "train-00001.tokens", int(offsets[4]), 27)  # sample 4: row 11; 27 is the mask
+    assert alone(Store.open(shards))[1] == []
+    write_so(shards, "train-00001.tokens", [int(offsets[4]), int(offsets[5]) - 1], 400)
+    write_so(shards, "train-00001.latents", ([4, 6], 0, 0), np.nan)
+    write_so(shards, "validation-00000.latents", 2, -np.inf)
+    store = Store.open(shards)
+    good, lines = alone(store, 3)
+    assert [line.rpartition("/")[2].partition(",")[0] for line in lines] == [
+        "train-00001.latents.npy: sample 4 (row 11 of split train): the latent is not finite",
+        "train-00001.latents.npy: sample 6 (row 13 of split train): the latent is not finite",
+        "validation-00000.latents.npy: sample 2 (row 2 of split validation): the latent is not finite",
+    ]
+    assert good.split("train").skipped.tolist() == [11, 13] and good.split("test").skipped.tolist() == []
+    for allowed in (0, 2):
+        with pytest.raises(DataError, match=r"sample 4 .*\(3 bad samples .* data.max_bad_samples is " + str(allowed)):
+            alone(store, allowed)
+    with pytest.raises(DataError, match="all 7 samples of split validation are bad"):
+        store.without({"validation": range(7)})
+
+
+@quick
+def test_the_order_without_bad_samples_is_what_it_was() -> None:
+    """Runs of earlier versions go on with the samples that they would have read."""
+    assert SampleOrder(np.arange(1, 101), 3, 32, 4).take(95, 10).tolist() == [84, 30, 31, 52, 93, 56, 62, 64, 68, 92]
+
+
+@quick
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_good_sample_is_read_once_an_epoch_under_its_own_number(shards: Path, workers: int) -> None:
+    skipped = [0, 1, 17, 39]
+    store = Store.open(shards).without({"train": skipped})
+    split, config = store.split("train"), DataConfig(num_workers=workers)
+    drawn: dict[int, list[int]] = {}
+    for world in (1, 2, 3):
+        slots: dict[int, int] = {}
+        for rank in range(world):
+            for step, batches in Loader(store, "train", config, 5, always(6, 6 // world), rank, world).steps(0, 12):
+                for batch in batches:
+                    places = (6 * step + batch.slots).tolist()
+                    slots.update(zip(places, batch.sample_ids.tolist(), strict=True))
+                    parts = zip(batch.sample_ids.tolist(), batch.tokens.split(list(batch.lengths)), strict=True)
+                    assert all(np.array_equal(split.tokens(row), tokens.numpy()) for row, tokens in parts)
+        drawn[world] = [slots[place] for place in range(72)]
+    assert drawn[1] == drawn[2] == drawn[3]
+    assert sorted(drawn[1][:36]) == sorted(drawn[1][36:]) == sorted(set(range(40)) - set(skipped))
+
+
+@quick
+def test_validation_draws_the_same_samples_but_the_bad_ones(shards: Path) -> None:
+    whole = Store.open(shards).split("validation")
+    drawn = validation_ids(whole, 7)
+    skipped = sorted(drawn[1:3])
+    assert validation_ids(whole.without(skipped), 4) == [drawn[0], *drawn[3:6]]
+
+
+@quick
+def test_leaving_out_needs_full_verification() -> None:
+    with pytest.raises(ConfigError, match=r"data.max_bad_samples: 2 needs data.verify: full, found sizes"):
+        load_config(None, ["data.max_bad_samples=2", "data.verify=sizes"])
+
+
+def test_a_run_says_what_it_leaves_out(
+    copy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
+) -> None:
+    write_so(copy, "train-00000.latents", (17, 0, 3), np.nan)
+    write_so(copy, "validation-00000.tokens", 0, 60_000)
+    refused = command("mmldlm.train", tiny_config, f"data.path={copy}", "data.max_bad_samples=1")
+    assert refused.returncode == 65 and refused.stderr.count("\n") == 1
+    assert "sample 17 " in refused.stderr and "2 bad samples" in refused.stderr
+    settings = [str(tiny_config), f"data.path={copy}", "data.max_bad_samples=2", "train.steps=12", "log.every=4"]
+    assert train.main([*settings, "validation.every=6", "validation.samples=40", "checkpoint.every_steps=0"]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line and "left out" in line]
+    report = json.loads((tmp_path / "run" / "startup.json").read_text())
+    assert len(report["skipped_samples"]) == len(warnings) == 2
+    assert all(sample in line for sample, line in zip(report["skipped_samples"], warnings, strict=True))
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    good = len(Store.open(copy).split("train")) - 1
+    assert {record["data/skipped_samples"] for record in records} == {2}
+    assert records[-1]["data/epoch"] == pytest.approx(12 * 8 / good)
+    assert cli.main(["evaluate", str(tmp_path / "run"), "--samples", "8", "--texts", "2", "--times", "1"]) == 0
+    # Also where bad samples would be among those that are looked at.
+    everything = ["--split", "validation", "--samples", "1000", "--texts", "2", "--times", "1"]
+    assert cli.main(["evaluate", str(tmp_path / "run"), *everything]) == 0
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert evaluation["t2l"]["candidates"] == len(Store.open(copy).split("validation")) - 1
+    whole_epoch = ["train.steps=2", f"train.global_batch_size={good}", "--dry-run"]
+    assert train.main([*settings, *whole_epoch]) == 0
+    assert train.main([*settings, *whole_epoch, "data.max_bad_samples=0"]) == 65
+
+
+def test_a_fault_that_one_rank_finds_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:
+    name = next(name for split, _, name in partition_items(Store.open(shards), 2)[1] if split == 0)
+    flip_bit(shards / f"{name}.tokens.npy")
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "mmldlm.train", str(tiny_config), f"data.path={shards}"],
+            cwd=ROOT,
+            env=environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [65, 65], errors
+    for error in errors:
+        (line,) = [line for line in error.splitlines() if "mmldlm: error" in line]
+        assert f"{name}.tokens.npy: damaged" in line and "Traceback" not in error
+    assert "rank 1: " in errors[0] and "rank 1: " not in errors[1]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,168 @@
+"""`mmldlm data info`, `verify` and `sample`: numbers of the data itself, and every flipped byte found."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmldlm import cli
+from mmldlm.data.inspect import info, nearest, samples, verify_store
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
+from mmldlm.data.store import Store
+from tests.helpers.sample_corpus import flip_bit, write_so, write_store
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def copy(store_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store_path, tmp_path / "copy"))
+
+
+def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "info", str(store_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads(json.dumps(info(store)))
+    for name, split in found["splits"].items():
+        part = store.split(name)
+        lengths = np.asarray(part.lengths)
+        assert (split["samples"], split["tokens"]) == (len(part), lengths.sum())
+        assert (split["lengths"]["shortest"], split["lengths"]["longest"]) == (lengths.min(), lengths.max())
+        assert split["lengths"]["mean"] == pytest.approx(lengths.mean())
+        assert split["lengths"]["50%"] == np.sort(lengths)[-(-len(lengths) // 2) - 1]
+        width = split["length_histogram"]["width"]
+        bins = np.bincount((lengths - 1) // width, minlength=len(split["length_histogram"]["samples"]))
+        assert split["length_histogram"]["samples"] == bins.tolist()
+        assert split["latent_norms"]["mean"] == pytest.approx(1, abs=1e-3) and split["latent_norms"]["of"] == len(part)
+    assert found["tokenizer"] == store.manifest.tokenizer and found["encoder"]["name"] == "lsa"
+    assert found["identity"] == store.identity and found["sources"][0]["file"].endswith("corpus.txt")
+    assert cli.main(["data", "info", str(store_path)]) == 0
+    told = capsys.readouterr().out
+    for part in ("train: ", "name lsa", "problems   none", "corpus.txt", "#####", "300 tokens"):
+        assert part in told, told
+
+
+def test_sample_shows_texts_lengths_norms_and_neighbors(
+    store: Store, store_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["data", "sample", str(store_path), "-n", "3", "--split", "validation", "--neighbours", "2"]
+    assert cli.main(command) == 0
+    told = capsys.readouterr().out
+    assert cli.main(command) == 0 and capsys.readouterr().out == told
+    assert cli.main([*command, "--seed", "1"]) == 0 and capsys.readouterr().out != told
+    lines = (store_path.parent / "corpus.txt").read_text().splitlines()
+    heads, texts = told.splitlines()[::4], told.splitlines()[1::4]
+    assert len(heads) == 3 and all(text.strip() in lines for text in texts)
+    row = int(heads[0].split(":")[0].removeprefix("validation "))
+    split = store.split("validation")
+    assert f"{split.lengths[np.array([row])][0]} tokens, {split.characters[row]} characters, latent norm " in heads[0]
+    standard = store.standardize(np.stack([split.latents(index) for index in range(len(split))])).reshape(
+        len(split), -1
+    )
+    standard /= np.linalg.norm(standard, axis=1, keepdims=True)
+    cosines = standard @ standard[row]
+    cosines[row] = -2
+    ((first, second),) = nearest(store, split, np.array([row]), 2)
+    assert first[1] == pytest.approx(cosines.max()) and second[1] == pytest.approx(np.sort(cosines)[-2])
+    assert cosines[first[0]] == pytest.approx(first[1])
+    assert len(list(samples(store, "test", 10**6, 0, 0))) == 2 * len(store.split("test"))
+
+
+def test_texts_cannot_steer_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_store(tmp_path / "store")
+    monkeypatch.setattr("mmldlm.data.tokenizer.Tokenizer.decode_batch", lambda *_, **__: ["a\x1b[2Jb\nc é"])
+    assert [*samples(Store.open(tmp_path / "store"), "test", 1, 0, 0)][1] == "  a\\x1b[2Jb\\nc é"
+
+
+def test_a_whole_store_has_no_fault(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(tmp_path / "shards")
+    for path in (store_path, tmp_path / "shards"):
+        assert cli.main(["data", "verify", str(path)]) == 0
+        assert f"{path}: intact: " in capsys.readouterr().out
+    (tmp_path / "shards" / CHECKSUM_NAME).unlink()  # as earlier versions wrote them
+    assert verify_store(tmp_path / "shards", threads=1) == []
+
+
+def test_every_flipped_bit_is_found_in_the_file_that_has_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(0)
+    for path in sorted(file for file in copy.rglob("*") if file.is_file() and file.stat().st_size):
+        content = path.read_bytes()
+        for at in {0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(3))}:
+            flip_bit(path, at)
+            assert cli.main(["data", "verify", str(copy)]) == 65, (path, at)
+            told = capsys.readouterr().err
+            name = MANIFEST_NAME if path.name == CHECKSUM_NAME else path.name
+            assert name in told or path.name == MANIFEST_NAME, (path, at, told)
+            assert told.count("\n") == 1 and told.startswith("mmldlm: error: ")
+            path.write_bytes(content)
+    assert verify_store(copy) == []
+
+
+def change(manifest: dict, key: str) -> None:
+    """Another value of `a.b.c`, as plausible as the first."""
+    *path, last = key.split(".")
+    for name in path:
+        manifest = manifest[name]
+    value = manifest[last]
+    if isinstance(value, list):
+        value[0] += 0.001
+    elif isinstance(value, str):
+        manifest[last] = value[:-1] + ("0" if value[-1] != "0" else "1")
+    else:
+        manifest[last] = value + 1 if isinstance(value, int) else value * 1.001
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size", "mask_id", "pad_id", "max_length", "tokenizer.sha256", "encoder.revision", "encoder.dim",
+        "latent.mean", "latent.rms", "latent.max_norm", "splits.train.samples", "splits.test.tokens",
+        "splits.validation.characters",
+    ],
+)  # fmt: skip
+def test_numbers_that_contradict_the_data_are_found_without_a_seal(key: str, copy: Path) -> None:
+    manifest = json.loads((copy / MANIFEST_NAME).read_text())
+    change(manifest, key)
+    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
+    (copy / CHECKSUM_NAME).unlink()
+    found = verify_store(copy)
+    assert any(key in line for line in found), found
+
+
+def test_several_faults_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(tmp_path / "store")
+    store = tmp_path / "store"
+    write_so(store, "train-00001.tokens", 3, 60_000)
+    write_so(store, "test-00000.latents", (2, 0, 1), np.nan)
+    (store / CHECKSUM_NAME).unlink()
+    flip_bit(store / "train-00004.latents.npy")
+    flip_bit(store / "test-00000.characters.npy")
+    assert cli.main(["data", "verify", str(store), "--threads", "2"]) == 65
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 3 and "3 problems; the first: " in told.err
+    for part in (
+        "train-00001.tokens.npy: sample",
+        "train-00004.latents.npy: damaged",
+        "test-00000.characters.npy: dam",
+    ):
+        assert part in told.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["info", "/nowhere"], 65, "/nowhere: not a data store"),
+        (["sample", "STORE", "--split", "dev"], 65, "no split 'dev'"),
+        (["sample", "STORE", "-n", "0"], 2, "--count 0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_shown(
+    arguments: list[str], code: int, message: str, store_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", *(argument.replace("STORE", str(store_path)) for argument in arguments)]) == code
+    assert message in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""A part of a text is written anew, given the rest: `generate(template=...)`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
+from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, PerfectDenoiser, gaussian, random_pairs
+
+pytestmark = pytest.mark.quick
+
+TEXT, LATENT = MaskedDiffusion(MASK, "elbo"), gaussian("vp_cosine", "v", "mse")
+PAIRS = random_pairs((4, 12, 30, 30))
+# Of the first all, of the others a span in the midst, at the start, at the end.
+BLANKS = torch.cat([torch.arange(0, 4), torch.arange(8, 11), torch.arange(16, 26), torch.arange(56, 76)])
+SIZES = (4, 3, 10, 20)
+KEPT = PAIRS.tokens.index_fill(0, BLANKS, MASK)
+OUTSIDE = KEPT != MASK
+
+CONFIGS = [
+    SamplingConfig(steps=8),
+    SamplingConfig(steps=10, decoding="confidence"),
+    SamplingConfig(steps=12, remask=1.0),
+    SamplingConfig(steps=8, guidance=2.0),
+    SamplingConfig(steps=1),
+]
+
+
+class Guesser:
+    """Knows nothing: any token is as likely. Writes down what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        self.asked.append((tokens.clone(), t_text.clone(), positions.clone()))
+        logits = torch.zeros(len(positions), VOCAB)
+        logits[:, WORDS:] = -torch.inf
+        return logits, latents, torch.zeros(len(latents), 40)
+
+
+def written(model: object, config: SamplingConfig, kept: torch.Tensor | None = KEPT, **more: object) -> Generation:
+    generator = torch.Generator().manual_seed(0)
+    return generate(
+        model,
+        TEXT,
+        LATENT,
+        "l2t",
+        config,
+        generator,
+        PAIRS.latents,
+        PAIRS.lengths,
+        template=kept,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_rest_is_given_clean_at_every_step_and_stays(config: SamplingConfig) -> None:
+    model, steps = Guesser(), []
+    made = written(model, config, on_step=lambda t, tokens: steps.append((t, tokens.clone())))
+    for tokens, _, positions in model.asked:
+        assert torch.equal(tokens[OUTSIDE], PAIRS.tokens[OUTSIDE])
+        assert not OUTSIDE[positions].any()
+    assert len(steps) == config.steps and steps[-1][0] == 0
+    for _, tokens in steps:
+        assert torch.equal(tokens[OUTSIDE], PAIRS.tokens[OUTSIDE])
+    assert torch.equal(made.tokens, steps[-1][1]) and not (made.tokens == MASK).any()
+    assert not torch.equal(made.tokens[BLANKS], PAIRS.tokens[BLANKS])  # who knows nothing writes something else
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_who_knows_the_text_writes_it_again(config: SamplingConfig) -> None:
+    assert torch.equal(written(PerfectDenoiser(PAIRS, LATENT), config).tokens, PAIRS.tokens)
+
+
+def test_the_network_is_asked_for_what_is_written_alone() -> None:
+    """By `ancestral` each token once, when it is written; by `confidence` all that are masked, in every step."""
+    model, steps, ancestral = Guesser(), [KEPT], SamplingConfig(steps=8, decoding="ancestral")
+    written(model, ancestral, on_step=lambda _, tokens: steps.append(tokens.clone()))
+    for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):
+        assert torch.equal(positions, ((before == MASK) & (after != MASK)).nonzero().squeeze(1))
+    assert torch.equal(torch.cat([positions for *_, positions in model.asked]).sort().values, BLANKS)
+    model = Guesser()
+    written(model, SamplingConfig(steps=8, decoding="confidence"))
+    for tokens, _, positions in model.asked:
+        assert torch.equal(positions, (tokens == MASK).nonzero().squeeze(1))
+
+
+def test_the_network_is_told_the_time_of_as_many_masks() -> None:
+    model = Guesser()
+    written(model, SamplingConfig(steps=5, decoding="confidence"))
+    shares = torch.tensor(SIZES) / torch.tensor(PAIRS.lengths)
+    for (_, t_text, _), t in zip(model.asked, (1.0, 0.8, 0.6, 0.4, 0.2), strict=True):
+        torch.testing.assert_close(t_text, t * shares)
+
+
+def test_the_surest_are_written_at_the_pace_of_the_span() -> None:
+    steps: list[torch.Tensor] = []
+    config = SamplingConfig(steps=5, decoding="confidence")
+    written(Guesser(), config, on_step=lambda _, tokens: steps.append(tokens.clone()))
+    for tokens, s in zip(steps, (0.8, 0.6, 0.4, 0.2, 0.0), strict=True):
+        masks = [int((part == MASK).sum()) for part in tokens.split(PAIRS.lengths)]
+        assert masks == [round(s * size) for size in SIZES]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_text_of_masks_alone_is_any_text(config: SamplingConfig) -> None:
+    """The same model calls and random numbers as without `template`."""
+    assert torch.equal(
+        written(Guesser(), config, torch.full_like(KEPT, MASK)).tokens, written(Guesser(), config, None).tokens
+    )
+
+
+def test_what_was_kept_decides_what_is_written() -> None:
+    """Given a model that writes its left neighbor again."""
+
+    def echo(tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        before = tokens[(positions - 1).clamp_min(0)]
+        known = F.one_hot(before.clamp_max(WORDS - 1), VOCAB) * 100.0
+        return known * (before != MASK)[:, None] + F.one_hot(torch.tensor(5), VOCAB), latents, None
+
+    kept = torch.arange(10, 22).index_fill(0, torch.tensor([4]), MASK)
+    made = generate(
+        echo, TEXT, LATENT, "l2t", SamplingConfig(steps=3), torch.Generator(), PAIRS.latents[:1], (12,), template=kept
+    )
+    assert made.tokens.tolist() == [10, 11, 12, 13, 13, *range(15, 22)]

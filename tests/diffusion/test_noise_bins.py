@@ -1,0 +1,107 @@
+"""Losses by noise level: parts of the losses that are shown anyway, and no change to what is trained."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmldlm.diffusion.noise import MODES, Noise, draw_noise, mode_weights
+from mmldlm.diffusion.objective import Objective, noise_bin_names
+from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs
+
+pytestmark = pytest.mark.quick
+
+LENGTHS = tuple([3, 7, 1, 5, 2, 9] * 8)
+PAIRS = random_pairs(LENGTHS, channels=6)
+ALL = mode_weights({"l2t": 1, "t2l": 1, "joint": 1})
+
+
+@pytest.fixture(scope="module")
+def model() -> MMDiT:
+    torch.manual_seed(0)
+    model = MMDiT(
+        ModelConfig(depth=1, width=32, num_heads=2, conditioning_width=16), DataShape(VOCAB, MASK, PAD, 9, 1, 6)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def of_levels(levels: int, text: str = "elbo") -> Objective:
+    plain = objective(gaussian("vp_cosine", "v", "mse", 6), text=text)
+    return Objective(plain.config, plain.text, plain.latent, levels)
+
+
+def noise() -> Noise:
+    return draw_noise(PAIRS, 0, 3, len(LENGTHS), ALL)
+
+
+@pytest.mark.parametrize("text", ["elbo", "masked_mean"])
+def test_levels_are_means_over_their_samples_alone(model: MMDiT, text: str) -> None:
+    """Against a loop over the samples: which level each belongs to, by its own time in its modality."""
+    levels, drawn = 4, noise()
+    total = of_levels(levels, text)
+    noised = total.corrupt(PAIRS, drawn)
+    _, sums = total(model, noised, noised.counts.tolist())
+    shown = total.summary(sums, noised.counts)
+    nll, latent, *_ = model(*noised.inputs)
+    latent_losses = total.latent.losses(latent, noised.latent_target)
+    sample = noised.layout.sample_of_token[noised.positions]
+    found = np.zeros((2, 3, levels, 2))  # modality, mode, level: sum and count
+    for index, length in enumerate(LENGTHS):
+        mode = MODES[int(drawn.mode[index])]
+        if mode != "t2l":
+            own = sample == index
+            level = min(int(float(drawn.t_text[index]) * levels), levels - 1)
+            count = length if text == "elbo" else int(own.sum())
+            found[0, MODES.index(mode), level] += float((noised.token_weight * nll)[own].sum()), count
+        if mode != "l2t":
+            level = min(int(float(drawn.t_latent[index]) * levels), levels - 1)
+            found[1, MODES.index(mode), level] += float(latent_losses[index]), 1
+    for place, name in enumerate(("text", "latent")):
+        for number, level_name in enumerate(noise_bin_names(levels)):
+            value, count = found[place, :, number].sum(0)
+            assert count > 0 and shown[f"loss/{name}_noise_{level_name}"] == pytest.approx(value / count, rel=1e-4)
+    curves = total.by_noise_bin(sums, noised.counts)
+    assert set(curves) == {"text_l2t", "text_joint", "latent_t2l", "latent_joint"}
+    for name, curve in curves.items():
+        modality, mode = name.split("_")
+        expected = found[("text", "latent").index(modality), MODES.index(mode)]  # type: ignore[arg-type]
+        for level, value in enumerate(curve):
+            count = expected[level, 1]
+            assert math.isnan(value) if not count else value == pytest.approx(expected[level, 0] / count, rel=1e-4)
+
+
+def test_the_number_of_levels_changes_no_bit_of_loss_and_gradient(model: MMDiT) -> None:
+    results = []
+    for levels in (1, 5):
+        total = of_levels(levels)
+        noised = total.corrupt(PAIRS, noise())
+        model.zero_grad()
+        loss, sums = total(model, noised, noised.counts.tolist())
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        results.append((loss, torch.cat([each.flatten() for each in gradients]), total.summary(sums, noised.counts)))
+        assert len(sums) == len(noised.counts) == total.size
+    (loss, gradient, one), (other_loss, other_gradient, five) = results
+    assert torch.equal(loss, other_loss) and torch.equal(gradient, other_gradient)
+    assert {name: five[name] for name in one} == pytest.approx(one, rel=1e-5)
+    assert not [name for name in one if "noise" in name] and len(five) == len(one) + 2 * 5
+
+
+def test_finer_levels_are_shown_as_the_coarse_ones(model: MMDiT) -> None:
+    coarse = of_levels(5)
+    fine = coarse.for_validation(6)
+    summaries = []
+    for total, finer in ((coarse, 1), (fine, 6)):
+        noised = total.corrupt(PAIRS, noise())
+        _, sums = total(model, noised, noised.counts.tolist())
+        summaries.append(total.summary(sums, noised.counts, finer))
+    assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
+    assert all(len(curve) == 30 for curve in fine.by_noise_bin(sums, noised.counts).values())
+    assert noise_bin_names(5) == ["0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1"]

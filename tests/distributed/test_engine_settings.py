@@ -1,0 +1,159 @@
+"""The distributed settings reach the engine: read off the running process, and seen in what it exchanges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmldlm.config import load_config
+from mmldlm.distributed.environment import settings_to_export, variables_not_in
+from mmldlm.errors import ConfigError
+from tests.helpers.engine_runs import CURVE, difference, records
+from tests.helpers.forked_runs import ForkedRuns
+
+SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
+
+
+Probe = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def probe(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> Probe:
+    """Run two processes of an engine with these settings: the facts of rank 0."""
+
+    def facts(engine: str, *settings: str) -> dict[str, Any]:
+        out = tmp_path / "facts.json"
+        variables = {"PROBE": str(out), "PROBE_ENGINE": engine}
+        given = (parity_config, *SHORT, *settings)
+        forked.succeed(engine, tmp_path / "run", 2, *given, script="engine_probe.py", **variables)
+        return json.loads(out.read_text())
+
+    return facts
+
+
+def test_ddp_defaults(probe: Probe) -> None:
+    facts = probe("ddp")
+    assert facts["timeout_s"] == 120 and facts["parameters"] == ["torch.float32"]
+    assert (facts["find_unused_parameters"], facts["static_graph"], facts["broadcast_buffers"]) == (False, True, False)
+    assert facts["gradient_as_bucket_view"] is True and facts["bucket_bytes_cap"] == 25 * 2**20
+    assert facts["environment"]["NCCL_SOCKET_NTHREADS"] == "4"
+    assert facts["environment"]["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
+    assert facts["held"] == pytest.approx(16, rel=0.05)
+    # No gradient is exchanged inside the accumulation.
+    assert len(facts["steps"][0]["in_backward"]) == 3  # the rehearsal before the first step, and its two micro-batches
+    for step in facts["steps"][1:]:
+        first, last = step["in_backward"]
+        assert first == 0 and last > 0
+
+
+def test_ddp_settings_changed(probe: Probe) -> None:
+    facts = probe(
+        "ddp",
+        "distributed.ddp={find_unused_parameters: true, static_graph: false, gradient_as_bucket_view: false, "
+        "broadcast_buffers: true, bucket_cap_mb: 1}",
+        "distributed.timeout_s=77",
+        "distributed.heartbeat_timeout_s=99",
+        "distributed.blocking_wait=true",
+        "distributed.async_error_handling=false",
+        "distributed.flight_recorder=false",
+        "distributed.nccl={NCCL_SOCKET_NTHREADS: 2, NCCL_IB_DISABLE: 1}",
+    )
+    assert facts["timeout_s"] == 77
+    assert (facts["find_unused_parameters"], facts["static_graph"], facts["broadcast_buffers"]) == (True, False, True)
+    assert facts["gradient_as_bucket_view"] is False and facts["bucket_bytes_cap"] == 2**20
+    expected = {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "99",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_FR_BUFFER_SIZE": "0",
+        "NCCL_SOCKET_NTHREADS": "2",
+        "NCCL_IB_DISABLE": "1",
+    }
+    assert expected.items() <= facts["environment"].items()
+    assert "NCCL_NSOCKS_PERTHREAD" not in facts["environment"]
+
+
+@pytest.mark.parametrize(("engine", "in_first"), [("fsdp2", 0), ("zero1", 0), ("zero2", 1), ("zero3", 1)])
+def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
+    """The group's timeout is ours under each; ZeRO-2 and 3 exchange gradients with each micro-batch by design.
+
+    What is held for a parameter is what docs/engines.md says.
+    """
+    facts = probe(engine)
+    assert facts["timeout_s"] == 120
+    if engine != "zero3":  # its buckets are larger than this model
+        assert facts["held"] == pytest.approx(16 / 2 if engine == "fsdp2" else 4 + 16 / 2, rel=0.05)
+    if engine == "fsdp2":
+        assert facts["fsdp_modules"] == ["", "blocks.0", "blocks.1"] and facts["parameters"] == ["torch.float32"]
+    reductions = [step["in_backward"][0] > (2 if engine == "fsdp2" else 0) for step in facts["steps"][1:]]
+    assert reductions == [bool(in_first)] * 3, facts["steps"]
+
+
+@pytest.mark.parametrize("hook", ["fp16", "powersgd"])
+def test_communication_hooks(
+    hook: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """Compressed gradients: another curve, and nearly the same."""
+    options = f"distributed.ddp={{comm_hook: {hook}, powersgd_rank: 8, powersgd_start_step: 2}}"
+    forked.succeed("ddp", tmp_path / "run", 2, parity_config, options)
+    assert 1e-7 < difference(tmp_path / "run", single(), CURVE[:1]) < (0.05 if hook == "powersgd" else 0.01)
+
+
+def test_powersgd_rank_and_start_step_change_the_curve(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    curves = []
+    for name, rank, start in (("base", 8, 2), ("rank", 1, 2), ("start", 8, 50)):
+        hook = f"distributed.ddp={{comm_hook: powersgd, powersgd_rank: {rank}, powersgd_start_step: {start}}}"
+        forked.succeed("ddp", tmp_path / name, 2, parity_config, "train.steps=6", *SHORT[1:], hook)
+        curves.append([record["loss/total"] for record in records(tmp_path / name).values()])
+    base, other_rank, later = curves
+    assert len(base) == 6 and base != other_rank != later != base
+
+
+def test_a_hook_that_gloo_has_not_is_refused(
+    parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
+) -> None:
+    ranks = two_ranks("ddp", parity_config, f"run.dir={tmp_path / 'run'}", "distributed.ddp.comm_hook=bf16")
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 64)
+    assert "distributed.ddp.comm_hook: expected none, fp16 or powersgd" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("distributed.timeout_s=11923200", "timeout_s: must be at most 86400"),
+        ("distributed.nccl={NCCL_TIMEOUT: 1800}", "NCCL_TIMEOUT has no effect; use distributed.timeout_s"),
+        ("distributed.nccl={PATH: x}", "expected names such as NCCL_SOCKET_IFNAME, found 'PATH'"),
+        ("distributed.ddp.comm_hook=zip", "distributed.ddp.comm_hook"),
+    ],
+)
+def test_refused_settings(setting: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(None, [setting])
+
+
+@pytest.mark.quick
+def test_138_days_when_they_are_wanted() -> None:
+    config = load_config(None, ["distributed.timeout_s=11923200", "distributed.allow_long_timeout=true"])
+    assert config.distributed.timeout_s == 11923200
+    assert settings_to_export(config.distributed)["NCCL_NSOCKS_PERTHREAD"] == "4"
+
+
+@pytest.mark.quick
+def test_a_variable_that_nobody_reads_is_found() -> None:
+    libraries = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
+    assert libraries
+    names = ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_NO_SUCH_THING"]
+    assert variables_not_in(libraries, names) == ["TORCH_NCCL_NO_SUCH_THING"]
+
+
+@pytest.mark.quick
+def test_a_name_that_nccl_builds_from_its_prefix_is_known(tmp_path: Path) -> None:
+    (tmp_path / "libnccl.so").write_bytes(b"..SOCKET_NTHREADS\0..NCCL_DEBUG\0")
+    names = ["NCCL_SOCKET_NTHREADS", "NCCL_DEBUG", "NCCL_SOCKET_NTHREAD"]
+    assert variables_not_in([tmp_path / "libnccl.so"], names) == ["NCCL_SOCKET_NTHREAD"]

@@ -1,0 +1,213 @@
+"""What the launcher asks for, and what is refused by name before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmldlm.distributed.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
+from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.errors import ConfigError
+from tests.helpers.engine_runs import ENGINES, accelerate, environment, exit_record, run, succeed, torchrun
+from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import PATIENCE_S
+
+LAUNCHED = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+PLAN = StepPlan(micro_batch_size=2, accumulation=4, global_batch_size=16, clip_norm=1.0, precision="bf16")
+
+
+@pytest.mark.quick
+def test_no_launcher_is_one_process() -> None:
+    launch = read_launcher_env({})
+    assert (launch.engine, launch.rank, launch.world_size, launch.nodes) == ("single", 0, 1, 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"])
+def test_the_config_file_picks_the_engine(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    launch = read_launcher_env(dict(LAUNCHED), accelerate_file=f"accelerate_configs/{engine}.yaml")
+    assert (launch.engine, launch.rank, launch.world_size) == (engine, 1, 2)
+
+
+@pytest.mark.quick
+def test_nodes_follow_from_the_local_world_size() -> None:
+    assert read_launcher_env({**LAUNCHED, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}).nodes == 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"MASTER_ADDR": "a"}, "every process would train its own copy"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK and LOCAL_RANK are not set"),
+        ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE: expected a whole number, found 'two'"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2 is requested, but no process group"),
+        ({**LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version: expected 2, found 1"),
+        (
+            {
+                **LAUNCHED,
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_ACTIVATION_CHECKPOINTING": "true",
+            },
+            "use memory.activation_checkpointing in the run config",
+        ),
+        ({**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file: expected a DeepSpeed file"),
+        (
+            {
+                **LAUNCHED,
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json",
+            },
+            "nowhere.json does not exist",
+        ),
+    ],
+)
+def test_refused_launches(changes: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint.replace("(", r"\(")):
+        read_launcher_env(dict(changes))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("deepspeed", "accelerate_file", "complaint"),
+    [
+        ("[" * 100_000, None, "is not readable JSON"),
+        ("[]", None, "expected a JSON object, found list"),
+        ('{"zero_optimization": {"stage": {}}}', None, r"stage: expected 1, 2 or 3, found \{\}"),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": [1]}}', None, "offload_optimizer: expected keys"),
+        (None, "{distributed_type: FSDP, fsdp_config: [1]}", "fsdp_config: expected keys below it, found"),
+        (None, "{distributed_type: DEEPSPEED, deepspeed_config: x}", "deepspeed_config: expected keys below it"),
+        (None, "{distributed_type: [FSDP]}", "distributed_type: expected NO, MULTI_GPU, FSDP or DEEPSPEED"),
+    ],
+)
+def test_malformed_launcher_files(
+    deepspeed: str | None, accelerate_file: str | None, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(deepspeed or accelerate_file or "")
+    with pytest.raises(ConfigError, match=complaint):
+        read_launcher_env(dict(LAUNCHED), str(path) if deepspeed else None, str(path) if accelerate_file else None)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("zero")])
+def test_auto_is_filled_from_the_run_config(engine: str) -> None:
+    path = ROOT / "ds_configs" / f"{engine}.json"
+    found = resolve_deepspeed_config(read_deepspeed_config(path), str(path), PLAN)
+    assert '"auto"' not in json.dumps(found)
+    assert found["gradient_accumulation_steps"] == 4 and found["train_micro_batch_size_per_gpu"] == 2
+    assert found["train_batch_size"] == 16 and found["gradient_clipping"] == 1.0 and found["bf16"]["enabled"] is True
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("section", "complaint"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, but 4 by the run config"),
+        ({"gradient_clipping": 0.5}, r"gradient_clipping is 0.5, but 1.0 by the run config \(optim.clip_norm\)"),
+        ({"train_batch_size": 32}, "train_batch_size is 32, but 16"),
+        ({"bf16": {"enabled": False}}, r"bf16.enabled is false, but true by the run config \(precision\)"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true, but false"),
+        ({"optimizer": {"type": "Adam"}}, "optimizer: expected nothing"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: expected nothing"),
+        ({"prescale_gradients": "auto"}, 'prescale_gradients: "auto" is not supported here'),
+    ],
+)
+def test_a_deepspeed_file_that_says_otherwise_is_refused(section: dict[str, object], complaint: str) -> None:
+    config = {"zero_optimization": {"stage": 2}, **section}
+    with pytest.raises(ConfigError, match=complaint):
+        resolve_deepspeed_config(config, "x.json", PLAN)
+
+
+def test_a_deepspeed_file_with_another_accumulation(parity_config: Path, tmp_path: Path) -> None:
+    file = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps({**file, "gradient_accumulation_steps": 4, "gradient_clipping": 9.0}))
+    done = run(torchrun(2, parity_config, f"run.dir={tmp_path / 'run'}", "--deepspeed_config", tmp_path / "ds.json"))
+    assert done.returncode != 0 and not (tmp_path / "run").exists()
+    assert "gradient_accumulation_steps is 4, but 2 by the run config" in done.stdout
+    assert "gradient_clipping is 9.0, but 2.0 by the run config" in done.stdout
+
+
+def test_a_cpu_config_that_would_train_separate_copies(parity_config: Path, tmp_path: Path) -> None:
+    done = run(accelerate("cpu", 2, parity_config, f"run.dir={tmp_path / 'run'}"))
+    assert done.returncode != 0 and not (tmp_path / "run").exists()
+    assert "every process would train its own copy" in done.stdout
+
+
+def test_processes_that_were_asked_for_and_did_not_come(parity_config: Path, tmp_path: Path) -> None:
+    """Two are asked for, one is started: it says so instead of waiting for half an hour. Here after 2 s, not 30."""
+    alone = environment(**{**LAUNCHED, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29653"})
+    settings = [f"run.dir={tmp_path / 'run'}", "distributed.timeout_s=2"]
+    imports = "import sys; from mmldlm import train; from mmldlm.distributed import process_group"
+    program = f"{imports}; process_group.RENDEZVOUS_TIMEOUT_S = 1.0, 300.0"
+    done = run([sys.executable, "-c", f"{program}; sys.exit(train.main())", str(parity_config), *settings], env=alone)
+    assert done.returncode == 76 and "rendezvous of 2 processes at 127.0.0.1:29653 failed" in done.stdout
+
+
+def test_two_sources_of_the_precision(parity_config: Path, tmp_path: Path) -> None:
+    tree = yaml.safe_load((ROOT / "accelerate_configs/ddp.yaml").read_text())
+    (tmp_path / "ddp.yaml").write_text(yaml.safe_dump({**tree, "mixed_precision": "bf16"}))
+    command = accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}")
+    command[command.index("accelerate_configs/ddp.yaml")] = str(tmp_path / "ddp.yaml")
+    done = run(command)
+    assert done.returncode != 0 and "mixed_precision: bf16 in the launcher's config, but precision: fp32" in done.stdout
+
+
+LAUNCH_ALIKE_BUT = """
+import os, sys
+from mmldlm.train import main
+if os.environ["RANK"] == "1":
+    sys.argv.append({change!r})
+code = main()
+sys.stdout.flush(); sys.stderr.flush()
+os._exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("optim.lr=0.5", "rank 1: config.optim.lr is 0.5, 0.001 on rank 0"),
+        ("data.path=/nowhere", "rank 1: /nowhere"),
+    ],
+)
+def test_ranks_that_were_not_started_alike(
+    change: str,
+    complaint: str,
+    parity_config: Path,
+    two_ranks: Callable[..., list[int]],
+    forked: ForkedRuns,
+    tmp_path: Path,
+) -> None:
+    """The deviating one and its key are named, and all end without waiting for one another until a timeout."""
+    script = tmp_path / "alike.py"
+    script.write_text(LAUNCH_ALIKE_BUT.format(change=change))
+    given = (parity_config, f"run.dir={tmp_path / 'run'}", f"distributed.timeout_s={2 * PATIENCE_S:g}")
+    ranks = two_ranks("ddp", *given, script=str(script))
+    codes, log = forked.wait(ranks), (tmp_path / "log").read_text()
+    assert codes.keys() == set(ranks) and all(codes.values()), log[-3000:]
+    assert complaint in log, log[-3000:]
+    assert not (tmp_path / "run").exists()
+
+
+def test_shipped_single_process_files(parity_config: Path, single: Callable[..., Path], tmp_path: Path) -> None:
+    command = accelerate("cpu", 1, parity_config, f"run.dir={tmp_path}", "train.steps=2")
+    assert "engine       single, 1 process on" in succeed(command)
+    report = json.loads((tmp_path / "startup.json").read_text())
+    assert report["launcher"] == "accelerate launch" and report["versions"]["torch"] and report["ranks"][0]["host"]
+    assert exit_record(tmp_path)["code"] == 0

@@ -1,0 +1,170 @@
+"""A rank that stops, hangs, dies or raises ends all ranks in time, and by name: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.watched_runs import LaunchedRun, WatchedRun
+
+LONG_S = 2 * PATIENCE_S  # a timeout that these runs need not wait for
+
+STOPPED = r"is not responding \(its process is stopped\), last seen at step [1-9]\d*, (in all-reduce|outside).*"
+SILENT = r"is not responding \(no heartbeat for at least \d+\.\d s\), last seen at step \d+, .*"
+DIED = r"exited without reporting an error, last seen at step \d+, .*"
+WAITED = (
+    r"; rank (\d) waited (\d+\.\d) s in all-reduce of the loss counts "
+    r"\(gloo:all_reduce number \d+, sizes \[\[7\]\]\) at step (\d+)"
+)
+
+
+def check_lost(run: WatchedRun, lost: int, text: str, survivors: list[int]) -> None:
+    """Each survivor says the same, once, and leaves its stacks; the first leaves exit.json."""
+    first = run.record()
+    name = rf"rank {lost} \(host \S+, pid {run.pids[lost]}\) "
+    found = re.fullmatch(name + text + WAITED, first["cause"])
+    assert found, first["cause"]
+    assert first["code"] == 76 and first["rank"] in survivors and first["step"] >= 7
+    assert int(found[found.lastindex or 0]) >= 7
+    for rank in survivors:
+        if rank != first["rank"]:
+            assert run.record(f"exit.rank{rank}.json")["cause"] == first["cause"]
+        assert "in sum_of_ones" in run.stacks(rank) and "in loop" in run.stacks(rank)
+        assert f"flight_recorder.rank{rank}.json" in run.files()
+        if not isinstance(run, LaunchedRun):
+            assert run.complaints(rank) == [first["cause"]]
+
+
+def test_a_stopped_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 3, 5, "none") as run:
+        run.harm(1, signal.SIGSTOP)
+        assert run.codes() == [76, -signal.SIGKILL, 76]
+        assert run.seconds >= 5
+        check_lost(run, 1, STOPPED, [0, 2])
+
+
+def test_a_stopped_rank_with_the_store_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, 2, "none") as run:
+        run.harm(0, signal.SIGSTOP)
+        assert run.codes() == [-signal.SIGKILL, 76]
+        check_lost(run, 0, STOPPED, [1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_lost_rank_ends_torchrun(forked: ForkedRuns, tmp_path: Path, number: signal.Signals) -> None:
+    with LaunchedRun(forked, tmp_path, 2, 2, "none") as run:
+        run.harm(0, number)
+        assert run.codes() == [1]
+        check_lost(run, 0, STOPPED if number == signal.SIGSTOP else DIED, [1])
+        assert re.search(r"rank +: 1 .*\n +exitcode +: 76 ", run.output())
+
+
+@pytest.mark.parametrize(("world_size", "lost"), [(3, 1), (2, 0)])
+def test_a_killed_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path, world_size: int, lost: int) -> None:
+    with WatchedRun(forked, tmp_path, world_size, LONG_S, "none") as run:
+        run.harm(lost, signal.SIGKILL)
+        codes = run.codes()
+        assert codes.pop(lost) == -signal.SIGKILL and set(codes) == {76}
+        check_lost(run, lost, DIED, [rank for rank in range(world_size) if rank != lost])
+
+
+def test_an_error_of_one_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 3, LONG_S, "raise", 1) as run:
+        assert run.codes() == [76, 65, 76]
+        assert {k: run.record()[k] for k in ("code", "rank", "step")} == {"code": 65, "rank": 1, "step": 7}
+        assert run.record()["cause"] == "sample 3: nothing in it"
+        for rank in (0, 2):
+            cause = "rank 1 ended with exit code 65 at step 7: sample 3: nothing in it"
+            assert run.record(f"exit.rank{rank}.json")["cause"] == cause
+            assert run.complaints(rank) == [cause]
+        assert "stacks.rank1.txt" not in run.files()
+
+
+def test_an_endless_loop_outside_of_collectives_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, 2, "spin", 1) as run:
+        assert run.codes() == [76, 76]
+        check_lost(run, 1, r"has been stuck outside of any collective for \d+\.\d s \(step 7\)", [0])
+        assert run.record("exit.rank1.json")["code"] == 76
+        assert re.search(r'watchdog_rank.py", line \d+ in spin\n', run.stacks(1))
+
+
+def test_code_that_holds_the_interpreter_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    """Its own watchdog cannot run, so those of the others on its machine kill it."""
+    with WatchedRun(forked, tmp_path, 2, 2, "hold", 1) as run:
+        assert run.codes() == [76, -signal.SIGKILL]
+        check_lost(run, 1, SILENT, [0])
+
+
+def test_a_main_thread_that_no_timeout_frees_is_ended(forked: ForkedRuns, tmp_path: Path) -> None:
+    """As in a collective that hangs in a device; the thread finds it in `sum_of_ones`."""
+    with WatchedRun(forked, tmp_path, 2, 2, "hang") as run:
+        run.harm(1, signal.SIGSTOP)
+        assert run.codes() == [76, -signal.SIGKILL]
+        check_lost(run, 1, STOPPED, [0])
+
+
+def test_a_rank_of_another_machine_is_judged_by_its_heartbeat(forked: ForkedRuns, tmp_path: Path) -> None:
+    """It cannot be killed from here, but learns of its end once it goes on."""
+    with WatchedRun(forked, tmp_path, 2, 2, "none", FAR="1") as run:
+        run.harm(1, signal.SIGSTOP)
+        assert run.code(0) == 76
+        check_lost(run, 1, SILENT, [0])
+        assert run.code(1, 0) is None
+        os.kill(run.pids[1], signal.SIGCONT)
+        assert run.code(1) == 76
+        assert "exit.rank1.json" in run.files()
+
+
+def test_a_store_that_is_out_of_reach_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, 2, "none", FAR="1") as run:
+        run.harm(0, signal.SIGSTOP)
+        assert run.code(1) == 76
+        cause = run.record()["cause"]
+        host = rf"rank 0 \(host \S+, pid {run.pids[0]}\), last seen at step \d+, .*, or the launcher hosts it"
+        assert re.fullmatch(rf"the store at 127.0.0.1:\d+ does not respond; {host}{WAITED}", cause), cause
+
+
+def test_a_lost_store_ends_ranks_that_wait_for_nobody(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, 2, "work-alone") as run:
+        run.harm(0, signal.SIGSTOP)
+        assert run.codes() == [-signal.SIGKILL, 76]
+        assert re.fullmatch(rf"rank 0 .*{STOPPED}; detected by rank 1 at step 7", run.record()["cause"])
+        assert "in work_alone" in run.stacks(1)
+
+
+def test_ranks_in_different_collectives_are_named(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, 2, "other-collective", 1) as run:
+        assert run.codes() == [76, 76]
+        cause = run.record()["cause"]
+        assert "all-reduce of the loss counts" in cause and "barrier before saving" in cause and "step 7" in cause
+
+
+def test_a_bug_on_all_ranks_stays_a_bug(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, LONG_S, "bug") as run:
+        assert run.codes() == [1, 1]
+        assert run.files() == {"exit.json", f"exit.rank{1 - run.record()['rank']}.json"}
+        for rank in (0, 1):
+            assert run.output(rank).rstrip().splitlines()[-1].startswith("RuntimeError: inconsistent tensor size")
+            assert run.complaints(rank) == []
+
+
+def test_a_good_end_accuses_nobody(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, LONG_S, "end") as run:
+        assert run.codes() == [0, 0]
+        assert run.files() == {"exit.json", "exit.rank1.json"}
+        assert run.record()["code"] == run.record("exit.rank1.json")["code"] == 0
+
+
+def test_a_rank_may_end_before_others_that_work_alone(forked: ForkedRuns, tmp_path: Path) -> None:
+    """For longer than the timeout, and although the store ends with rank 0."""
+    with WatchedRun(forked, tmp_path, 2, 1, "early-end", 0) as run:
+        assert run.codes() == [0, 0]
+        assert run.seconds > 4
+        assert run.files() == {"exit.json", "exit.rank1.json"}
+        assert run.output(0) == run.output(1) == ""

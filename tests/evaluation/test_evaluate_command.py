@@ -1,0 +1,92 @@
+"""`mmldlm evaluate` on the command line: what is asked for is what is measured, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmldlm import cli, train
+from tests.helpers.tiny_config import TINY
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.yaml").write_text(TINY.format(run=folder / "run", store=tiny_store), encoding="utf-8")
+    assert train.main([str(folder / "config.yaml"), "train.steps=1", "validation.every=0"]) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--modes", "l2t,latents"], 2, "--modes: expected some of l2t, t2l, joint"),
+        (["--texts", "0"], 2, "--texts: expected at least 1, found 0"),
+        (["--samples", "1"], 2, "--samples: expected at least 2, found 1"),
+        (["--split", "dev"], 65, "no split 'dev', expected one of"),
+        (["--sts", "/nowhere.tsv"], 65, "--sts /nowhere.tsv: cannot be read"),
+        (["--perplexity-model", "/nowhere"], 65, "/nowhere: expected the folder of a causal language model"),
+        (["--checkpoint", "/nowhere"], 65, "/nowhere"),
+        (["--weights", "ema"], 65, "has no EMA of the weights"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
+) -> None:
+    try:
+        found = cli.main(["evaluate", str(run_dir), *arguments])
+    except SystemExit as error:
+        found = int(str(error.code))
+    assert found == code
+    assert expected in capsys.readouterr().err
+    assert not (run_dir / "evaluation.json").exists()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", str(tmp_path)]) == 65
+    assert "not a run folder" in capsys.readouterr().err
+
+
+def test_what_is_asked_for_is_measured(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = (("The rose.", "The tulip.", 5), ("The rose.", "The wave.", 1), ("The oven.", "The flour.", 4))
+    keys = ("sentence1", "sentence2", "score")
+    pairs.write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+    asked = ["--modes", "t2l", "--sts", str(pairs), "--samples", "12", "--seed", "5", "--batch", "4"]
+    assert cli.main(["evaluate", str(run_dir), *asked]) == 0
+    shown = capsys.readouterr().out
+    assert "12 documents of split test" in shown and "STS Spearman" in shown and "BLEU" not in shown
+    found = json.loads((run_dir / "evaluation.json").read_text())
+    assert found["modes"] == ["t2l"] and found["modes_trained"] == ["l2t", "t2l", "joint"]
+    assert found["documents"] == found["t2l"]["candidates"] == 12 and found["t2l"]["sts_pairs"] == 3
+    assert not {"l2t", "joint", "bits_per_token"} & found.keys()
+    assert -1 <= found["t2l"]["sts_spearman"] <= 1
+    first = (run_dir / "evaluation.json").read_bytes()
+    assert cli.main(["evaluate", str(run_dir), *asked]) == 0
+    assert (run_dir / "evaluation.json").read_bytes() == first
+
+
+def test_a_log_tells_phases_and_micro_batches(run_dir: Path) -> None:
+    asked = ["--samples", "12", "--texts", "6", "--times", "2", "--batch", "4"]
+    script = f"from mmldlm.evaluate import run; run({[str(run_dir), *asked]!r}, interval=0)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("step 1") and "micro-batches" not in found.stdout
+    told = found.stderr
+    assert "\r" not in told
+    assert "loading the run ...\nopening documents and encoder ...\n" in told
+    for phase, batches in (
+        ("bound, no latent", 6),
+        ("bound, latent own", 6),
+        ("texts from latents, latent shuffled", 2),
+        ("latents from texts", 3),
+        ("latents from texts, by noise bin", 6),
+        ("texts and latents from noise", 2),
+    ):
+        assert f"\n{phase} ...\n" in told
+        for done in range(1, batches + 1):
+            assert f"\n{phase}: {done} of {batches} micro-batches, " in told
+    assert "\nre-encoding of the generated texts: 1 of 1 batches of the encoder, " in told

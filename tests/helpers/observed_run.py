@@ -1,0 +1,77 @@
+"""A run of three steps in this process, and all that can be seen of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any, Literal
+
+from mmldlm.config import load_config
+from mmldlm.distributed.optimizers import describe_optimizer
+from mmldlm.errors import MmldlmError
+from mmldlm.inference import sample
+from mmldlm.run.load import load_run
+from mmldlm.telemetry import read_metrics
+from mmldlm.train import train_step
+from mmldlm.trainer.trainer import Trainer
+
+Sight = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
+SIGHTS: dict[Sight, str] = {
+    "curve": "loss, gradient norm and learning rate of each step",
+    "validation": "the held-out losses, and the quality of what is made of held-out samples",
+    "texts": "held-out texts beside what is written from their latents",
+    "latents": "latents made by `mmldlm sample --mode joint`",
+    "batches": "the samples of each micro-batch",
+    "workers": "processes beside this one while a step is computed",
+    "parts": "kernels and implementations that the built parts have chosen",
+    "records": "kinds and steps of what is in metrics.jsonl",
+    "files": "names in the run folder",
+    "end": "how the run ended, and its error",
+}
+
+BASE = (
+    "run.seed=3",
+    "model={depth: 2, width: 32, num_heads: 2, conditioning_width: 32, modulation_rank: 8}",
+    "optim.lr=3e-3",
+    "train={steps: 3, global_batch_size: 8}",
+    "log={every: 1, tensorboard: false}",
+    "validation={every: 3, samples: 16, text_samples: 2}",
+    "checkpoint.every_steps=0",
+    "sampling.steps=4",
+)
+
+
+def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[Sight, Any]:
+    """Train `BASE` with `settings` on the store at `store`; what is seen does not depend on `folder`.
+
+    With `samples`, also what the trained run makes of noise: "latents".
+    """
+    config = load_config(None, [*BASE, f"run.dir={folder}", f"data.path={store}", *settings])
+    texts: list[Any] = []
+    batches: list[Any] = []
+    seen: dict[Sight, Any] = {"texts": texts, "batches": batches, "end": "done"}
+    try:
+        with Trainer(config) as run:
+            run.tracker.samples = lambda step, rows, _: texts.append((step, rows))  # type: ignore[method-assign]
+            model = run.engine.unwrapped_model
+            recomputed = [{"forward", "attention"} & vars(block).keys() for block in model.blocks]  # type: ignore[union-attr]
+            seen["parts"] = model.backend, recomputed, describe_optimizer(run.engine.unwrapped_optimizer)
+            for step, micro_batches in run.steps():
+                batches.append([batch.sample_ids.tolist() for batch in micro_batches])
+                seen["workers"] = len(multiprocessing.active_children())
+                train_step(run, step, micro_batches)
+    except MmldlmError as error:
+        seen["end"] = str(error).replace(str(folder), "RUN")
+    records = read_metrics(folder / "metrics.jsonl")
+    seen["records"] = [(record["kind"], record["step"]) for record in records]
+    curve = [record for record in records if record["kind"] == "train"]
+    seen["curve"] = [(r["step"], r["loss/total"], r["optim/grad_norm"], r["optim/lr"]) for r in curve]
+    validation = [record for record in records if record["kind"] == "validation"]
+    measured = ("validation/", "quality/")
+    seen["validation"] = [{key: r[key] for key in r if key.startswith(measured)} for r in validation]
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    seen["files"] = sorted(name.partition(".tfevents.")[0] for name in names)
+    if samples:
+        trained = load_run(folder)
+        seen["latents"] = sample(trained, "joint", trained.config.sampling, seed=0, count=2)[0].latents.tolist()
+    return seen

@@ -1,0 +1,85 @@
+"""Train some steps under any launcher and write down what the engine really is: PROBE=file of rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch.distributed.fsdp import FSDPModule
+
+from benchmarks.engines import tensor_bytes
+from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.distributed.engine import Engine
+from mmldlm.trainer.trainer import Trainer
+from tests.helpers.trainer_scripts import leave
+
+facts: dict[str, Any] = {"steps": []}
+
+
+def collectives() -> list[dict[str, Any]]:
+    return json.loads(_dump_fr_trace_json(True, False) or "{}").get("entries", [])
+
+
+def large(found: list[dict[str, Any]]) -> int:
+    """How many are of more than a few numbers: parameters and gradients."""
+    sizes = [entry["input_sizes"] + entry["output_sizes"] for entry in found]
+    return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
+
+
+class ProbedTrainer(Trainer):
+    def __enter__(self) -> ProbedTrainer:
+        super().__enter__()
+        engine = self.engine
+        group = dist.distributed_c10d._get_default_group()
+        facts["timeout_s"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        facts["environment"] = {
+            name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
+        }
+        facts["fsdp_modules"] = [
+            name for name, module in engine.unwrapped_model.named_modules() if isinstance(module, FSDPModule)
+        ]
+        facts["parameters"] = sorted({str(parameter.dtype) for parameter in engine.unwrapped_model.parameters()})
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_bytes_cap"):
+            facts[name] = getattr(engine.model, name, None)
+        facts["broadcast_buffers"] = getattr(
+            engine.model, "forward_sync_buffers", getattr(engine.model, "broadcast_buffers", None)
+        )
+        engine.check_precision()
+        return self
+
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        facts["steps"].append({"before": len(collectives())})
+        return super().corrupt(step, micro_batches)
+
+
+def backward(self: Engine, loss: torch.Tensor) -> None:
+    start = len(collectives())
+    _backward(self, loss)
+    facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
+
+
+def update(self: Engine, *arguments: float) -> Any:
+    trained = sum(parameter.numel() for parameter in self.unwrapped_model.parameters() if parameter.requires_grad)
+    facts["held"] = tensor_bytes(self.unwrapped_model) / trained
+    return _update(self, *arguments)
+
+
+kind = Engine
+if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
+    from mmldlm.distributed.zero import ZeroEngine
+
+    kind = ZeroEngine
+_backward, _update = kind.backward, kind.update
+kind.backward, kind.update = backward, update  # type: ignore[method-assign]
+status = train.main(trainer_cls=ProbedTrainer)
+if os.environ["RANK"] == "0":
+    Path(os.environ["PROBE"]).write_text(json.dumps(facts))
+leave(status)

@@ -1,0 +1,132 @@
+"""`mmldlm.train` with planted faults: FAULTS=[{"step", "kind", "rank", "micro_batch"}, ...], FACTS=folder.
+
+Kinds are nan, inf and -inf in one latent, a loss that is infinite although its gradients are not (loss), and a gradient
+of one parameter that becomes nan (bad_gradient) or huge. With REFERENCE=1 the engine hears nothing of those steps: no
+forward pass, no skip. With LATE=1 steps are settled as on a GPU. Each rank writes down the digests of its weights and
+moments after each step, which sample it planted something in, and after which steps it settled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.distributed.engine import Engine
+from mmldlm.telemetry import StepNumbers, StepStats
+from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from tests.helpers.trainer_scripts import leave
+
+RANK = int(os.environ.get("RANK", "0"))
+FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
+REFERENCE, LATE = "REFERENCE" in os.environ, "LATE" in os.environ
+FACTORS = {"bad_gradient": math.nan, "huge": 1e6}
+facts: dict[str, Any] = {"digests": [], "planted": {}, "settled": []}
+fault: dict[str, Any] = {}  # of this rank in the step at hand
+
+
+def tensors(engine: Engine) -> Iterator[torch.Tensor]:
+    """This rank's weights, masters and moments."""
+    parameters = list(engine.unwrapped_model.parameters())
+    partitions = engine._partitions() if hasattr(engine, "_partitions") else []
+    yield from (getattr(parameter, "ds_tensor", parameter) for parameter in parameters)
+    yield from partitions
+    for owner in partitions or parameters:
+        state = engine.unwrapped_optimizer.state.get(owner, {})
+        yield from (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return found.detach().reshape(-1)
+
+
+def digest(engine: Engine) -> str:
+    found = hashlib.sha256()
+    for tensor in map(local, tensors(engine)):
+        if tensor.any():  # moments begin as zeros: the same as none
+            found.update(tensor.view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def poison(module: torch.nn.Module, inputs: Any) -> None:
+    """In the forward pass the weight is, under every engine, what the gradient will be of."""
+    if not fault or fault["kind"] not in FACTORS or not torch.is_grad_enabled():
+        return
+    if fault["calls"] == fault["micro_batch"]:
+        factor = FACTORS[fault["kind"]]
+        handle = module.weight.register_hook(lambda gradient: (handle.remove(), gradient * factor)[1])
+    fault["calls"] += 1
+
+
+class WatchedStats(StepStats):
+    def fetch(self) -> list[StepNumbers]:
+        facts["settled"].append(self.pending[-1].step)
+        return super().fetch()
+
+
+class FaultyTrainer(Trainer):
+    def __enter__(self) -> FaultyTrainer:
+        super().__enter__()
+        facts["digests"].append(digest(self.engine))
+        self.engine.unwrapped_model.text_out.register_forward_pre_hook(poison)
+        self.log.defer_fetch = LATE
+        self.log.stats = WatchedStats()
+        return self
+
+    @property
+    def skips_engine(self) -> bool:
+        """Whether the engine hears nothing of the present step."""
+        return REFERENCE and self.state.step in FAULTS
+
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        fault.clear()
+        if not REFERENCE and FAULTS.get(step, {}).get("rank") == RANK:
+            fault.update(FAULTS[step])
+            fault["calls"] = 0
+        if fault and fault["kind"] not in FACTORS:
+            batch = micro_batches[fault["micro_batch"]]
+            facts["planted"][step + 1] = int(batch.sample_ids[-1])
+            if fault["kind"] != "loss":
+                latents = batch.latents.clone()
+                latents[-1, 0, 0] = float(fault["kind"])
+                micro_batches = [*micro_batches]
+                micro_batches[fault["micro_batch"]] = dataclasses.replace(batch, latents=latents)
+        return super().corrupt(step, micro_batches)
+
+    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
+        return iter(()) if self.skips_engine else super().accumulate(noised)
+
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> torch.Tensor:
+        loss, sums = self.components.objective(self.engine.forward, batch, totals.counts)
+        if fault and fault["kind"] == "loss":
+            loss = loss + (math.inf if fault["calls"] == fault["micro_batch"] else 0.0)
+            fault["calls"] += 1
+        self.log.add(loss, sums, batch)
+        return loss
+
+    def update(self, step: int) -> StepResult:
+        return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step)
+
+    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+        facts["digests"].append(digest(self.engine))
+        if self.skips_engine:
+            self.state.step += 1
+        else:
+            super().end_step(step, totals, result)
+
+
+status = train.main(trainer_cls=FaultyTrainer)
+(Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
+leave(status)

@@ -1,0 +1,57 @@
+"""One of two ranks that exchange values; `python gather.py CANARY`: rank 1 then sends a pickle instead."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmldlm.distributed import collectives as processes
+from mmldlm.distributed.config import DistributedConfig
+from mmldlm.distributed.deepspeed_config import StepPlan
+from mmldlm.distributed.init import start_engine
+from mmldlm.distributed.launcher import read_launcher_env
+
+VALUES = [None, "x" * 5000, {"a": [1, 2.5, True, None], "é": "\ud800\n"}, float("inf"), 2**70, []]
+
+
+class Canary:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def main() -> None:
+    plan = StepPlan(micro_batch_size=1, accumulation=1, global_batch_size=2, clip_norm=0.0, precision="fp32")
+    runtime = start_engine(DistributedConfig(timeout_s=60), read_launcher_env(os.environ), plan)
+    for value in VALUES:
+        mine = value if runtime.rank else "y"
+        assert runtime.gather(mine) == ["y", value], value
+        assert runtime.gather((runtime.rank, (mine,))) == [[0, ["y"]], [1, [value]]]
+    for more in ({1: 2}, {1, 2}, b"x", Path("x"), torch.ones(1)):
+        try:
+            runtime.gather({"a": [more]})
+        except AssertionError:
+            continue
+        raise SystemExit(f"{more!r} was sent")
+    pickled = pickle.dumps(Canary(Path(sys.argv[1])))
+    if runtime.rank:
+        processes._all_gather(torch.tensor([len(pickled)]))
+        processes._all_gather(torch.frombuffer(bytearray(pickled.ljust(len(pickled))), dtype=torch.uint8))
+    else:
+        try:
+            found: Any = runtime.gather("y")
+        except ValueError as error:
+            found = error
+        assert isinstance(found, ValueError), found
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""scripts/launch_node.sh on one machine: what it refuses, its log, its exit code, signals and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mmldlm.telemetry import read_metrics
+from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
+from tests.helpers.two_nodes import LAUNCH, environment
+from tests.helpers.waiting import PATIENCE_S, wait_until
+
+
+def launch(logs: Path, arguments: Sequence[object], cwd: Path = ROOT, **variables: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*LAUNCH, *map(str, arguments)],
+        env=environment(logs, **{"MASTER_PORT": free_port(), **variables}),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kinds(run: Path, kind: str) -> list[int]:
+    path = run / "metrics.jsonl"
+    return [record["step"] for record in read_metrics(path) if record["kind"] == kind] if path.exists() else []
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Without those that are zombies, or gone since they were found."""
+    return [found for found in processes if state(found) not in ("", psutil.STATUS_ZOMBIE)]
+
+
+def state(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return process.status()
+    return ""
+
+
+def is_doctor(process: psutil.Process) -> bool:
+    """False also for one that ended since it was found."""
+    with suppress(psutil.NoSuchProcess):
+        return "doctor" in process.cmdline()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {}, "expected ENGINE CONFIG.yaml [key.sub=value ...], found ''"),
+        (["ddp"], {}, "expected ENGINE CONFIG.yaml [key.sub=value ...], found 'ddp'"),
+        (["dpp", "CONFIG"], {}, "ENGINE: expected ddp, fsdp2, zero1,"),
+        (["ddp", "/nowhere.yaml"], {}, "CONFIG.yaml: no such file: /nowhere.yaml"),
+        (["ddp", "CONFIG"], {"NPROC_PER_NODE": ""}, "NPROC_PER_NODE is not set; expected NPROC_PER_NODE"),
+        (["ddp", "CONFIG"], {"NPROC_PER_NODE": "08"}, "NPROC_PER_NODE: expected a whole number from 1 to"),
+        (["ddp", "CONFIG"], {"NNODES": 2}, "NODE_RANK is not set; expected NPROC_PER_NODE NODE_RANK MASTER_ADDR"),
+        (["ddp", "CONFIG"], {"NNODES": 2, "NODE_RANK": 0}, "MASTER_ADDR is not set"),
+        (["ddp", "CONFIG"], {"NNODES": 2, "NODE_RANK": 2, "MASTER_ADDR": "a"}, "NODE_RANK: expected a whole number"),
+        (["ddp", "CONFIG"], {"PYTHON": "/nowhere/python"}, "PYTHON: /nowhere/python cannot be run"),
+    ],
+)
+def test_what_is_missing_is_one_line(
+    tiny_config: Path, tmp_path: Path, arguments: list[str], variables: dict[str, object], message: str
+) -> None:
+    given = [tiny_config if argument == "CONFIG" else argument for argument in arguments]
+    process = launch(tmp_path / "logs", given, **{"NPROC_PER_NODE": 2, **variables})
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2 and out.startswith(f"launch_node: error: {message}") and out.count("\n") == 1, out
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_failed_doctor_ends_it_before_any_step(tiny_config: Path, tmp_path: Path) -> None:
+    process = launch(tmp_path / "logs", ["ddp", tiny_config, "data.path=/nowhere"], NPROC_PER_NODE=2)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 65 and "FAIL  data store" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_logged_stopped_by_a_signal_and_goes_on(tiny_config: Path, tmp_path: Path) -> None:
+    """Started from another folder, with a relative path, as users do."""
+    run, arguments = tmp_path / "run", ["ddp", tiny_config.name, "train.steps=300", "validation.every=0"]
+    process = launch(tmp_path / "logs", arguments, tmp_path, NPROC_PER_NODE=2)
+    wait_until(lambda: bool(kinds(run, "train")), "a step")
+    processes = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1  # the launcher's; the run's own is in exit.json
+    assert json.loads((run / "exit.json").read_text())["code"] == 75
+    wait_until(lambda: not alive(processes), "the end of all processes")
+    log = (tmp_path / "logs" / "node0.log").read_text()
+    assert log == out and "stopped by SIGTERM" in log and "\nready" in log
+    header = log.splitlines()[0]
+    assert header.startswith("==> ") and " node 0 of 1 on " in header and header.endswith(f"{' '.join(arguments[1:])}")
+
+    stopped_at = kinds(run, "train")[-1]
+    process = launch(tmp_path / "logs", [*arguments, f"train.steps={stopped_at + 2}"], tmp_path, NPROC_PER_NODE=2)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, out
+    assert kinds(run, "train") == list(range(1, stopped_at + 3)) and kinds(run, "resume") == [stopped_at]
+    assert (tmp_path / "logs" / "node0.log").read_text() == log + out
+
+
+def test_a_signal_does_not_wait_for_the_doctor(tiny_config: Path, tmp_path: Path) -> None:
+    """Which here waits for another node, for longer than this test would."""
+    place = {"NNODES": 2, "NODE_RANK": 0, "NPROC_PER_NODE": 1, "MASTER_ADDR": "127.0.0.1"}
+    process = launch(tmp_path / "logs", ["ddp", tiny_config], **place, DOCTOR=f"--timeout {2 * PATIENCE_S:g}")
+    wait_until(lambda: any(map(is_doctor, descendants(process))), "a doctor")
+    processes = descendants(process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 143, out
+    wait_until(lambda: not alive(processes), "the end of the doctor")
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_from_the_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
+    run, arguments = tmp_path / "run", ["ddp", tiny_config, "train.steps=60", "train.global_batch_size=128"]
+    arguments += ["checkpoint.every_steps=2", "validation.every=0", "distributed.timeout_s=5"]
+    process = launch(tmp_path / "logs", arguments, NPROC_PER_NODE=2, DOCTOR="skip", MAX_RESTARTS=1)
+    wait_until(lambda: bool(kinds(run, "checkpoint")), "a checkpoint")
+    workers = [found for found in descendants(process) if "mmldlm.train" in found.cmdline()[:4]]
+    ranks = {found.environ()["RANK"]: found for found in workers if "RANK" in found.environ()}
+    os.kill(ranks["1"].pid, signal.SIGKILL)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, out
+    assert kinds(run, "train") == list(range(1, 61))
+    (resumed_at,) = kinds(run, "resume")
+    assert 2 <= resumed_at < 60
+
+
+def test_deepspeed_reads_the_example_of_a_hostfile() -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert fetch_hostfile(ROOT / "scripts" / "hostfile.example") == {"10.0.0.1": 8, "10.0.0.2": 8}

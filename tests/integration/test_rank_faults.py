@@ -1,0 +1,120 @@
+"""A rank that is stopped, killed or raises ends the run on all ranks, with its cause; nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine_runs import CURVE, accelerate, exit_record, records, some, wait_for_step
+from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.waiting import PATIENCE_S
+
+SCRIPT = "faulty_rank.py"
+ENDLESS = ["distributed.timeout_s=5", "train.steps=100000", "validation.every=0", "checkpoint.every_steps=0"]
+
+# What the ranks may be waiting for in this run, as `Engine.waiting` names it.
+COLLECTIVES = (
+    "all-reduce of the step's counts",
+    "all-reduce of the losses to log",
+    "all-reduce of the counts to log",
+    "forward: gather of the parameters",
+    "agreement on the loss",
+    "backward: reduction of the gradients",
+    "norm of the gradients",
+    "optimizer step: overflow, norm and new parameters",
+)
+
+
+def pids(folder: Path) -> list[int]:
+    return [rank["pid"] for rank in json.loads((folder / "startup.json").read_text())["ranks"]]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_stopped_or_killed_rank(
+    engine: str,
+    fault: signal.Signals,
+    parity_config: Path,
+    tmp_path: Path,
+    two_ranks: Callable[..., list[int]],
+    forked: ForkedRuns,
+) -> None:
+    folder = tmp_path / "run"
+    ranks = two_ranks(engine, parity_config, f"run.dir={folder}", *ENDLESS)
+    wait_for_step(folder, 3, tmp_path / "log", lambda: forked.wait(ranks, 0))
+    assert pids(folder) == ranks
+    os.kill(ranks[1], fault)
+    assert forked.wait(ranks) == {ranks[0]: 76, ranks[1]: -signal.SIGKILL}
+    record = exit_record(folder)
+    assert record["code"] == 76 and record["rank"] == 0, record
+    assert "rank 1" in str(record["cause"]) and "step" in str(record["cause"]), record
+    assert any(collective in str(record["cause"]) for collective in COLLECTIVES), record
+    stacks = (folder / "stacks.rank0.txt").read_text()
+    assert "mmldlm/train.py" in stacks and any(collective in stacks for collective in COLLECTIVES)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_a_rank_that_raises(
+    engine: str, parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
+) -> None:
+    folder = tmp_path / "run"
+    fault = {"FAULT": "raise", "FAULT_STEP": "5"}
+    ranks = two_ranks(engine, parity_config, f"run.dir={folder}", *ENDLESS, script=SCRIPT, **fault)
+    assert forked.wait(ranks) == {ranks[0]: 76, ranks[1]: 1}, (tmp_path / "log").read_text()[-3000:]
+    first, other = exit_record(folder), exit_record(folder, "exit.rank0.json")
+    assert first["rank"] == 1 and first["code"] == 1 and "planted in the data" in str(first["cause"])
+    assert other["code"] == 76 and "rank 1" in str(other["cause"]) and "planted in the data" in str(other["cause"])
+
+
+def test_a_rank_that_hangs_outside_of_collectives(
+    parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
+) -> None:
+    folder = tmp_path / "run"
+    fault = {"FAULT": "hang", "FAULT_STEP": "5"}
+    ranks = two_ranks("ddp", parity_config, f"run.dir={folder}", *ENDLESS, script=SCRIPT, **fault)
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 76), (tmp_path / "log").read_text()[-3000:]
+    assert "rank 1" in str(exit_record(folder)["cause"]) and exit_record(folder)["code"] == 76
+    # The stack of the rank that hung says where.
+    assert "faulty_rank.py" in (folder / "stacks.rank1.txt").read_text()
+
+
+@pytest.mark.parametrize("engine", some("ddp", "fsdp2", "zero2", "zero3"))
+def test_numbers_that_are_not_finite_on_one_rank(
+    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """All ranks skip that step and go on together: the weights stay finite and equal to those of a run without it."""
+    folder, fault = tmp_path / "run", {"FAULT": "nan", "FAULT_STEP": "3"}
+    forked.succeed(engine, folder, 2, parity_config, "train.steps=6", "validation.every=0", script=SCRIPT, **fault)
+    found = records(folder)
+    assert sorted(found) == [1, 2, 3, 5, 6] and found[6]["health/skipped_steps"] == 1
+    assert list(records(folder, "skip")) == [4]
+    assert all(abs(found[step][key]) < float("inf") for step in found for key in CURVE)
+
+
+@pytest.mark.slow
+def test_an_elastic_restart_goes_on(
+    parity_config: Path,
+    single: Callable[..., Path],
+    forked: ForkedRuns,
+    tmp_path: Path,
+    started: Callable[..., subprocess.Popen[bytes]],
+) -> None:
+    """`--max_restarts` with `resume: auto`: a killed rank costs the steps since the last checkpoint, no more."""
+    folder, settings = tmp_path / "run", ("train.steps=40", "checkpoint.every_steps=2", "validation.every=0")
+    command = accelerate("ddp", 2, parity_config, f"run.dir={folder}", *settings, "distributed.timeout_s=20")
+    command[2:2] = ["--max_restarts", "1", "--monitor_interval", "1"]
+    process = started(command)
+    wait_for_step(folder, 9, tmp_path / "log", lambda: process.poll() is not None)
+    os.kill(pids(folder)[1], signal.SIGKILL)
+    assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()[-3000:]
+    ours, theirs = records(folder), records(single(*settings))
+    assert list(ours) == list(range(1, 41)) == list(theirs)
+    assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < 1e-5
+    assert records(folder, "resume") and exit_record(folder)["code"] == 0
+    forked.succeed("ddp", folder, 2, parity_config, *settings)  # which has nothing left to do

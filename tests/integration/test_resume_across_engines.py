@@ -1,0 +1,41 @@
+"""From any engine and number of processes to any other: what one saved, each of them goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine_runs import CURVE, records
+from tests.helpers.forked_runs import ForkedRuns
+
+PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2}
+SETTINGS = ("train.global_batch_size=12", "train.steps=14", "validation.every=0")
+WHOLE = ("single", "ddp", "fsdp2", "zero2")  # whose checkpoints other tests go on from
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=pytest.mark.slow) if name in WHOLE else name for name in PROCESSES]
+)
+def test_every_engine_goes_on_from(
+    source: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """The 10 steps that follow, in which the modes change, are those of one process that was never stopped."""
+    reference = records(single(*SETTINGS))
+
+    def go(engine: str, folder: Path, *settings: str) -> None:
+        forked.succeed(engine, folder, PROCESSES[engine], parity_config, *SETTINGS, *settings)
+
+    go(source, tmp_path / "source", "checkpoint.every_steps=0", "checkpoint.keep_steps=[4]")
+    saved = Path("checkpoints", "step-00000004")
+    for target in PROCESSES:
+        folder = tmp_path / target
+        shutil.copytree(tmp_path / "source" / saved, folder / saved)
+        go(target, folder, "checkpoint.every_steps=0")
+        ours = records(folder)
+        assert list(ours) == list(range(5, 15)), target
+        worst = {s: max(abs(ours[s][key] / reference[s][key] - 1) for key in CURVE) for s in ours}
+        assert abs(ours[5]["loss/total"] / reference[5]["loss/total"] - 1) < 1e-5, target
+        assert max(worst.values()) < 1e-4, (target, worst)

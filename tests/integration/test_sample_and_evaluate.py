@@ -1,0 +1,143 @@
+"""A short trained run, sampled and evaluated through the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmldlm import cli
+from mmldlm.diffusion.masked import draw_tokens, sharpen
+from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.inference import encode_texts, sample
+from mmldlm.run.load import LoadedRun, load_run
+from tests.helpers.tiny_config import TINY
+
+TEXT = "The rose of soil and water."
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    config = folder / "config.yaml"
+    config.write_text(TINY.format(run=folder / "run", store=tiny_store), encoding="utf-8")
+    arguments = ["train.steps=150", "train.global_batch_size=16", "validation.every=0", "log.every=50"]
+    from mmldlm import train
+
+    assert train.main([str(config), *arguments]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(run_dir: Path) -> LoadedRun:
+    return load_run(run_dir)
+
+
+def test_evaluation_has_every_metric_beside_its_control(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", str(run_dir), "--texts", "8", "--samples", "30"]) == 0
+    shown = capsys.readouterr().out
+    result = json.loads((run_dir / "evaluation.json").read_text())
+    for key in ("bits_per_token", "bits_per_character"):
+        assert math.isfinite(result[key])
+    assert result["controls"]["unigram_bits_per_token"] > 0
+    for key in ("token_accuracy", "exact_match", "bleu", "chrf", "reencoded_cosine"):
+        assert {key, f"{key}_shuffled", f"{key}_mean_latent", f"{key}_unigram"} <= result["l2t"].keys()
+    assert {"bits_per_token", "bits_per_token_ci95", "bits_per_token_shuffled", "by_length"} <= result["l2t"].keys()
+    assert {"cosine", "cosine_mean_latent", "recall_at_1", "recall_at_10", "candidates"} <= result["t2l"].keys()
+    for key in ("token_entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4"):
+        assert {key, f"{key}_true", f"{key}_unigram"} <= result["joint"].keys()
+    assert result["joint"]["frechet_distance"] is None  # eight samples of eight channels
+    assert result["t2l"]["candidates"] == 30 and result["l2t"]["texts"] == 8
+    assert "recall@1" in shown and "baseline" in shown and "by noise bin" in shown
+    samples = (run_dir / "samples.md").read_text()
+    assert samples.count("reference:") == samples.count("generation:") == 8
+    # It has learned: even 150 steps of a tiny model beat the unigram on so simple a language.
+    assert result["l2t"]["bits_per_token"] < result["controls"]["unigram_bits_per_token"]
+    assert result["l2t"]["bits_per_token"] < result["l2t"]["bits_per_token_shuffled"]
+
+
+@pytest.mark.parametrize(
+    "extra", ["", "--temperature=0", "--top-p=0.8", "--decoding=confidence", "--remask=0.5", "--guidance=2"]
+)
+def test_l2t_writes_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], extra: str) -> None:
+    arguments = ["sample", str(run_dir), "--text", TEXT, "-n", "2", "--steps", "4", "--length", "8", *extra.split()]
+    assert cli.main(arguments) == 0
+    first = capsys.readouterr().out
+    assert first.startswith(f"from: {TEXT}") and len(first.splitlines()) == 3
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == first  # the seed decides
+    assert cli.main([*arguments, "--seed", "1"]) == 0
+    assert extra == "--temperature=0" or capsys.readouterr().out != first
+
+
+def test_latents_go_out_and_come_in(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "latents.npy"
+    arguments = ["sample", str(run_dir), "--mode", "t2l", "--text", TEXT, "--text", "The wave.", "--out", str(found)]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.count("cosine") == 2
+    assert np.load(found).shape == (2, 1, 8)
+    assert cli.main(["sample", str(run_dir), "--latents", str(found), "--length", "5"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_joint_makes_both(run_dir: Path, run: LoadedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", str(run_dir), "--mode", "joint", "-n", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    made, texts = sample(run, "joint", SamplingConfig(steps=4), seed=0, count=5)
+    assert made.latents.isfinite().all() and len(texts) == 5
+    assert not (made.tokens == run.store.manifest.mask_id).any()
+    assert all(1 <= length <= run.store.manifest.max_length for length in made.lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        ([], 2, "--mode l2t needs --text or --latents"),
+        (["--mode", "joint", "--text", "x"], 2, "--mode joint needs neither"),
+        (["--mode", "joint", "--guidance", "2"], 2, "--guidance"),
+        (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
+        (["--text", TEXT, "--top-p", "2"], 2, "top_p: must be at most 1"),
+        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy file in an existing folder"),
+        (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
+        (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
+    ],
+)
+def test_sample_refuses(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
+) -> None:
+    assert cli.main(["sample", str(run_dir), *arguments]) == code
+    assert expected in capsys.readouterr().err
+
+
+def test_bad_latent_files_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.npy"
+    np.save(bad, np.full((2, 8), np.nan, np.float32))
+    assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
+    assert "row 0 is not finite" in capsys.readouterr().err
+    np.savez(tmp_path / "bad.npz", a=np.zeros(8))
+    assert cli.main(["sample", str(run_dir), "--latents", str(tmp_path / "bad.npz")]) == 65
+    assert "archive" in capsys.readouterr().err
+    np.save(bad, np.zeros((2, 9), np.float32))
+    assert cli.main(["sample", str(run_dir), "--latents", str(bad)]) == 65
+    assert "[2, 1, 9]" in capsys.readouterr().err
+
+
+def test_guidance_needs_a_run_that_saw_no_condition(run: LoadedRun) -> None:
+    from dataclasses import replace
+
+    from mmldlm.errors import UsageError
+
+    narrow = replace(run, config=replace(run.config, mode="l2t"))
+    with pytest.raises(UsageError, match="guidance"):
+        sample(narrow, "l2t", SamplingConfig(guidance=2.0), 0, encode_texts(run, [TEXT]))
+
+
+def test_confidence_has_an_order_at_temperature_0() -> None:
+    logits = torch.tensor([[5.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    sure, unsure = sharpen(logits, temperature=0, top_p=1).max(-1).values
+    assert sure > unsure
+    assert torch.equal(draw_tokens(logits, 0, torch.Generator()), torch.tensor([0, 0]))

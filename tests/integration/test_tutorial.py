@@ -1,0 +1,164 @@
+"""docs/tutorial.md, as a reader goes through it: each command as it stands there, in a folder that has nothing yet."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import PATIENCE_S, wait_until
+
+PAGE = ROOT / "docs" / "tutorial.md"
+
+# What a command says before it is interrupted, and how it may end then; TensorBoard has a moment between its line and
+# its handler of Ctrl-C.
+UNTIL: dict[str, tuple[str, set[int]]] = {
+    "train": ("step 60/300 ", {75}),
+    "monitor": ("step ", {0}),
+    "tensorboard": ("http://127.0.0.1:", {0, -signal.SIGINT}),
+}
+
+
+class Block(NamedTuple):
+    kind: str  # "bash", "bash goes-on", "text" (what a command said), "text by chance" (what no test can know)
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in re.findall(r"^```(\w[\w -]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+
+
+def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: words in log.read_text() or process.poll() is not None, f"{words} in {log}")
+
+
+class Reader:
+    """A shell in a scratch folder, and all that it was told."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.told = folder, ""
+        shutil.copytree(ROOT / "configs", folder / "configs")
+        (folder / ".venv").symlink_to(sys.prefix, target_is_directory=True)
+        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+        self._going_on: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+
+    def run(self, commands: str) -> None:
+        process, log = self._start(commands)
+        code = process.wait(2 * PATIENCE_S)
+        self.told += f"$ {commands}{log.read_text()}"
+        assert code == 0, self.told[-5000:]
+
+    def start(self, commands: str) -> None:
+        """What goes on is waited for until it has said something."""
+        (name,) = (name for name in UNTIL if f"/{name} " in commands or f"/mmldlm {name} " in commands)
+        process, log = self._start(commands)
+        self._going_on.append((name, process, log))
+        first = "step " if name == "train" else UNTIL[name][0]
+        wait_for(first, log, process)
+
+    def interrupt(self) -> None:
+        """Ctrl-C to all that goes on, the last first."""
+        while self._going_on:
+            name, process, log = self._going_on.pop()
+            word, expected = UNTIL[name]
+            wait_for(word, log, process)
+            os.killpg(process.pid, signal.SIGINT)
+            code = process.wait(PATIENCE_S)
+            self.told += f"$ {name}\n{log.read_text()}"
+            assert code in expected, f"{name}: {code}\n{self.told[-5000:]}"
+
+    def close(self) -> None:
+        for _, process, _ in self._going_on:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(self, commands: str) -> tuple[subprocess.Popen[bytes], Path]:
+        log = self.folder.with_name(f"log{len(list(self.folder.parent.glob('log*')))}")
+        shell = ["env", "--default-signal=INT", "bash", "-euo", "pipefail", "-c", commands]  # whoever started us
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                shell, stdout=out, stderr=out, cwd=self.folder, env=self.environment, start_new_session=True
+            )
+        return process, log
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    (tmp_path / "scratch").mkdir()
+    found = Reader(tmp_path / "scratch")
+    yield found
+    (tmp_path / "told").write_text(found.told)
+    found.close()
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_as_it_stands(reader: Reader) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    found = blocks(page)
+    assert len(found) > 12 and {block.kind for block in found} == {"bash", "bash goes-on", "text", "text by chance"}
+    for kind, text in found:
+        if kind == "bash":
+            reader.interrupt()
+            reader.run(text)
+        elif kind == "bash goes-on":
+            reader.start(text)
+    reader.interrupt()
+    nothing_else_is_shown(page, reader.told)
+    all_files_are_there(page, reader.folder)
+    runs_are_as_told(reader.folder / "runs")
+
+
+def nothing_else_is_shown(page: str, told: str) -> None:
+    """What the page shows has been said, but for numbers and what the models wrote."""
+    for kind, text in blocks(page):
+        for line in text.splitlines() if kind == "text" else ():
+            missing = [word for word in re.findall(r"[A-Za-z_]{3,}", line) if word not in told]
+            assert not missing, f"{missing} of {line!r}"
+
+
+def all_files_are_there(page: str, folder: Path) -> None:
+    promised = re.findall(r"`((?:configs|data|runs)/[^`\s]*)`", page)
+    assert len(promised) > 5
+    assert [name for name in promised if not (folder / name).exists()] == []
+
+
+def runs_are_as_told(runs: Path) -> None:
+    records = [json.loads(line) for line in (runs / "tutorial" / "metrics.jsonl").read_text().splitlines()]
+    trained = [record["step"] for record in records if record["kind"] == "train"]
+    assert trained == list(range(5, 301, 5)) and "resume" in {record["kind"] for record in records}
+    found = json.loads((runs / "report" / "final_metrics.json").read_text())
+    assert found["groups"] == {
+        "tutorial": ["tutorial", "tutorial-seed1"],
+        "low-rate": ["low-rate", "low-rate-seed1"],
+    }
+    compared = {entry["metric"]: entry for entry in found["comparison"]}
+    entry = compared["validation/total"]
+    assert entry["value"]["n"] == entry["baseline"]["n"] == 2 and entry["interval"] is not None
+    # And as the page says: the first writes from latents, the one with the lower rate finds them as well.
+    assert compared["evaluation/t2l.recall_at_10"]["value"]["mean"] > 0.3
+    evaluated = json.loads((runs / "tutorial" / "evaluation.json").read_text())["l2t"]
+    assert evaluated["bits_per_token"] < evaluated["bits_per_token_unigram"] / 2, (
+        "the page says that it has learned this"
+    )
+
+
+@pytest.mark.quick
+def test_the_tutorial_links_to_what_is_there() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", page)
+    assert len(links) > 8
+    for path, anchor in links:
+        target = (PAGE.parent / path).read_text(encoding="utf-8")
+        titles = re.findall(r"^#+ (.*)$", target, re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+        assert not anchor or anchor in anchors, f"{path}#{anchor}"

@@ -1,0 +1,108 @@
+"""Training over two nodes that are network namespaces: the curve of one node, and a cable that is pulled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmldlm.telemetry import read_metrics
+from tests.helpers.two_nodes import TwoNodes, one_node, unavailable
+from tests.helpers.waiting import PATIENCE_S, wait_until
+
+ENGINES = ["ddp", "fsdp2", "zero2"]
+TIMEOUT_S = 5
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    with TwoNodes(tmp_path / "logs") as found:
+        yield found
+
+
+def curve(run: Path) -> list[tuple[int, float, float]]:
+    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    return [(record["step"], record["loss/total"], record["optim/grad_norm"]) for record in records]
+
+
+def exits(run: Path) -> list[int]:
+    return [json.loads((run / name).read_text())["code"] for name in ("exit.json", "exit.rank1.json")]
+
+
+@pytest.mark.parametrize(
+    "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
+)
+def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert one_node(tmp_path / "logs-one", engine, tiny_config, f"run.dir={one}") == 0
+    started = nodes.launch(engine, tiny_config, f"run.dir={two}")
+    assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
+    assert [step for step, _, _ in curve(one)] == list(range(1, 9))
+    assert curve(two) == curve(one)
+    # The doctor went first, met over the wire and left nothing; then a process of each node trained.
+    log = nodes.log()
+    assert log.count("interface         wire leads to 10.77.0.1") == 2 and log.count("\nready") == 2
+    assert exits(two) == [0, 0] and not list(two.glob(".doctor*"))
+
+
+@pytest.mark.parametrize(
+    "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
+)
+def test_a_cut_cable_ends_both_nodes_and_the_next_start_goes_on(
+    nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    # Neither warm-up nor rate may follow from the number of steps, which is another one after the cut.
+    settings = [tiny_config, f"distributed.timeout_s={TIMEOUT_S}", "schedule.lr=constant", "optim.warmup_steps=1"]
+    settings.append("validation.every=0")
+    settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", "model.width=64", "model.depth=4"]
+
+    started = nodes.launch(engine, *settings, "train.steps=100000", f"run.dir={run}", DOCTOR="skip")
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(curve(run)) >= 3, "three steps")
+    wait_until((run / "checkpoints" / "step-00000002").is_dir, "the first checkpoint")
+    nodes.cut()
+    assert [process.wait(PATIENCE_S) for process in started] == [1, 1], nodes.log()  # the launcher's own code
+    assert exits(run) == [76, 76], nodes.log()
+    assert [nodes.processes(node) for node in range(2)] == [[], []]
+
+    nodes.mend()
+    steps = len(curve(run)) + 4
+    settings.append(f"train.steps={steps}")
+    started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
+    assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
+    assert exits(run) == [0, 0]
+    assert one_node(tmp_path / "logs-one", engine, *settings, f"run.dir={whole}") == 0
+    assert [step for step, _, _ in curve(whole)] == list(range(1, steps + 1))
+    assert curve(run) == curve(whole)
+    resumed = [record["step"] for record in read_metrics(metrics) if record["kind"] == "resume"]
+    assert len(resumed) == 1 and resumed[0] >= 2
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
+    """MAX_RESTARTS over two nodes: one loses its process, the other notices, and both start again."""
+    run, settings = tmp_path / "run", ["distributed.timeout_s=5", "train.steps=60", "validation.every=0"]
+    settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", f"run.dir={tmp_path / 'run'}"]
+    started = nodes.launch("ddp", tiny_config, *settings, DOCTOR="skip", MAX_RESTARTS=1)
+    wait_until(lambda: (run / "checkpoints" / "step-00000002").is_dir(), "a checkpoint")
+    (trainer,) = [found for found in nodes.processes(1) if "RANK" in found.environ()]
+    trainer.kill()
+    assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
+    assert [step for step, _, _ in curve(run)] == list(range(1, 61))
+    resumed = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "resume"]
+    assert len(resumed) == 1
+
+
+def test_the_doctor_finds_a_cut_cable_before_any_step(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
+    nodes.cut()
+    started = nodes.launch("ddp", tiny_config, f"run.dir={tmp_path / 'run'}", DOCTOR="--timeout 2")
+    assert [process.wait(PATIENCE_S) for process in started] == [64, 64], nodes.log()
+    logs = [(tmp_path / "logs" / f"node{node}.log").read_text() for node in range(2)]
+    assert "no response from node 1 within 2 s" in logs[0]
+    assert "10.77.0.1:29500 no route" in logs[1] and "interface" in logs[1]
+    assert not (tmp_path / "run").exists()

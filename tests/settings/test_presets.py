@@ -1,0 +1,77 @@
+"""The run configs in configs/: each loads, has the size that it names, and goes together with those of other kinds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmldlm import train
+from mmldlm.config import RunConfig, load_with_provenance
+from mmldlm.model.mmdit import DataShape, MMDiT, count_parameters
+from mmldlm.settings.fields import dump
+from mmldlm.settings.layers import iter_values
+from tests.helpers.paths import ROOT
+
+pytestmark = pytest.mark.quick
+CONFIGS = ROOT / "configs"
+SIZES, MODES, MANNERS = ("tiny", "small", "base", "large"), ("l2t", "t2l", "joint", "mixed"), ("stable", "fast")
+CLAIM = re.compile(
+    r"# (\d+) million parameters, with a vocabulary of ([\d,]+), latents of (\d+) x (\d+) and texts of up to (\d+) "
+)
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    return dict(iter_values(dump(config), RunConfig))
+
+
+def set_by(name: str) -> dict[str, Any]:
+    """What the file says itself, by dotted key."""
+    file = CONFIGS / f"{name}.yaml"
+    config, origins = load_with_provenance(file)
+    return {key: flat(config)[key] for key, origin in origins.by_key().items() if origin.startswith(f"{file}:")}
+
+
+@pytest.mark.parametrize("name", [*SIZES, *MODES, *MANNERS])
+def test_each_is_a_run_of_its_own(name: str) -> None:
+    config, _ = load_with_provenance(CONFIGS / f"{name}.yaml")
+    assert config.run.dir and config.data.path
+    config.train.check_batches(world_size=1)
+    without = flat(load_with_provenance(CONFIGS / "common.yaml")[0])
+    idle = {key for key, value in set_by(name).items() if value == without[key]}
+    wanted = {"memory.activation_checkpointing", "optim.lr"}  # which a size may have set; which every size names
+    assert idle <= wanted, "what is so in any case says nothing"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_has_the_parameters_that_its_comment_names(size: str) -> None:
+    first = (CONFIGS / f"{size}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    claim = CLAIM.match(first)
+    assert claim is not None, first
+    millions, vocabulary, vectors, channels, longest = (int(number.replace(",", "")) for number in claim.groups())
+    config, _ = load_with_provenance(CONFIGS / f"{size}.yaml")
+    with torch.device("meta"):
+        model = MMDiT(config.model, DataShape(vocabulary, 0, 1, longest, vectors, channels))
+    assert sum(count_parameters(model).values()) == pytest.approx(millions * 1e6, abs=0.5e6)
+
+
+def test_one_of_each_kind_goes_together(tmp_path: Path) -> None:
+    """All that a file sets holds, unless a later one of the list sets it otherwise."""
+    path = tmp_path / "mine.yaml"
+    own = {name: set_by(name) for name in (*SIZES, *MODES, *MANNERS)}
+    for names in itertools.product(SIZES, MODES, MANNERS):
+        path.write_text(f"extends: [{', '.join(f'{CONFIGS}/{name}.yaml' for name in names)}]\n", encoding="utf-8")
+        config, _ = load_with_provenance(path)
+        size, mode, manner = (own[name] for name in names)
+        expected = size | mode | manner
+        assert {key: flat(config)[key] for key in expected} == expected, names
+
+
+def test_the_smallest_takes_its_vocabulary_from_any_store(tiny_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--dry-run", str(CONFIGS / "tiny.yaml"), f"data.path={tiny_store}", "train.steps=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "num_heads: 5" in shown and "total parameters" in shown

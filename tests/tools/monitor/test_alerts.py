@@ -1,0 +1,232 @@
+"""Each alert of `mmldlm monitor` comes on a short real run with that fault, and none on a run without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.tools.history import History
+from mmldlm.tools.monitor.alert import Alert
+from mmldlm.tools.monitor.alerts import alerts
+from mmldlm.tools.monitor.snapshot import Snapshot
+from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.monitor_runs import alerts_at, seen_at
+from tests.helpers.paths import ROOT
+from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.waiting import PATIENCE_S, wait_until
+
+BARE = ("data.num_workers=0", "validation.every=0", "checkpoint.every_steps=0")
+HEALTHY = ("train.steps=100", "schedule.lr=constant", "log.every=2", "checkpoint.every_steps=40", "data.num_workers=0")
+OFTEN = "validation={every: 10, samples: 32, text_samples: 0}"  # which shows whether it learns
+BUSY_MACHINE = {"speed_spread": 10.0, "speed_drop": 0.01, "silent_steps": 100.0}  # other tests run beside this one
+
+
+def steps(run: Path) -> list[int]:
+    return sorted({record["step"] for record in History.read(run).by_kind("train")})
+
+
+def advice(found: list[Alert], name: str) -> str:
+    return next(f"{alert.found}; {alert.advice}" for alert in found if alert.name == name)
+
+
+def test_a_healthy_run_has_no_alert_at_any_time(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "healthy"
+    forked.succeed("single", run, 1, tiny_config, *HEALTHY, OFTEN)
+    assert {step: found for step in steps(run) if (found := alerts_at(run, step, **BUSY_MACHINE))} == {}
+    look = seen_at(run, 90)
+    assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait_share is not None
+    finished = Snapshot(History.read(run), 10.0)
+    assert finished.state.name == "finished" and finished.state.code == 0 and alerts(finished) == []
+
+    # What takes a small machine or disk to happen: the same run, with other thresholds.
+    assert alerts_at(run, 90, **BUSY_MACHINE, memory=1e-6) == {"memory"}
+    assert alerts_at(run, 90, **BUSY_MACHINE, disk_gib=1e9) == {"disk"}
+    shutil.copytree(run / "checkpoints", run.with_name("healthy-90") / "checkpoints")
+    assert alerts_at(run, 90, **BUSY_MACHINE, disk_checkpoints=1e9) == {"disk"}
+
+    # Resumed with a learning rate that is far too high, the loss rises from where it was.
+    forked.succeed("single", run, 1, tiny_config, *HEALTHY, "train.steps=124", "validation.every=0", "optim.lr=0.3")
+    assert alerts_at(run, 100, **BUSY_MACHINE) == set()
+    assert "rising loss" in alerts_at(run, 122, **BUSY_MACHINE, diverged=1e12), "above where it was"
+
+
+def test_a_run_that_diverges(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    forked.succeed("single", run, 1, tiny_config, *BARE, "train.steps=26", "optim.lr=0.1")
+    found = alerts(seen_at(run, 14))
+    assert "more than at the start" in advice(found, "rising loss") and "optim.lr" in advice(found, "rising loss")
+    assert "times optim.clip_norm" in advice(alerts(seen_at(run, 25)), "gradient norm")
+
+
+def test_a_gradient_norm_that_jumps(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    faults = [{"step": step, "kind": "huge", "rank": 0, "micro_batch": 0} for step in range(27, 32)]
+    variables = {"FAULTS": json.dumps(faults), "FACTS": str(tmp_path)}
+    forked.succeed("single", run, 1, tiny_config, *BARE, "train.steps=33", script="faulty_steps.py", **variables)
+    assert "gradient norm" not in alerts_at(run, 27, norm_clipped=1e3)
+    assert "gradient norm" in alerts_at(run, 32, norm_clipped=1e3)
+    assert ", before " in advice(alerts(seen_at(run, 32)), "gradient norm")
+
+
+def test_a_run_that_learns_nothing(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flat = ("train.steps=24", "optim.lr=1e-9", "schedule.lr=constant", "validation={every: 2, text_samples: 0}")
+    forked.succeed("single", run, 1, tiny_config, *BARE, *flat)
+    assert "plateau" not in alerts_at(run, 10) and "plateau" in alerts_at(run, 20)
+
+
+def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    faults = [{"step": step, "kind": "nan", "rank": 0, "micro_batch": 0} for step in [5, *range(10, 30)]]
+    variables = {"FAULTS": json.dumps(faults), "FACTS": str(tmp_path)}
+    arguments = [tiny_config, *BARE, "train.steps=40", "log.every=2", f"run.dir={run}"]
+    pids = forked.start("single", arguments, 1, tmp_path / "log", "faulty_steps.py", **variables)
+    assert forked.wait(pids) == {pids[0]: 70}
+    assert "optim/grad_norm" in History.read(run).by_kind("train")[2]["nonfinite"], "of the step that was left out"
+    assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"skipped steps"}
+    assert alerts_at(run, 8, **BUSY_MACHINE, skip_steps=2) == set(), "it is long ago"
+    ended = Snapshot(History.read(run), 10.0)
+    assert ended.state.name == "failed" and ended.state.code == 70
+    found = alerts(ended)
+    assert [alert.name for alert in found] == ["failed", "skipped steps"]
+    assert "the loss was not finite (11)" in advice(found, "skipped steps") and "exit code 70" in found[0].found
+
+
+def test_a_run_that_learns_its_data_by_heart(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    """Of 17 documents: their latents soon tell it which one it has to write."""
+    run, few = tmp_path / "run", write_corpus(tmp_path / "few.txt", 60)
+    options = {"max_length": 32, "channels": 4, "validation_fraction": 0.6, "test_fraction": 0.2}
+    prepare(small_config(tmp_path / "few", few, **options), progress=False)
+    learns = ("mode=l2t", "model.width=64", "train={steps: 110, global_batch_size: 16}", "schedule.lr=constant")
+    often = ("loss.text=masked_mean", "validation={every: 20, samples: 64, text_samples: 0}", "log.every=2")
+    forked.succeed("single", run, 1, tiny_config, *BARE, *learns, *often, f"data.path={tmp_path / 'few'}")
+    assert alerts_at(run, 60, **BUSY_MACHINE) == set() and alerts_at(run, 100, **BUSY_MACHINE) == {"rising loss"}
+    found = advice(alerts(seen_at(run, 100)), "rising loss")
+    assert "validation/total rose three times in a row" in found and "checkpoint.keep_best" in found
+
+
+def test_an_fp16_run_that_overflows_again_and_again(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    """The overflows by which the scale comes down at the start are none of it."""
+    run, small = tmp_path / "run", ("model.depth=1", "train={steps: 240, global_batch_size: 2}", "log.every=5")
+    settings = (*BARE, *small, "precision=fp16")
+    forked.succeed("single", run, 1, tiny_config, *settings, script="growing_loss_scale.py", GROWS_FROM="205")
+    skips = History.read(run).by_kind("skip")
+    assert {record["reason"] for record in skips} == {"overflow"} and skips[0]["step"] == 1
+    assert "overflow" not in alerts_at(run, 205) and "overflow" in alerts_at(run, 240)
+    assert "of the last 200 steps; use precision=bf16" in advice(alerts(seen_at(run, 240)), "overflow")
+    assert "skipped steps" not in alerts_at(run, 240), "no data and no learning rate is at fault"
+
+
+def test_a_weight_that_is_ruined(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run, often = tmp_path / "run", "validation={every: 3, samples: 8, text_samples: 0}"
+    arguments = [tiny_config, *BARE, "train.steps=40", often, f"run.dir={run}"]
+    pids = forked.start("single", arguments, 1, tmp_path / "log", "ruined_weight.py", RUINED_AFTER="6")
+    assert forked.wait(pids) == {pids[0]: 70}
+    assert alerts_at(run, 5, **BUSY_MACHINE) == set() and alerts_at(run, 6, **BUSY_MACHINE) == {"not finite"}
+    assert "validation/total, " in advice(alerts(seen_at(run, 6)), "not finite")
+    ended = alerts(Snapshot(History.read(run), 10.0))
+    assert [alert.name for alert in ended] == ["failed", "not finite", "skipped steps"]
+
+
+def test_a_disk_that_gets_slow(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run, small = tmp_path / "run", ("model.depth=1", "train.global_batch_size=4", "train.steps=106", "log.every=2")
+    forked.succeed("single", run, 1, tiny_config, *BARE, *small, script="slow_data.py", SLOW_STEP="60")
+    assert "data-bound" not in alerts_at(run, 60)
+    idle = {"cores_of_others": 1e9}  # whatever else this machine does
+    assert alerts_at(run, 104, **idle) == {"data-bound", "low speed", "unstable speed"}
+
+
+def read_until(monitor: subprocess.Popen[str], state: str) -> tuple[dict[str, object], float]:
+    """The first look that finds the run in `state`, and when it came."""
+    assert monitor.stdout is not None
+    for line in monitor.stdout:
+        (found,) = json.loads(line)
+        if found["state"] == state:
+            return found, time.time()
+    raise AssertionError(f"the monitor ended, and no look was {state}")
+
+
+def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    endless = [tiny_config, *BARE, "train.steps=100000", "log.every=40", f"run.dir={run}"]
+    (pid,) = forked.start("single", endless, 1, tmp_path / "log")
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 1, "steps")
+    command = [sys.executable, "-m", "mmldlm.cli", "monitor", str(run), "--interval", "2", "--json"]
+    monitor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        read_until(monitor, "running")
+        os.kill(pid, signal.SIGSTOP)
+        stopped = time.time()
+        look, seen = read_until(monitor, "silent")
+        step_s = History.read(run).step_s
+        assert step_s is not None and seen - stopped < 2 + 10 * step_s + 0.7, "0.7 s for other processes' turns"
+        (alert,) = (alert for alert in look["alerts"] if alert["name"] == "no news")  # type: ignore[attr-defined]
+        assert f"kill -CONT {pid}" in alert["advice"] and "stopped by a signal" in alert["found"]
+        os.kill(pid, signal.SIGCONT)
+        read_until(monitor, "running")
+        os.kill(pid, signal.SIGKILL)
+        look, _ = read_until(monitor, "killed")
+        assert "killed" in {alert["name"] for alert in look["alerts"]}  # type: ignore[attr-defined]
+        assert monitor.wait(PATIENCE_S) == 69, "it ends with the run"
+    finally:
+        monitor.kill()
+        forked.kill([pid])
+
+
+def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    endless = ("train.steps=100000", "distributed.timeout_s=60", f"run.dir={run}")
+    pids = forked.start("ddp", [tiny_config, *BARE, *endless], 2, log)
+
+    def found() -> dict[str, str]:
+        look = Snapshot(History.read(run), 1.0)
+        return {alert.name: alert.found for alert in alerts(look)}
+
+    try:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 5, "steps")
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_until(lambda: "no news" in found(), "news of the hang")
+        assert f"stopped by a signal: process {pids[1]}" in found()["no news"]
+        os.kill(pids[0], signal.SIGSTOP)  # so that it cannot tell of the loss
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until(lambda: "rank lost" in found(), "news of the loss")
+        assert f"rank 1 (process {pids[1]})" in found()["rank lost"]
+        os.kill(pids[0], signal.SIGCONT)
+        assert forked.wait(pids[:1]) == {pids[0]: 76}, log.read_text()[-3000:]
+        assert "exit code 76" in found()["failed"] and "rank 1" in found()["rank lost"]
+    finally:
+        forked.kill(pids)
+
+
+@pytest.mark.quick
+def test_the_first_record_that_is_too_many(tmp_path: Path) -> None:
+    """Where exactly they begin, from records as a run writes them."""
+    from mmldlm.telemetry import MetricsFile
+
+    file = MetricsFile(tmp_path / "metrics.jsonl", None)
+    file.write("start", 0, {"total_steps": 1000})
+
+    def names() -> set[str]:
+        return {alert.name for alert in alerts(Snapshot(History.read(tmp_path), 10.0))}
+
+    for step, loss in ((50, 4.0), (100, 3.0), (150, 3.1), (200, 3.2)):
+        file.write("validation", step, {"validation/total": loss})
+    assert names() == set()
+    file.write("validation", 250, {"validation/total": 3.3})
+    assert names() == {"rising loss"}
+    for step in range(251, 261):
+        file.write("skip", step, {"reason": "overflow"})
+    assert names() == {"rising loss"}, "ten overflows in 200 steps are how a loss scale comes down"
+    file.write("skip", 262, {"reason": "overflow"})
+    assert names() == {"rising loss", "overflow"}
+    file.write("validation", 300, {"validation/total": float("nan")})
+    assert "not finite" in names()

@@ -1,0 +1,308 @@
+"""The report of real runs: its numbers against those worked out by hand, in a browser without network, at any moment
+of a run's life."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmldlm import cli, train
+from mmldlm.telemetry import MetricsFile
+from mmldlm.tools.history import Series
+from mmldlm.tools.report import figures
+from mmldlm.tools.report.comparison import group_runs
+from mmldlm.tools.report.run_summary import RunSummary
+from tests.helpers import browser, report_numbers
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_config import TINY
+from tests.helpers.waiting import wait_until
+
+pytestmark = pytest.mark.quick
+SEEDS = (1, 2)
+KEYS = ("loss/total", "validation/total", "validation/total/best", "speed/tokens_per_s", "memory/resident_mib")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
+    """A folder of trained runs: two seeds of a base, two of a smaller learning rate."""
+    folder = tmp_path_factory.mktemp("reported")
+    config = folder / "config.yaml"
+    config.write_text(TINY.format(run=folder / "run", store=tiny_store), encoding="utf-8")
+    always = ("train.steps=20", "validation.every=10", "validation.text_samples=0", "checkpoint.every_steps=10")
+    for name, *settings in (("base",), ("slow", "optim.lr=3e-4")):
+        for seed in SEEDS:
+            place = [f"run.dir={folder / f'{name}-{seed}'}", f"run.seed={seed}"]
+            assert train.main([str(config), *place, *always, *settings]) == 0
+    return folder
+
+
+def names(kind: str) -> list[str]:
+    return [f"{kind}-{seed}" for seed in SEEDS]
+
+
+def made(*runs: Path, out: Path, **options: Path) -> dict[str, Any]:
+    """final_metrics.json of a report of these runs in `out`."""
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    assert cli.main(["report", *map(str, runs), f"--out={out}", *arguments]) == 0
+    found: dict[str, Any] = json.loads((out / "final_metrics.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def reported(runs: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder of a report of all of them, and its numbers."""
+    out = runs / "out"
+    return out, made(*(runs / name for name in names("base") + names("slow")), out=out)
+
+
+def rows(page: str, section: str) -> dict[str, list[str]]:
+    """The text of the cells of a section's tables by that of the first of their row."""
+    body = re.search(rf'<section id="{section}">(.*?)</section>', page, re.DOTALL)
+    assert body is not None, f"no section {section}"
+    lines = re.findall(r"<tr>(.*?)</tr>", body[1], re.DOTALL)
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", line, re.DOTALL) for line in lines]
+    plain = [[unescape(re.sub(r"<[^>]+>", " ", cell)).strip() for cell in line] for line in cells if line]
+    return {line[0].split()[0]: line[1:] for line in plain}
+
+
+def test_ratios_equal_those_worked_out_from_the_records(runs: Path, reported: tuple[Path, dict[str, Any]]) -> None:
+    out, found = reported
+    base, slow = ([report_numbers.values(runs / name) for name in names(kind)] for kind in ("base", "slow"))
+    table = rows((out / "report.html").read_text(encoding="utf-8"), "comparison")
+    compared = {entry["metric"]: entry for entry in found["comparison"]}
+    for key in KEYS:
+        x, y = [each[key] for each in slow], [each[key] for each in base]
+        ratio, interval, entry, cell = sum(x) / sum(y), report_numbers.fieller(x, y), compared[key], table[key][-1]
+        assert entry["ratio"] == pytest.approx(ratio, rel=1e-12) and entry["value"]["n"] == 2, key
+        assert cell.split()[0] == f"{ratio:.3f}", key
+        if interval is None:  # speeds of a busy machine
+            assert entry["interval"] is None and "(interval without bound)" in cell, key
+        else:
+            assert entry["interval"] == pytest.approx(interval, rel=1e-6), key
+            assert f"[{interval[0]:.3f}, {interval[1]:.3f}]" in cell, key
+        assert interval is not None or "validation" not in key
+        for name, numbers in zip(names("slow"), slow, strict=True):
+            assert found["runs"][name]["metrics"][key] == pytest.approx(numbers[key], rel=1e-12)
+
+
+def test_seeds_are_one_group_and_only_what_was_changed_differs(reported: tuple[Path, dict[str, Any]]) -> None:
+    out, found = reported
+    assert found["groups"] == {"base-1": names("base"), "slow-1": names("slow")} and found["baseline"] == "base-1"
+    assert found["config_differences"] == {"optim.lr": {"base-1": 0.003, "slow-1": 0.0003}}
+    assert rows((out / "report.html").read_text(encoding="utf-8"), "differences") == {"optim.lr": ["0.003", "0.0003"]}
+    assert found["runs"]["base-2"]["events"] == {"start": 1, "checkpoint": 2, "finish": 1}
+    assert (found["runs"]["base-2"]["state"], found["runs"]["base-2"]["step"], found["runs"]["base-2"]["seed"]) == (
+        "finished",
+        20,
+        2,
+    )
+
+
+def lean(run: Path, copy: Path, last: int = 10**6) -> Path:
+    """A copy of a run with a figure or two to draw: of `KEYS`, up to the step `last`."""
+    shutil.copytree(run, copy)
+    records = map(json.loads, (copy / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    kept = [
+        {name: value for name, value in record.items() if "/" not in name or name in KEYS}
+        for record in records
+        if record["step"] <= last
+    ]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    return copy
+
+
+def test_one_seed_has_no_interval_and_the_shortest_run_says_how_far_is_compared(runs: Path, tmp_path: Path) -> None:
+    base, short = lean(runs / "base-1", tmp_path / "base-1"), lean(runs / "slow-1", tmp_path / "short", last=13)
+    found = made(base, short, out=tmp_path / "out", baseline=short)
+    assert (found["baseline"], found["compared_to_step"]) == ("short", 13)
+    theirs, ours = report_numbers.values(base, 13), report_numbers.values(short)
+    compared = {entry["metric"]: entry for entry in found["comparison"]}
+    ratios = {key: compared[key]["ratio"] for key in KEYS}
+    assert ratios == pytest.approx({key: theirs[key] / ours[key] for key in KEYS}, rel=1e-12)
+    assert found["runs"]["base-1"]["metrics"]["loss/total"] == pytest.approx(report_numbers.values(base)["loss/total"])
+    table = rows((tmp_path / "out" / "report.html").read_text(encoding="utf-8"), "comparison")
+    assert {entry["interval"] for entry in compared.values()} == {None}
+    assert all("(n = 1)" in cells[-1] and "[" not in cells[-1] for cells in table.values())
+
+
+@contextmanager
+def shown(page: Path, folder: Path) -> Iterator[browser.Page]:
+    """A page as a browser without network shows it."""
+    with browser.browser(folder, "--host-resolver-rules=MAP * ~NOTFOUND") as opened:
+        opened.open(page.resolve().as_uri())
+        yield opened
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
+def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, _ = reported
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//[a-z]|<script|<link|<iframe|@import", page, re.IGNORECASE)
+    references = re.findall(r'(?:href|src)\s*=\s*"([^"]*)"|url\(([^)]*)\)', page)
+    assert references and all((a or b).startswith("#") for a, b in references)
+    with shown(out / "report.html", tmp_path / "browser") as opened:
+        document = opened.value("document.documentElement.outerHTML")
+        assert len(opened.requests) == 1 and opened.complaints == []
+    for name in (*names("base"), *names("slow")):
+        assert name in document
+    for words in ("gradient norm before clipping", "tokens per second", "resident memory, MiB", "checkpoint"):
+        assert re.search(rf"<text[^>]*>{words}</text>", document), f"{words}: not in a figure"
+    pictures = {path.stem for path in out.glob("*.png")}
+    assert pictures == {"loss", "quality", "speed", "memory", "optimizer"}
+    assert document.count("<svg") == len(pictures) and rows(document, "comparison") == rows(page, "comparison")
+
+
+def test_it_imports_no_torch(runs: Path, tmp_path: Path) -> None:
+    seen = "import sys; from mmldlm import cli; assert cli.main(sys.argv[1:]) == 0; print({'torch'} & set(sys.modules))"
+    shown = [str(lean(runs / name, tmp_path / name)) for name in ("base-1", "slow-1")]
+    command = [sys.executable, "-c", seen, "report", *shown, f"--out={tmp_path / 'out'}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["set()"], done.stderr
+
+
+def test_a_missing_matplotlib_is_one_line(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(runs / "base-1"), f"--out={tmp_path / 'out'}"]) == 2
+    assert capsys.readouterr().err == "mmldlm: error: the report needs matplotlib: pip install mmldlm[report]\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_or_cannot_be_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 65
+    assert "is no run folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert cli.main(["report", str(runs / "base-1"), f"--out={tmp_path / 'file' / 'out'}"]) == 74
+    assert capsys.readouterr().err.startswith("mmldlm: error: --out: cannot write")
+
+
+@pytest.fixture
+def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a process of its own that does not end by itself, in `tmp_path/run`; of one mode: few curves to draw."""
+    command = [sys.executable, "-m", "mmldlm.train", str(tiny_config), "train.steps=100000", "validation.every=0"]
+    command += ["mode=t2l"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_run_that_goes_on_and_then_is_killed(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, "the first steps")
+    found = made(run, lean(runs / "base-1", tmp_path / "base-1"), out=tmp_path / "out")
+    alive = found["runs"]["run"]
+    assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5
+    assert 0 < found["compared_to_step"] <= 20 and not (run / "report").exists()
+
+    endless.kill()
+    endless.wait()
+    with metrics.open("ab") as torn:
+        torn.write(b'{"kind": "train", "step": 99999, "ti')
+    found = made(run, out=run / "report")
+    dead = found["runs"]["run"]
+    assert dead["state"] == "killed" and alive["step"] <= dead["step"] < 99_999
+    page = (run / "report" / "report.html").read_text(encoding="utf-8")
+    assert "failure" in str(rows(page, "events")) and "left no exit.json" in page
+
+
+def test_events_are_marked_and_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    file = MetricsFile(run / "metrics.jsonl", None)
+    file.write("start", 0, {"total_steps": 40, "engine": "ddp", "world_size": 2})
+    for step in range(1, 31):
+        if step == 12:
+            file.write("skip", step, {"reason": "spike", "loss": 9.0, "optim/grad_norm": 123.0})
+            continue
+        file.write("train", step, {"loss/total": 5 - step / 10, "optim/lr": 1e-3, "optim/grad_norm": 1.0})
+        if step % 10 == 0:
+            file.write("validation", step, {"validation/total": 6.0, "quality/l2t_bleu": float(step)})
+        if step == 10:
+            file.write("checkpoint", step, {"path": "x/step-00000010", "stall_s": 0.25})
+        if step == 20:
+            file.write("end", step, {"stopped_by": "SIGTERM"})
+            file.write("resume", step, {"total_steps": 40, "engine": "fsdp2", "world_size": 4})
+            file.write("micro_batch", step + 1, {"before": 8, "micro_batch_size": 4})
+    words = {"code": 70, "rank": 0, "step": 30, "cause": "the loss is not finite", "time": 2e9}
+    (run / "exit.json").write_text(json.dumps(words))
+    found = made(run, out=tmp_path / "out")
+    once = ("start", "skip", "checkpoint", "stop", "resume", "micro_batch", "failure")
+    assert found["runs"]["run"]["events"] == dict.fromkeys(once, 1)
+    assert found["runs"]["run"]["metrics"]["quality/l2t_bleu"] == 30.0
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert ">l2t bleu</text>" in page
+    for told in (
+        "spike, gradient norm 123",
+        "stopped by SIGTERM",
+        "fsdp2, 4 processes",
+        "8 -&gt; 4",
+        "the loss is not finite",
+    ):
+        assert told in page, told
+    figure = re.search(r'<section id="loss">(.*?)</section>', page, re.DOTALL)
+    assert figure is not None
+    for word in ("checkpoint", "resumed", "micro-batch halved", "skipped step", "stopped", "failed or killed"):
+        assert f">{word}</text>" in figure[1], word
+    alone = RunSummary(run)
+    (axis,) = figures.build_figure(group_runs([alone], alone), [figures.Panel("loss", "loss/total")]).axes
+    marks = {line.get_marker(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
+    where = {"|": (10, 4.0), "x": (12, 3.8), "s": (20, 3.0), "^": (20, 3.0), "v": (21, 2.9), "X": (30, 2.0)}
+    assert {mark: (x, pytest.approx(y)) for mark, (x, y) in marks.items() if mark} == {
+        mark: ([step], [loss]) for mark, (step, loss) in where.items()
+    }
+
+
+def test_a_long_curve_keeps_its_means_and_extremes() -> None:
+    values = [float(value) for value in np.random.default_rng(0).normal(size=10_000)]
+    steps, middle, low, high = figures.bin_series(Series(list(range(1, 10_001)), values, values), 200)
+    assert len(steps) == 200 and steps[0] == 25.5 and middle[0] == pytest.approx(np.mean(values[:50]))
+    assert (low.min(), high.max()) == (min(values), max(values)) and (low <= middle).all() and (middle <= high).all()
+
+
+def test_what_a_folder_holds_is_text_and_no_page(tmp_path: Path) -> None:
+    bad = "<img src=x onerror=alert(1)>$_"
+    run = tmp_path / bad
+    run.mkdir()
+    file = MetricsFile(run / "metrics.jsonl", None)
+    file.write("start", 0, {"total_steps": 9, "engine": bad})
+    file.write("train", 1, {f"loss/{bad}": 1.0, "loss/total": 1.0})
+    file.write("end", 1, {"stopped_by": bad})
+    (run / "config.yaml").write_text(f"run: {{seed: '{bad}'}}\n")
+    (run / "evaluation.json").write_text(json.dumps({bad: 1.0, "l2t": {"samples": [{bad: bad}, 3]}, "step": bad}))
+    made(run, out=tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in page and page.count("&lt;img") >= 8
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason="needs chromium")
+def test_a_browser_finds_no_page_in_what_a_folder_holds(tmp_path: Path) -> None:
+    run = tmp_path / "<img src=x>"
+    run.mkdir()
+    MetricsFile(run / "metrics.jsonl", None).write("start", 0, {"total_steps": 9, "engine": "<img src=x>"})
+    made(run, out=tmp_path / "out")
+    with shown(tmp_path / "out" / "report.html", tmp_path / "browser") as page:
+        assert "&lt;img" in page.value("document.documentElement.outerHTML")
+        assert page.value("document.querySelectorAll('img').length") == 0
+
+
+@pytest.mark.parametrize("content", ["", '{"kind": "start", "st'])
+def test_a_run_that_has_only_begun(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(content)
+    found = made(tmp_path / "run", tmp_path / "run", out=tmp_path / "out")
+    assert list(found["runs"]) == ["run"] and found["runs"]["run"]["metrics"] == {}
+    assert "No training record yet" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,191 @@
+"""What a step came to is read off the device late and in one go: the host waits for nothing in between, and nothing of
+the run changes by it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmldlm import train
+from mmldlm.config import load_config
+from mmldlm.distributed.engine import is_accepted
+from mmldlm.telemetry import read_metrics
+from mmldlm.trainer.step_guard import propagate_nonfinite
+from mmldlm.trainer.trainer import StepResult, Trainer
+from tests.helpers.engine_runs import exit_record, records
+from tests.helpers.faulty_steps import FAULTS, facts, skipped_steps
+from tests.helpers.forked_runs import ForkedRuns
+
+TIMES = ("time", "stall_s", "seconds", "path")
+SETTINGS = (
+    "train={steps: 23, global_batch_size: 4, micro_batch_size: 1}",
+    "log.every=5",
+    "guard.max_consecutive=4",
+    "checkpoint.every_steps=8",
+    "validation={every: 12, samples: 8, text_samples: 0}",
+)
+# Steps whose numbers somebody wants: the log, a save, a validation, the fourth that waits, the last.
+SETTLED = [4, 5, 8, 10, 12, 15, 16, 20, 23]
+GROWING = "train.batch_schedule={3: {global_batch_size: 12}, 12: {global_batch_size: 16}}"
+UNTIL_SPIKE = [fault for fault in FAULTS if fault["kind"] != "huge"]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """All that metrics.jsonl says, but how long things took, and when a checkpoint was there."""
+    return [
+        {key: value for key, value in record.items() if key not in TIMES and not key.startswith(("speed", "memory"))}
+        for record in read_metrics(folder / "metrics.jsonl")
+        if record["kind"] in ("train", "validation", "skip", "heartbeat", "end")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "faults", "settings"),
+    [
+        ("single", [], ()),
+        ("single", UNTIL_SPIKE, ()),
+        pytest.param("single", UNTIL_SPIKE, ("optim.fused=false",), marks=pytest.mark.slow),
+        pytest.param("single", UNTIL_SPIKE, (GROWING,), marks=pytest.mark.slow),
+        pytest.param("ddp", UNTIL_SPIKE, (), marks=pytest.mark.slow),
+        ("fsdp2", UNTIL_SPIKE, ()),
+    ],
+    ids=["finite", "single", "not-fused", "batch-schedule", "ddp", "fsdp2"],
+)
+def test_settled_late_is_the_same_run(
+    engine: str, faults: list[Any], settings: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    at_once, late = tmp_path / "at-once", tmp_path / "late"
+    arguments = (parity_config, *SETTINGS, *settings)
+    expected = facts(forked, engine, at_once, faults, *arguments)
+    found = facts(forked, engine, late, faults, *arguments, LATE="1")
+    assert [rank["settled"] for rank in expected] == [list(range(1, 24))] * len(found)
+    assert [rank["settled"] for rank in found] == [SETTLED] * len(found)
+    assert [rank["digests"] for rank in found] == [rank["digests"] for rank in expected]
+    assert history(late) == history(at_once)
+    planted = [fault["step"] + 1 for fault in faults]
+    assert list(records(late, "skip")) == planted and len(records(late)) == 5
+    skips = [skipped_steps(folder) for folder in (late, at_once)]
+    assert [{**line, "time": 0} for line in skips[0].values()] == [{**line, "time": 0} for line in skips[1].values()]
+    assert list(skips[0]) == planted
+    states = [(folder / "checkpoints" / "step-00000023" / "state.json").read_text() for folder in (late, at_once)]
+    assert states[0] == states[1] and json.loads(states[0])["skipped_steps"] == len(faults)
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
+def test_the_host_reads_nothing_between_two_records(
+    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = ["train.steps=10", "log.every=5", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
+    count = 1 if engine == "single" else 2
+    forked.succeed(engine, folder, count, parity_config, *settings, script="host_reads.py", FACTS=str(folder))
+    for rank in range(count):
+        reads = json.loads((folder / f"reads.rank{rank}.json").read_text())
+        assert {int(step): bool(found) for step, found in reads.items()} == {
+            step: step in (5, 10) for step in range(1, 11)
+        }, reads
+
+
+class DeferringTrainer(Trainer):
+    """A trainer that fetches the numbers of its steps as on a GPU."""
+
+    def __enter__(self) -> DeferringTrainer:
+        super().__enter__()
+        self.log.defer_fetch = True
+        return self
+
+
+def test_a_stop_comes_late_and_saves_nothing_after_it(tiny_config: Path, tmp_path: Path) -> None:
+    class FaultyTrainer(DeferringTrainer):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * (math.nan if self.state.step == 4 else 1.0))
+
+    arguments = [str(tiny_config), "guard.nonfinite=stop", "log.every=100"]
+    assert train.main(arguments, trainer_cls=FaultyTrainer) == 70
+    assert list(skipped_steps(tmp_path / "run")) == [5]
+    record = exit_record(tmp_path / "run")
+    assert "step 5: the gradient norm is not finite (nan)" in str(record["cause"]) and record["step"] == 8
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+def test_a_spike_limit_fetches_every_step(tiny_config: Path) -> None:
+    """The limit is a function of the norms of earlier steps."""
+    pending: list[int] = []
+
+    class WatchedTrainer(DeferringTrainer):
+        def update(self, step: int) -> StepResult:
+            pending.append(len(self.log.stats.pending))
+            return super().update(step)
+
+    settings = ["log.every=100", "validation.every=0", "checkpoint.every_steps=0"]
+    assert train.main([str(tiny_config), *settings], trainer_cls=WatchedTrainer) == 0
+    assert pending == list(range(8))
+    limited = [*settings, "resume=never", "guard.grad_norm_spike=9"]
+    assert train.main([str(tiny_config), *limited], trainer_cls=WatchedTrainer) == 0
+    assert pending[8:] == [0] * 8
+
+
+def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    """What its hook carries from step to step would make all later ones NaN."""
+    faults = [
+        {"step": 5, "kind": "nan", "rank": 1, "micro_batch": 1},
+        {"step": 8, "kind": "bad_gradient", "rank": 0, "micro_batch": 0},
+    ]
+    hook = "distributed.ddp={comm_hook: powersgd, powersgd_rank: 2, powersgd_start_step: 2}"
+    settings = ("train={steps: 12, global_batch_size: 4, micro_batch_size: 1}", "validation.every=0", hook)
+    found = facts(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
+    assert list(records(tmp_path / "run", "skip")) == [6, 9]
+    curve = records(tmp_path / "run")
+    assert sorted(curve) == [1, 2, 3, 4, 5, 7, 8, 10, 11, 12]
+    assert all(math.isfinite(record["loss/total"]) for record in curve.values())
+    assert found[0]["digests"] == found[1]["digests"], "the ranks drew other matrices"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_config: Path) -> None:
+    with Trainer(load_config(tiny_config, ["data.num_workers=0"])) as run:
+        step, micro_batches = next(run.steps())
+        (noised,) = run.corrupt(step, micro_batches)
+        loss = run.loss(noised, run.sync(step, [noised]))
+        run.backward(loss + value)
+        gradients = {name: parameter.grad for name, parameter in run.engine.model.named_parameters()}
+        assert {name for name, found in gradients.items() if found is None or not found.isnan().any()} == set()
+
+
+@pytest.mark.quick
+def test_a_finite_loss_is_left_as_it_is() -> None:
+    for value in (0.1, -3.0, 0.0, 3e38, 1e-45):
+        loss = torch.tensor(value, requires_grad=True)
+        found = propagate_nonfinite(loss)
+        found.backward()
+        assert found == loss and loss.grad == 1
+
+
+@pytest.mark.quick
+def test_what_fits_is_the_same_in_every_precision() -> None:
+    norm = torch.tensor(0.1)  # in float32 a little above 0.1
+    assert not is_accepted(norm, 0.1) and is_accepted(norm, float(norm)) and is_accepted(norm.double(), float(norm))
+    assert is_accepted(torch.tensor(3e38), math.inf) and is_accepted(torch.tensor(1e300, dtype=torch.float64), math.inf)
+    assert not any(
+        is_accepted(torch.tensor(value), limit) for value in (math.nan, math.inf) for limit in (1.0, math.inf)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_not_waited_for_between_two_records(tiny_config: Path) -> None:
+    settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
+    with Trainer(load_config(tiny_config, settings)) as run:
+        assert run.log.defer_fetch
+        for step, micro_batches in run.steps():
+            torch.cuda.set_sync_debug_mode("error" if step + 1 in (2, 3, 5, 6, 7) else "default")
+            train.train_step(run, step, micro_batches)
+            torch.cuda.set_sync_debug_mode("default")
