@@ -10,15 +10,15 @@ from mmldlm.errors import ExitCode, run_command
 
 BENCHMARKS = {
     "ladder": "speed and memory of the trainer against the reference, one step at a time (the default)",
-    "loader": "samples a second that one core reads, and how long the first batch takes",
-    "prepare": "documents a second of `mmldlm prepare` by stage, and its memory",
+    "loader": "samples per second that one core reads, and how long the first batch takes",
+    "prepare": "documents per second of `mmldlm prepare` by stage, and its memory",
     "scaling": "how time and memory of a step grow with tokens, length, depth, vocabulary and padding",
-    "log_overhead": "what of a step bookkeeping takes, and the wait for data",
-    "sampling": "tokens a second of generation",
-    "busy": "tokens a second of training beside busy loops, by how OpenMP's threads wait",
-    "checkpoint_stall": "how long training stands still for a checkpoint",
-    "optimizers": "what a step of each optimizer costs, and the loss after equal steps",
-    "engines": "what each engine exchanges in a step, and holds for a parameter",
+    "log_overhead": "what logging takes of a step, and the wait for data",
+    "sampling": "tokens per second of generation",
+    "busy": "tokens per second of training next to busy loops, by how OpenMP's threads wait",
+    "checkpoint_stall": "how long training pauses for a checkpoint",
+    "optimizers": "cost of a step of each optimizer, and the loss after equal steps",
+    "engines": "traffic of each engine in a step, and bytes that it holds per parameter",
     "memory": "the dry run's estimate of memory against what a run takes",
     "gpu_memory": "the largest micro-batches that fit a GPU, by that estimate; needs no GPU",
     "learning": "what the quickstart learns, over seeds, against bars that it must pass",
@@ -35,7 +35,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> int | None:
-    """Exit codes are those of `mmldlm`; 1 where `--against` found something worse."""
+    """Run a benchmark, and return an exit code of `mmldlm`, or 1 if `--against` shows a regression."""
     if list(argv) in (["-h"], ["--help"]):
         print(usage())
         return ExitCode.DONE

@@ -34,7 +34,7 @@ checkpoint: {{every_steps: {every}, keep_last: 100}}
 
 
 def write_text(path: Path) -> None:
-    """The embedded corpus as text8 has it: lower-case letters and single spaces, in lines of LENGTH characters."""
+    """Write the embedded corpus like text8: lower-case letters and single spaces, in lines of LENGTH characters."""
     from mmldlm.data.prepare.documents import Document
     from mmldlm.data.prepare.readers.python_docs import read_python_docs
 
@@ -45,8 +45,10 @@ def write_text(path: Path) -> None:
 
 
 def ngram_bits(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Bits per character of held-out pieces [n, L] under unigrams and bigrams of the training pieces, add-one
-    smoothed; a piece's first character is scored by unigrams in both."""
+    """Return bits per character of held-out pieces [n, L] under unigrams and bigrams of the training pieces.
+
+    Add-one smoothed; a piece's first character is scored by unigrams in both.
+    """
     unigram = np.bincount(train.ravel(), minlength=vocab_size) + 1.0
     log_unigram = np.log2(unigram / unigram.sum())
     bigram = np.ones((vocab_size, vocab_size))

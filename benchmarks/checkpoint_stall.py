@@ -1,11 +1,11 @@
-"""How long training stands still for a checkpoint: written beside it, or waited for, against a step and a plain save.
+"""How long training pauses for a checkpoint: asynchronous and synchronous, against a step and `torch.save`.
 
     python -m benchmarks.checkpoint_stall STORE [--saves 5] [key.sub=value ...]
 
-One process trains a model of about 100 million parameters and saves after every ninth step, in turns: beside the
-training, waiting, and with `torch.save` (which syncs nothing, hashes nothing and is not safe in a crash). For each kind
-the table has the median stall, the median time until the checkpoint is there, and how much longer than usual the
-steps took that ran beside the writing.
+One process trains a model of about 100 million parameters and saves after every ninth step, in turns: while training
+continues, waiting, and with `torch.save` (which neither syncs nor hashes, and is not safe in a crash). For each kind
+the table has the median stall, the median time until the checkpoint is complete, and how much longer than usual the
+steps took that ran during the writing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mmldlm.train import train_step
 from mmldlm.trainer.checkpointer import SavedCheckpoint
 from mmldlm.trainer.trainer import Trainer
 
-BETWEEN = 9  # steps from one save to the next: it is there by then
-KINDS = ("beside the training", "waited for", "torch.save")
+INTERVAL = 9  # steps from one save to the next: it is complete by then
+KINDS = ("asynchronous", "synchronous", "torch.save")
 SETTINGS = (
     "model={depth: 12, width: 768, num_heads: 12}",
     "train.global_batch_size=4",
@@ -39,10 +39,10 @@ SETTINGS = (
 
 
 def plain_save(run: Trainer, folder: Path) -> float:
-    began = time.perf_counter()
-    model, optimizer = run.runtime.unwrapped_model, run.runtime.unwrapped_optimizer
+    start = time.perf_counter()
+    model, optimizer = run.engine.unwrapped_model, run.engine.unwrapped_optimizer
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    total = BETWEEN * (len(KINDS) * options.saves + 2)
+    total = INTERVAL * (len(KINDS) * options.saves + 2)
     given = [f"run.dir={folder / 'run'}", f"data.path={options.store}", f"train.steps={total}"]
     config = load_config(None, [*SETTINGS, *given, *options.settings])
     steps: dict[str, list[float]] = defaultdict(list)
@@ -64,22 +64,22 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     complete: dict[str, list[float]] = defaultdict(list)
     kind, saved = "", 0
     with Trainer(config, read_launcher_env(os.environ)) as run:
-        noted = run.log_checkpoint
+        log_checkpoint = run.log_checkpoint
 
-        def note(checkpoints: list[SavedCheckpoint]) -> None:
+        def record(checkpoints: list[SavedCheckpoint]) -> None:
             for checkpoint in checkpoints:
                 stalls[kind].append(checkpoint.stall_s)
                 complete[kind].append(checkpoint.seconds)
-            noted(checkpoints)
+            log_checkpoint(checkpoints)
 
-        run.log_checkpoint = note  # type: ignore[method-assign]
+        run.log_checkpoint = record  # type: ignore[method-assign]
         for number, micro_batches in run.steps():
-            began = time.perf_counter()
+            start = time.perf_counter()
             train_step(run, number, micro_batches)
-            steps[kind].append(time.perf_counter() - began)
-            if run.state.step % BETWEEN or run.state.step == total:
+            steps[kind].append(time.perf_counter() - start)
+            if run.state.step % INTERVAL or run.state.step == total:
                 continue
-            run.log_checkpoint(run.checkpointer.finish())  # none is in the making when the next begins
+            run.log_checkpoint(run.checkpointer.finish())  # none is unfinished when the next begins
             kind = KINDS[saved % len(KINDS)]
             saved += 1
             if kind == "torch.save":
@@ -90,14 +90,14 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
                 run.save()
         kind = "end"
         size = run.components.trainable
-    usual = median(steps["torch.save"] + steps["waited for"])
+    usual = median(steps["torch.save"] + steps["synchronous"])
     print(f"{size / 1e6:.0f} million parameters, {torch.get_num_threads()} threads; a step takes {usual:.2f} s.\n")
-    print("| checkpoint | stall (s) | in steps | until it is there (s) | steps beside it |")
+    print("| checkpoint | stall (s) | in steps | until complete (s) | steps meanwhile |")
     print("|---|---|---|---|---|")
     for kind in KINDS:
-        stall, there = median(stalls[kind][1:]), median(complete[kind][1:])  # the first allocates
-        beside = median(steps[kind]) / usual
-        print(f"| {kind} | {stall:.2f} | {stall / usual:.2f} | {there:.2f} | {beside:.2f} x |")
+        stall, until = median(stalls[kind][1:]), median(complete[kind][1:])  # the first allocates
+        meanwhile = median(steps[kind]) / usual
+        print(f"| {kind} | {stall:.2f} | {stall / usual:.2f} | {until:.2f} | {meanwhile:.2f} x |")
 
 
 if __name__ == "__main__":

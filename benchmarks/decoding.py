@@ -15,8 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.report import markdown, positive
-from benchmarks.results import ROOT, circumstances, say, write_json
+from benchmarks.common.report import RESULTS, circumstances, markdown, positive, print_status, write_json
 from mmldlm.diffusion.masked import TextDecoding
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
@@ -28,14 +27,14 @@ VARIETY = ("token_entropy", "distinct_2", "repetition_4")
 
 
 def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
-    """Rows of l2t, one for each of `settings`."""
+    """Return rows of l2t, one for each of `settings`."""
     count = evaluation.num_texts
     tokens, truth = evaluation.tokens[:count], evaluation.raw_latents[:count]
     references, rows = evaluation.decode(tokens), []
     for config in settings:
-        written = evaluation.generate("l2t", "own", count, config).tokens
-        texts = evaluation.decode(written)
-        measured = reference_metrics(written, texts, tokens, references)
+        generated = evaluation.generate("l2t", "own", count, config).tokens
+        texts = evaluation.decode(generated)
+        measured = reference_metrics(generated, texts, tokens, references)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
         names = ("bleu", "chrf", "exact_match", "token_accuracy", "reencoded_cosine")
         rows.append(_settings(config) | {name: measured[name] for name in names})
@@ -43,26 +42,26 @@ def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> lis
 
 
 def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
-    """Rows of joint; the first has the held-out documents themselves."""
+    """Return rows of joint; the first has the held-out documents themselves."""
     count = evaluation.num_texts
 
     def row(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-        found = diversity_metrics(tokens)
-        return {name: found[name] for name in VARIETY}
+        metrics = diversity_metrics(tokens)
+        return {name: metrics[name] for name in VARIETY}
 
     nothing = {"frechet_distance": None, "reencoded_cosine": None}
     rows = [
         {"decoding": "held out", "steps": "", "temperature": ""} | row(evaluation.tokens[:count]) | nothing,
     ]
     for config in settings:
-        made = evaluation.generate("joint", "none", count, config)
-        raw = evaluation.run.store.restore(made.latents)
-        encoded = evaluation.encode(evaluation.decode(made.tokens))
+        generated = evaluation.generate("joint", "none", count, config)
+        raw = evaluation.run.store.restore(generated.latents)
+        encoded = evaluation.encode(evaluation.decode(generated.tokens))
         measured = {
-            "frechet_distance": frechet_metrics(evaluation, made.latents)["frechet_distance"],
+            "frechet_distance": frechet_metrics(evaluation, generated.latents)["frechet_distance"],
             "reencoded_cosine": reencoding_metrics(encoded, raw)["reencoded_cosine"],
         }
-        rows.append(_settings(config) | row(made.tokens) | measured)
+        rows.append(_settings(config) | row(generated.tokens) | measured)
     return rows
 
 
@@ -73,13 +72,13 @@ def _settings(config: SamplingConfig) -> dict[str, Any]:
 def tables_of(
     name: str, run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]
 ) -> dict[str, list[dict[str, Any]]]:
-    """l2t and joint tables of a run, on its test split."""
+    """Return l2t and joint tables of a run, on its test split."""
     evaluation = Evaluation(run, EvaluationConfig(samples=2 * texts, texts=texts))
-    found = {}
+    tables = {}
     for title, measure in ((f"l2t, {name}", text_rows), (f"joint, {name}", joint_rows)):
-        say(title)
-        found[title] = measure(evaluation, settings)
-    return found
+        print_status(title)
+        tables[title] = measure(evaluation, settings)
+    return tables
 
 
 def _named(text: str) -> tuple[str, Path]:
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--texts", type=positive, default=200, help="of each row (%(default)s)")
     parser.add_argument("--steps", type=positive, nargs="+", default=[8, 20, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of decoding.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of decoding.json")
     options = parser.parse_args(argv)
     settings = [
         SamplingConfig(steps=steps, temperature=temperature, decoding=decoding)

@@ -1,4 +1,4 @@
-"""What each engine exchanges in a step, and holds for a parameter, measured on real steps.
+"""Traffic of each engine in a step, and bytes that it holds per parameter, measured on real steps.
 
     python -m benchmarks.engines STORE [--processes 2] [--precision bf16] [--engines ddp zero2] [key.sub=value ...]
 
@@ -23,13 +23,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 
+from benchmarks.common.report import ROOT
 from mmldlm.distributed.launcher import ENGINES
 
-ROOT = Path(__file__).resolve().parent.parent
 BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
 STEPS = 4
 SMALL = 4096  # bytes: counts, norms and flags, not parameters
@@ -42,16 +43,10 @@ def entries() -> list[dict]:
 
 
 def size_of(entry: dict) -> int:
-    """Bytes of the whole tensor that a collective is about: input and output differ where it shards."""
+    """Return the bytes of a collective's whole tensor: input and output differ where it shards."""
 
     def total(sizes: list[list[int]], kinds: list[str]) -> int:
-        found = 0
-        for size, kind in zip(sizes, kinds, strict=True):
-            count = 1
-            for length in size:
-                count *= length
-            found += count * BYTES.get(kind, 4)
-        return found
+        return sum(prod(size) * BYTES.get(kind, 4) for size, kind in zip(sizes, kinds, strict=True))
 
     return max(
         total(entry.get("input_sizes", []), entry.get("input_dtypes", [])),
@@ -60,9 +55,9 @@ def size_of(entry: dict) -> int:
 
 
 def tensor_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all tensors alive in this process, each memory once; what only awaits the collector is not alive."""
+    """Return the bytes of all tensors alive in this process, each memory once, after a garbage collection."""
     gc.collect()
-    found: dict[int, int] = {}
+    storages: dict[int, int] = {}
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for tensor in tensors:
@@ -70,23 +65,23 @@ def tensor_bytes(model: torch.nn.Module) -> int:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # fake and meta tensors have no memory
             storage = local.untyped_storage()
             if storage.device.type != "meta":
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def worker(arguments: list[str], out: Path) -> None:
-    """One rank: train, and write the traffic of the last step."""
+    """Train as one rank, and write the traffic of the last step."""
     from mmldlm.config import load_config
     from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
-    from mmldlm.trainer.trainer import Trainer
+    from mmldlm.trainer.trainer import StepResult, Trainer
 
     class Measured(Trainer):
         held = 0
 
-        def update(self, lr: float) -> torch.Tensor:
-            self.held = tensor_bytes(self.runtime.unwrapped_model)
-            return super().update(lr)
+        def update(self, step: int) -> StepResult:
+            self.held = tensor_bytes(self.engine.unwrapped_model)
+            return super().update(step)
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
@@ -94,11 +89,11 @@ def worker(arguments: list[str], out: Path) -> None:
         for step, micro_batches in run.steps():
             before = len(entries())
             train_step(run, step, micro_batches)
-            found = entries()[before:]
+            collectives = entries()[before:]
         assert not run.state.skipped_steps
-        if run.runtime.is_main:
+        if run.engine.is_main:
             names, counts = Counter(), Counter()
-            for entry in found:
+            for entry in collectives:
                 name, size = entry["profiling_name"].split(":", 1)[-1], size_of(entry)
                 if size > SMALL:
                     names[name] += size
@@ -108,6 +103,7 @@ def worker(arguments: list[str], out: Path) -> None:
 
 
 def wire(name: str, size: float, world: int) -> float:
+    """Return the bytes that a rank sends for a payload of `size` with a ring algorithm."""
     share = (world - 1) / world
     return size * share * (2 if "all_reduce" in name or name == "allreduce" else 1)
 
@@ -147,15 +143,15 @@ def measure(engine: str, accumulation: int, options: argparse.Namespace, folder:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise SystemExit(f"{engine}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    found = json.loads(out.read_text())
-    parameters, world = found["parameters"], options.processes
-    payload = sum(found["bytes"].values()) / parameters
-    sent = sum(wire(name, size, world) for name, size in found["bytes"].items()) / parameters
+    result = json.loads(out.read_text())
+    parameters, world = result["parameters"], options.processes
+    payload = sum(result["bytes"].values()) / parameters
+    sent = sum(wire(name, size, world) for name, size in result["bytes"].items()) / parameters
     shown = ", ".join(
-        f"{found['calls'][name]} x {name} {size / parameters:.2f}" for name, size in sorted(found["bytes"].items())
+        f"{result['calls'][name]} x {name} {size / parameters:.2f}" for name, size in sorted(result["bytes"].items())
     )
     print(
-        f"| {engine} | {accumulation} | {found['held'] / parameters:.1f} | {payload:.2f} | {sent:.2f} | {shown} |",
+        f"| {engine} | {accumulation} | {result['held'] / parameters:.1f} | {payload:.2f} | {sent:.2f} | {shown} |",
         flush=True,
     )
 

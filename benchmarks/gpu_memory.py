@@ -2,10 +2,10 @@
 
     python -m benchmarks gpu_memory [--positions 512 2048] [--gpus 16 24 40 80 141] [key.sub=value ...]
 
-24 blocks of width 1024, vocabulary 30,522, bf16, every sample as long as may be. Memory is estimated for two
+24 blocks of width 1024, vocabulary 30,522, bf16, every sample of the maximum length. Memory is estimated for two
 micro-batches, and is a straight line through them. A GPU of 16 GB has 16e9 bytes, of which `SHARE` is filled: the rest
-is for CUDA, fragments, communication, and what an estimate does not see. DDP needs 4 bytes for each parameter more than
-one GPU alone: its buckets stay when gradients are gone.
+is for CUDA, fragmentation, communication, and what an estimate does not include. DDP needs 4 bytes per parameter more
+than one GPU alone: its buckets stay when gradients are freed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.task import SHAPES, TOKENIZER_VOCAB
-from benchmarks.workload import make_store
+from benchmarks.common.task import SHAPES, TOKENIZER_VOCAB, make_store
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.trainer.dry_run import MIB, Estimate, estimate, state_mib
 
 SHAPE = SHAPES["gpu"]
 KINDS = ("none", "selective", "full")
-SHARDED = 8  # GPUs that FSDP2 shares the state among
+SHARDED = 8  # GPUs over which FSDP2 shards the state
 SHARE = 0.9
 TOKENS = (32_768, 65_536)  # of the two micro-batches; with fewer, the optimizer's step may be what needs the most
 
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes of a process, by samples of its micro-batch."""
+    """Bytes of a process as a function of the samples of its micro-batch."""
 
     fixed: float
     per_sample: float
-    state: float  # weights, gradients and moments: the least there is, in the optimizer's step
+    state: float  # weights, gradients and moments: the minimum, in the optimizer's step
 
     @classmethod
     def through(cls, points: dict[int, float], state: float) -> Line:
@@ -44,12 +43,12 @@ class Line:
         return cls(less - slope * few, slope, state)
 
     def samples(self, capacity: float) -> int:
-        """The most that `capacity` bytes have room for."""
+        """Return the largest micro-batch that fits into `capacity` bytes."""
         return 0 if capacity < self.state else max(0, int((capacity - self.fixed) / self.per_sample))
 
 
 def estimated(store: Path, samples: int, settings: Sequence[str]) -> Estimate:
-    """Of one process whose steps have one micro-batch, after the first, which has no moments yet."""
+    """Estimate one process whose steps have one micro-batch, after the first, which has no moments yet."""
     given = (
         f"data.path={store}",
         f"model={{width: {SHAPE.width}, depth: {SHAPE.depth}, num_heads: {SHAPE.heads}}}",
@@ -60,17 +59,17 @@ def estimated(store: Path, samples: int, settings: Sequence[str]) -> Estimate:
     return estimate(config, Store.open(store), world_size=1, steps_per_stage=1, device="cuda")
 
 
-def lines(found: dict[int, Estimate]) -> dict[str, Line]:
-    """By engine, from estimates by samples."""
-    alone, shared = {}, {}
-    for samples, each in found.items():
-        in_steps = sum(each.peak_mib.get(kind, 0.0) for kind in ("weights", "gradients", "moments"))
-        state, _ = state_mib("fsdp2", replace(each, world_size=SHARDED), "bf16")
-        alone[samples] = each.total_mib * MIB
-        shared[samples] = (each.total_mib - in_steps + state) * MIB
+def lines(estimates: dict[int, Estimate]) -> dict[str, Line]:
+    """Return a line per engine, given estimates by samples."""
+    alone, sharded = {}, {}
+    for samples, one in estimates.items():
+        at_peak = sum(one.peak_mib.get(kind, 0.0) for kind in ("weights", "gradients", "moments"))
+        state, _ = state_mib("fsdp2", replace(one, world_size=SHARDED), "bf16")
+        alone[samples] = one.total_mib * MIB
+        sharded[samples] = (one.total_mib - at_peak + state) * MIB
     return {
-        "one GPU": Line.through(alone, each.state_mib * MIB),
-        f"fsdp2 on {SHARDED}": Line.through(shared, state * MIB),
+        "one GPU": Line.through(alone, one.state_mib * MIB),
+        f"fsdp2 on {SHARDED}": Line.through(sharded, state * MIB),
     }
 
 
@@ -92,12 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             store = make_store(folder, "full", TOKENIZER_VOCAB, positions, SHAPE.vocab_size, 2 * max(sizes))
             for kind in KINDS:
                 settings = (f"memory.activation_checkpointing={kind}", *options.settings)
-                found = lines({size: estimated(store, size, settings) for size in sizes})
-                for engine, line in found.items():
+                by_engine = lines({size: estimated(store, size, settings) for size in sizes})
+                for engine, line in by_engine.items():
                     samples = [line.samples(SHARE * size * 1e9) for size in options.gpus]
                     cells = (f"{count * positions:,} ({count:,})" for count in samples)
                     print(f"| {positions} | {kind} | {engine} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,8 +3,7 @@
     python -m benchmarks ladder [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
 
 Prints a table, and writes OUT/ladder-SHAPE-DATA-PRECISION-DEVICE.json and .png. All variants train on the same samples
-with the same noise, in turns; memory is measured in processes of their own. README.md beside this
-file says how to read it.
+with the same noise, in turns; memory is measured in processes of their own. benchmarks/README.md says how to read it.
 """
 
 from __future__ import annotations
@@ -14,81 +13,101 @@ import importlib.util
 import json
 import math
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks import against, results
-from benchmarks.apart import Turn, freeze, in_turns, parameters_of, steps_of
-from benchmarks.counting import compiled_regions_of, counts_of, kernels_of, useful_flops
-from benchmarks.measure import CONTROL, Ratio, parts_of, run_rounds, trusted
-from benchmarks.step_memory import ROOT, OutOfMemory, step_memory_mib
-from benchmarks.task import SHAPES, Task, device
-from benchmarks.variants import Variant, variants
-from benchmarks.workload import KINDS, typical_batches
+from benchmarks.common.counting import (
+    OTHER,
+    PARTS,
+    WAIT,
+    compiled_regions_of,
+    counts_of,
+    kernels_of,
+    parts_of,
+    useful_flops,
+)
+from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, timed, warm_up
+from benchmarks.common.report import (
+    ROOT,
+    add_settings,
+    circumstances,
+    parser,
+    positive,
+    print_status,
+    time_unit,
+    write_json,
+)
+from benchmarks.common.task import KINDS, SHAPES, Task, device, typical_batches
+from benchmarks.common.variants import Open, Variant, opened, variants
+from benchmarks.memory import OutOfMemory, step_memory_mib
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
-from mmldlm.errors import UsageError
+from mmldlm.errors import DataError, UsageError
 from mmldlm.model.flops import peak_flops
 
 QUICK = ("reference", "old", "trainer")
+MEMORY_KEYS = ("middle_step_memory_mib", "step_memory_mib")
+WORSE = 0.10  # share of the speed that may be lost against an earlier result
+MORE_IS_WORSE = {"operators": True, "kernels": True, "host_syncs": True, "logit_rows": True, "fill": False}
+SAME = ("shape", "data", "precision", "batches", "task", "positions", "vocab_size")  # for results to be comparable
+
+Values = dict[str, Any]
+
+
+# --- options --------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="mmldlm bench ladder",
-        description="Speed and memory of the trainer against the reference, one step at a time.",
-    )
-    add = parser.add_argument
-    add("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for all variants of ours")
+    options = parser("ladder", "Speed and memory of the trainer against the reference, one step at a time.")
+    add = options.add_argument
+    add_settings(options)
     add("--shape", choices=SHAPES, default="proportional")
     add("--data", choices=KINDS, default="documents", help="lengths of the samples (%(default)s)")
     add("--precision", choices=("fp32", "bf16"), default="fp32")
-    add("--batch", type=int, help="samples of a micro-batch, instead of the shape's")
-    add("--positions", type=int, help="most tokens of a sample, instead of the shape's")
+    add("--batch", type=positive, help="samples of a micro-batch, instead of the shape's")
+    add("--positions", type=positive, help="maximum tokens of a sample, instead of the shape's")
     add("--variants", nargs="+", metavar="NAME", help="only these; all others are compared with the first")
-    add("--rounds", type=int, default=9, help="(%(default)s)")
-    add("--batches", type=int, default=8, help="micro-batches of a round (%(default)s)")
+    add("--batches", type=positive, default=8, help="micro-batches of a round (%(default)s)")
     add(
         "--patience",
         type=float,
         default=1.0,
-        help="turns taken again where the machine gave less than at its best, as a multiple of all (%(default)s)",
+        help="turns repeated where the machine gave less than at its best, as a multiple of all (%(default)s)",
     )
-    add("--threads", type=int, default=1, help="of PyTorch; with more than one, seconds are by the clock (%(default)s)")
-    add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process a variant")
-    add("--memory-of", type=Path, metavar="RESULT.json", help="memory of a step as it was found there")
-    add("--quick", action="store_true", help=f"{', '.join(QUICK)} in 3 rounds of 2 micro-batches, without memory")
+    add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process per variant")
+    add("--memory-of", type=Path, metavar="RESULT.json", help="take the memory of a step from that result")
     add("--store", type=Path, help="a data store to measure on, instead of --data")
     add("--stores", type=Path, default=ROOT / "data" / "bench", help="where stores are made and kept (%(default)s)")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of JSON and PNG (%(default)s)")
-    add("--name", help="of the files in it, instead of ladder-SHAPE-DATA-PRECISION-DEVICE")
-    add("--against", type=Path, metavar="RESULT.json", help="compare with it; exit code 1 where something is worse")
-    options = parser.parse_intermixed_args(argv)
-    if options.quick:
-        options.rounds, options.batches, options.no_memory = 3, 2, True
-        options.variants = options.variants or list(QUICK)
-    if not 0 <= options.patience < math.inf:
-        raise UsageError(f"--patience: expected 0 or more, found {options.patience:g}")
-    for name in ("rounds", "batches", "threads", "batch", "positions"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}: expected at least 1, found {value}")
-    return options
+    add("--against", type=Path, metavar="RESULT.json", help="compare with it; exit code 1 if something is worse")
+    options.set_defaults(name=None)
+    given = options.parse_intermixed_args(argv)
+    if given.quick:
+        given.rounds, given.batches, given.no_memory = 3, 2, True
+        given.variants = given.variants or list(QUICK)
+    if not 0 <= given.patience < math.inf:
+        raise UsageError(f"--patience: expected 0 or more, found {given.patience:g}")
+    given.name = given.name or f"ladder-{given.shape}-{given.data}-{given.precision}-{device().type}"
+    return given
 
 
-def chosen(options: argparse.Namespace) -> list[Variant]:
-    """UsageError for a name that is none, or where a package is missing that one needs."""
+def selected_variants(options: argparse.Namespace) -> list[Variant]:
+    """Return the variants that were asked for.
+
+    Raises:
+        UsageError: A name is unknown, or a package is missing that a variant needs.
+    """
     known = variants(options.precision, device().type)
     names = options.variants or list(known)
     for name in names:
         if name not in known:
-            raise UsageError(f"--variants: {name!r} is none here, expected some of {', '.join(known)}")
+            raise UsageError(f"--variants: expected some of {', '.join(known)}, found {name!r}")
     needed = ["matplotlib"] + ["mmdit"] * any(known[name].is_reference for name in names)
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
@@ -114,121 +133,303 @@ def task_of(options: argparse.Namespace) -> Task:
     )
 
 
-def measure(task: Task, selected: list[Variant], options: argparse.Namespace) -> dict[str, Any]:
-    """The result as JSON has it."""
-    manifest, split = Store.open(task.store).manifest, Store.open(task.store).split("train")
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measure(task: Task, selected: list[Variant], options: argparse.Namespace) -> Values:
+    """Return the result as JSON has it."""
+    store = Store.open(task.store)
+    manifest, split = store.manifest, store.split("train")
     rows = typical_batches(SampleOrder(split.lengths, seed=0), split, task.batch, options.batches)
-    device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    flops, peak = useful_flops(task, rows), peak_flops(device_name, task.precision)
-    found: dict[str, dict[str, Any]] = {each.name: {"about": each.about} for each in selected}
+    flops = useful_flops(task, rows)
+    peak = peak_flops(torch.cuda.get_device_name() if torch.cuda.is_available() else "", task.precision)
+    values: dict[str, Values] = {variant.name: {"about": variant.about} for variant in selected}
     if options.memory_of:
-        take_memory(options.memory_of, task, found)
-    elif not options.no_memory:  # first, while this process holds nothing of the GPU's memory
-        for name, values in found.items():
-            results.say(f"memory of a step: {name}")
-            try:
-                values["middle_step_memory_mib"], values["step_memory_mib"] = step_memory_mib(name, task)
-            except OutOfMemory:
-                values["error"] = "out of memory"
+        copy_memory(options.memory_of, task, values)
+    elif not options.no_memory:  # first, while this process holds none of the GPU's memory
+        measure_memory(task, values)
+    fitting = [variant for variant in selected if "error" not in values[variant.name]]
+    if not fitting:
+        raise UsageError("no variant fits into the memory of this machine")
     torch.set_num_threads(options.threads)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        fitting = [variant for variant in selected if "error" not in found[variant.name]]
-        if not fitting:
-            raise UsageError("no variant fits into the memory of this machine")
-        results.say(f"opening {', '.join(variant.name for variant in fitting)}")
-        runs = stack.enter_context(in_turns(fitting, task, rows, folder))
-        results.say("warming up")
-        # Every micro-batch twice: allocators know their sizes then.
-        every = task.config("never-opened").log.every
-        next_step = math.ceil(2 * len(rows) / every) * every
-        for run in runs.values():
-            for number in range(next_step):
-                run.step(number)
-            run.call(freeze)
-        for name in (variant.name for variant in fitting if variant.is_compiled):
-            if not runs[name].call(compiled_regions_of, next_step):
-                raise UsageError(f"{name}: torch.compile does not run here; a compiler is needed, or leave it out")
-        results.say(f"{options.rounds} rounds of {len(rows)} steps")
-        measured = run_rounds(runs, options.rounds, len(rows), next_step, patience=options.patience)
-        seconds = measured.seconds
-        next_step += options.rounds * len(rows)
-        for name, run in runs.items():
-            found[name]["parts"] = run.call(parts_of, range(next_step, next_step + len(rows)))
-        next_step += len(rows)
-        results.say("counting")
-        for variant in fitting:
-            run = runs[variant.name]
-            for _ in range(-run.call(steps_of) % every):  # what is counted begins behind a record
-                run.step(next_step)
-            found[variant.name] |= counted(run, variant, next_step, len(rows), manifest.vocab_size)
-    tokens = sum(int(split.lengths[samples].sum()) for samples in rows)
-    base = next(iter(runs))
-    for name in runs:
-        step = median(seconds[name]) / len(rows)
-        found[name] |= {
-            "seconds": seconds[name],
+    comparison = measure_steps(task, fitting, rows, manifest.vocab_size, options, values)
+    tokens = sum(int(split.lengths[samples].sum()) for samples in rows) / len(rows)
+    for name in (variant.name for variant in fitting):
+        step = median(comparison.seconds[name]) / len(rows)
+        values[name] |= {
+            "seconds": comparison.seconds[name],
             "step_s": step,
-            "speed": asdict(Ratio.of(seconds[base], seconds[name])),
-            "tokens_per_s": tokens / len(rows) / step,
+            "speed": asdict(comparison.speed(name)),
+            "tokens_per_s": tokens / step,
             "mfu": flops / step / peak if peak else None,
         }
-        if "gpu_busy_s" in found[name]["counts"]:  # the profiler, which counts it, makes steps longer, but not kernels
-            found[name]["gpu_busy"] = found[name]["counts"]["gpu_busy_s"] / step
-    control = Ratio.of(seconds[base], seconds[CONTROL])
+        if "gpu_busy_s" in values[name]["counts"]:  # the profiler makes steps longer, but not kernels
+            values[name]["gpu_busy"] = values[name]["counts"]["gpu_busy_s"] / step
+    what = {name: getattr(options, name) for name in ("shape", "data", "precision", "threads", "rounds", "batches")}
     return {
         "benchmark": "ladder",
         "what": {
-            **{name: getattr(options, name) for name in ("shape", "data", "precision", "threads", "rounds", "batches")},
-            "task": asdict(task) | {"store": Path(task.store).name},
+            **what,
+            "task": task.to_json(),
             "positions": manifest.max_length,
             "vocab_size": manifest.vocab_size,
-            "tokens_per_step": tokens / len(rows),
+            "tokens_per_step": tokens,
         },
-        **results.circumstances(device()),
-        "base": base,
-        "control": {**asdict(control), "trusted": trusted(control)},
-        "steadiness": asdict(measured.steadiness),
+        **circumstances(device()),
+        "base": comparison.base,
+        "control": {**asdict(comparison.control), "trusted": comparison.trusted},
+        "steadiness": asdict(comparison.steadiness),
         "useful_flops_per_step": flops,
         "peak_flops": peak,
-        "variants": found,
+        "variants": values,
     }
 
 
-def counted(run: Turn, variant: Variant, first: int, steps: int, vocab_size: int) -> dict[str, Any]:
-    """Of `steps` steps from `first` on. Comes last: it ends what is compiled, see `compiled_regions_of`."""
+def measure_memory(task: Task, values: dict[str, Values]) -> None:
+    for name, row in values.items():
+        print_status(f"memory of a step: {name}")
+        try:
+            row |= zip(MEMORY_KEYS, step_memory_mib(name, task), strict=True)
+        except OutOfMemory:
+            row["error"] = "out of memory"
+
+
+def copy_memory(path: Path, task: Task, values: dict[str, Values]) -> None:
+    """Take the memory of steps from an earlier result.
+
+    Raises:
+        UsageError: That result is of another task.
+    """
+    earlier = read_result(path, "--memory-of")
+    if earlier["what"]["task"] != task.to_json():
+        raise UsageError(
+            f"--memory-of: {path} is of another task, expected {task.to_json()}, found {earlier['what']['task']}"
+        )
+    for name, row in values.items():
+        known = earlier["variants"].get(name, {})
+        row |= {key: known[key] for key in (*MEMORY_KEYS, "error") if key in known}
+
+
+def measure_steps(
+    task: Task,
+    fitting: list[Variant],
+    rows: list[np.ndarray],
+    vocab_size: int,
+    options: argparse.Namespace,
+    values: dict[str, Values],
+) -> Comparison:
+    """Compare speeds; add the parts of a step and the counts to `values`."""
+    every = task.config().log.every
+    with tempfile.TemporaryDirectory() as folder:
+        openers = {each.name: partial(opened, each, task, rows, Path(folder) / each.name) for each in fitting}
+        print_status(f"opening {', '.join(openers)}")
+        with open_runs(openers) as runs:
+            print_status("warming up")
+            # Every micro-batch twice, so that allocators know their sizes.
+            next_step = math.ceil(2 * len(rows) / every) * every
+            warm_up(runs, next_step)
+            for name in (variant.name for variant in fitting if variant.is_compiled):
+                if not runs[name].call(compiled_regions_of, next_step):
+                    raise UsageError(f"{name}: torch.compile does not run here; a compiler is needed, or leave it out")
+            print_status(f"{options.rounds} rounds of {len(rows)} steps")
+            comparison = compare(runs, options.rounds, len(rows), next_step, patience=options.patience)
+            next_step += options.rounds * len(rows)
+            for name, run in runs.items():
+                values[name]["parts"] = run.call(parts_of, range(next_step, next_step + len(rows)))
+            next_step += len(rows)
+            print_status("counting")
+            for variant in fitting:
+                run = runs[variant.name]
+                for _ in range(-run.call(_num_steps) % every):  # counting begins after a record
+                    run.call(timed, next_step)
+                values[variant.name] |= count(run, variant, next_step, len(rows), vocab_size)
+    return comparison
+
+
+def _num_steps(run: Open) -> int:
+    return run.steps
+
+
+def _num_parameters(run: Open) -> int:
+    return run.parameters
+
+
+def count(run: LocalRun | ProcessRun, variant: Variant, first: int, steps: int, vocab_size: int) -> Values:
+    """Count over `steps` steps from `first`. Comes last, since compiled code no longer runs after it."""
     kind, numbers = device().type, range(first, first + steps)
     of_gpu = {}
     if kind == "cuda":
         of_gpu["kernels"], of_gpu["gpu_busy_s"] = run.call(kernels_of, numbers)
     counts = asdict(run.call(counts_of, numbers, vocab_size, kind)) | of_gpu
     if variant.is_compiled:
-        del counts["operators"]  # they were those of the same steps uncompiled
-    return {"parameters": run.call(parameters_of), "counts": counts}
+        del counts["operators"]  # which are those of the uncompiled step
+    return {"parameters": run.call(_num_parameters), "counts": counts}
 
 
-def take_memory(path: Path, task: Task, found: dict[str, dict[str, Any]]) -> None:
-    """That of the variants of an earlier result. UsageError where it is of another task."""
-    earlier = against.read(path, "--memory-of")
-    same = json.loads(json.dumps(asdict(task) | {"store": Path(task.store).name}))
-    if earlier["what"]["task"] != same:
-        raise UsageError(f"--memory-of: {path} is of another task, expected {same}, found {earlier['what']['task']}")
-    for name, values in found.items():
-        of = earlier["variants"].get(name, {})
-        values |= {key: of[key] for key in ("middle_step_memory_mib", "step_memory_mib", "error") if key in of}
+# --- against an earlier result --------------------------------------------------------------------
+
+
+def read_result(path: Path, option: str) -> Values:
+    """Read a result of the ladder; errors name the option that gave the path.
+
+    Raises:
+        DataError: It cannot be read, or is no result of the ladder.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{option}: {path} cannot be read: {error}") from None
+    if not isinstance(result, dict) or result.get("benchmark") != "ladder":
+        raise DataError(f"{option}: {path} is not a result of the ladder")
+    return result
+
+
+def regressions(earlier: Values, now: Values) -> list[str]:
+    """Return a line for each speed that is lower beyond `WORSE` and both intervals, and for each count that is worse.
+
+    Speeds are compared if both results can be trusted and have the same base.
+
+    Raises:
+        DataError: The results are of different tasks.
+    """
+    before, after = earlier["what"], now["what"]
+    for key in SAME:
+        if before[key] != after[key]:
+            raise DataError(f"--against: {key} was {before[key]}, now it is {after[key]}; expected the same")
+    with_speed = all(result["control"]["trusted"] for result in (earlier, now)) and earlier["base"] == now["base"]
+    lines: list[str] = []
+    for name, row in now["variants"].items():
+        old = earlier["variants"].get(name)
+        if old is None or "error" in old:
+            continue
+        if "error" in row:
+            lines.append(f"{name}: {row['error']}")
+            continue
+        lines += [f"{name}: {line}" for line in _worse(old, row, with_speed)]
+    return lines
+
+
+def _worse(old: Values, new: Values, with_speed: bool) -> Iterator[str]:
+    before, after = old["speed"], new["speed"]
+    if with_speed and after["median"] < (1 - WORSE) * before["median"] and after["high"] < before["low"]:
+        yield (
+            f"speed {after['median']:.2f} [{after['low']:.2f}, {after['high']:.2f}], "
+            f"was {before['median']:.2f} [{before['low']:.2f}, {before['high']:.2f}]"
+        )
+    for name, more_is_worse in MORE_IS_WORSE.items():
+        if name in old["counts"] and name in new["counts"]:
+            was, is_now = old["counts"][name], new["counts"][name]
+            if is_now > was if more_is_worse else is_now < was:
+                yield f"{name} {is_now:.6g}, was {was:.6g}"
+
+
+# --- display --------------------------------------------------------------------------------------
+
+
+def table(result: Values) -> str:
+    """Return Markdown: the ladder, then the parts of a step."""
+    what, control, rows = result["what"], result["control"], result["variants"]
+    task, machine, base = what["task"], result["machine"]["device"], rows[result["base"]]
+    lines = [
+        f"{task['width']} x {task['depth']} blocks, vocabulary {what['vocab_size']:,}, batch {task['batch']}, up to "
+        f"{what['positions']} positions, {what['data']} ({what['tokens_per_step']:,.0f} real tokens a step), "
+        f"{what['precision']}; {machine}, {what['threads']} thread(s), {time_unit(machine, what['threads'])} time.",
+        f"{result['useful_flops_per_step'] / 1e9:,.1f} useful GFLOP per step. "
+        f"{result['base']} against itself: {control['median']:.3f} [{control['low']:.3f}, {control['high']:.3f}].",
+    ]
+    if steadiness := result.get("steadiness"):  # which early results do not have
+        lines.append(
+            f"{steadiness['repeated']} of {steadiness['turns']} turns were repeated; {steadiness['disturbed']} stayed "
+            f"disturbed, the machine at {steadiness['slowest']:.2f} of its best."
+        )
+    if not control["trusted"]:
+        lines.append("**No conclusion on speed: the machine was too busy; only the counts hold.**")
+    lines += [
+        "",
+        "| variant | | speed | 95 % | s a step | tokens/s | step memory, MiB | x | of the middle batch | x "
+        "| parameters, M | operators | kernels | syncs | rows of logits | fill | GPU busy | MFU |",
+        "|---" * 18 + "|",
+    ]
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {name} | {row['about']} | {row['error']} |" + " |" * 15)
+            continue
+        counts, speed = row["counts"], row["speed"]
+        cells = [
+            *(name, row["about"], f"{speed['median']:.2f}", f"{speed['low']:.2f}-{speed['high']:.2f}"),
+            *(f"{row['step_s']:.3g}", f"{row['tokens_per_s']:,.0f}"),
+            *(cell for key in reversed(MEMORY_KEYS) for cell in _memory_cells(row, base, key)),
+            f"{row['parameters'] / 1e6:.1f}",
+            *(_count_cell(counts.get(key)) for key in ("operators", "kernels", "host_syncs", "logit_rows")),
+            f"{counts['fill']:.2f}",
+            *(f"{row[key]:.1%}" if row.get(key) else "" for key in ("gpu_busy", "mfu")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    parts = (WAIT, *PARTS, OTHER)
+    lines += ["", f"| ms of a step | {' | '.join(parts)} |", "|---" * (len(parts) + 1) + "|"]
+    for name, row in rows.items():
+        if "parts" in row:
+            milliseconds = (f"{1000 * row['parts'][part]:.1f}" for part in parts)
+            lines.append(f"| {name} | {' | '.join(milliseconds)} |")
+    return "\n".join(lines)
+
+
+def _memory_cells(row: Mapping[str, Any], base: Mapping[str, Any], key: str) -> tuple[str, str]:
+    """Return MiB, and their ratio to the base's."""
+    if key not in row:
+        return "", ""
+    return f"{row[key]:,.0f}", f"{row[key] / base[key]:.2f}"
+
+
+def _count_cell(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}".removesuffix(".0")
+
+
+def draw(result: Values, path: Path) -> None:
+    """Draw bars of the speeds with their intervals, and of the memory of a step where it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = {name: row for name, row in result["variants"].items() if "speed" in row}
+    memory = {name: row["step_memory_mib"] for name, row in rows.items() if "step_memory_mib" in row}
+    figure, axes = pyplot.subplots(
+        1, 2 if memory else 1, figsize=(13 if memory else 8, 1.5 + 0.34 * len(rows)), squeeze=False, sharey=True
+    )
+    names = [f"{row['about']}  ({name})" for name, row in rows.items()]
+    speeds = [row["speed"] for row in rows.values()]
+    axis = axes[0][0]
+    medians = [speed["median"] for speed in speeds]
+    errors = [[m - speed["low"] for m, speed in zip(medians, speeds, strict=True)]]
+    errors += [[speed["high"] - m for m, speed in zip(medians, speeds, strict=True)]]
+    colors = ["tab:gray" if name.startswith("reference") else "tab:blue" for name in rows]
+    axis.barh(names, medians, xerr=errors, color=colors, capsize=2)
+    axis.invert_yaxis()
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_xlabel(f"speed, {result['base']} = 1, with 95 % intervals")
+    if memory:
+        axes[0][1].barh(names, [memory.get(name, 0) for name in rows], color=colors)
+        axes[0][1].set_xlabel("memory of a step above weights and optimizer, MiB")
+    what = result["what"]
+    doubt = "" if result["control"]["trusted"] else "; NO CONCLUSION, the machine was busy"
+    about = (what["shape"], what["data"], what["precision"], result["machine"]["device"], result["date"][:10])
+    figure.suptitle(f"{', '.join(about)}{doubt}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    selected = chosen(options)
-    earlier = against.read(options.against, "--against") if options.against else None
-    task = task_of(options)
-    result = measure(task, selected, options)
-    name = options.name or f"ladder-{options.shape}-{options.data}-{options.precision}-{device().type}"
-    results.write(result, options.out, name)
-    print(results.table(result))
+    selected = selected_variants(options)
+    earlier = read_result(options.against, "--against") if options.against else None
+    result = measure(task_of(options), selected, options)
+    write_json(result, options.out, options.name)
+    draw(result, options.out / f"{options.name}.png")
+    print(table(result))
     if earlier is None:
         return 0
-    regressions = against.regressions(earlier, result)
-    print("\n".join(["", f"Against {options.against}:", *(regressions or ["nothing is worse"])]))
-    return 1 if regressions else 0
+    lines = regressions(earlier, result)
+    print("\n".join(["", f"Against {options.against}:", *(lines or ["nothing is worse"])]))
+    return 1 if lines else 0

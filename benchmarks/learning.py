@@ -1,9 +1,9 @@
-"""The learning gate: trains the quickstart under several seeds and holds what it learns against bars.
+"""The learning gate: trains the quickstart under several seeds and compares what it learns with bars.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
 
 Each corpus is prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many
-side by side as there are jobs. Exit code 1 where a seed misses a bar. `python -m benchmarks pages` writes the result
+side by side as there are jobs. Exit code 1 if a seed misses a bar. `python -m benchmarks pages` writes the result
 into README.md and docs/.
 """
 
@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.report import chosen, positive
-from benchmarks.results import ROOT, circumstances, say, write_json
+from benchmarks.common.report import RESULTS, ROOT, circumstances, positive, print_status, select_names, write_json
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
 from mmldlm.data.store import Store
@@ -57,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Case:
-    """A corpus, what trains on it, and what must come of it."""
+    """A corpus, the config that trains on it, and the bars that the result must pass."""
 
     config: str
     prepare: tuple[str, ...]
@@ -86,17 +85,21 @@ CASES = {
 
 def value(metrics: Mapping[str, Any], name: str) -> Any:
     """Look up "l2t.bleu" in the contents of `evaluation.json`."""
-    found: Any = metrics
+    node: Any = metrics
     for part in name.split("."):
-        found = found[part]
-    return found
+        node = node[part]
+    return node
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 
 def _mmldlm(arguments: Sequence[str], log: Path) -> float:
-    """Run a command with one thread, its output in `log`: CPU seconds. DataError where it fails."""
+    """Run a command with one thread and its output in `log`, and return its CPU seconds.
+
+    Raises:
+        DataError: The command failed.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -113,19 +116,19 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     run = folder / f"seed-{seed}"
     given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
     log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
-    # A run that is taken up again has its earlier time as well.
+    # A resumed run counts its earlier time as well.
     earlier = float(spent.read_text()) if spent.exists() else 0.0
     train_s = earlier + _mmldlm(["train", str(ROOT / case.config), *given], log)
     spent.write_text(f"{train_s}\n")
     evaluate_s = _mmldlm(["evaluate", str(run)], log)
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
-    say(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
+    print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
     return {"seed": seed, "train_cpu_s": train_s, "evaluate_cpu_s": evaluate_s, "metrics": metrics}
 
 
 def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Hold each metric that has a bar against it: one row with the values of all seeds."""
+    """Compare each metric that has a bar with it, and return a row with the values of all seeds."""
     rows = []
     for name, bar in case.bars.items():
         values = [value(seed["metrics"], name) for seed in seeds]
@@ -135,9 +138,9 @@ def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
-    """Compare the texts that an evaluation writes with the training split.
+    """Compare the texts that an evaluation generates with the training split.
 
-    How many have a near copy there by words, and what returning the training text with the nearest latent would score.
+    Return how many have a near copy there by words, and the scores of the training texts with the nearest latents.
     """
     train, test = store.split("train"), store.split("test")
     ids = np.random.default_rng(seed).permutation(len(test))[:count]  # as `Evaluation` draws them
@@ -169,7 +172,7 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
     for bag, row in zip(bags, rows, strict=True):
         np.add.at(bag, row, 1)
     lengths = np.array([len(row) for row in rows])
-    found = []
+    similarities = []
     for index in range(len(texts)):
         shared = np.minimum(bags[index], bags[len(texts) :]).sum(1)
         bound = 2 * shared / (lengths[index] + lengths[len(texts) :])
@@ -179,17 +182,17 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
                 break
             matcher = SequenceMatcher(None, rows[index], rows[len(texts) + candidate], autojunk=False)
             best = max(best, matcher.ratio())
-        found.append(best)
-    return found
+        similarities.append(best)
+    return similarities
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Prepare the corpus, train and evaluate all seeds, and judge them."""
     case, store = CASES[name], folder / name / name
     (folder / name).mkdir(parents=True, exist_ok=True)
-    say(f"{name}: preparing")
+    print_status(f"{name}: preparing")
     _mmldlm(["prepare", "--corpus", name, *case.prepare, "--out", str(store)], folder / name / "prepare.log")
-    say(f"{name}: training {len(options.seeds)} seeds, {options.jobs} at a time")
+    print_status(f"{name}: training {len(options.seeds)} seeds, {options.jobs} at a time")
     one = partial(train_and_evaluate, case, store, folder / name, options.settings)
     with ThreadPoolExecutor(options.jobs) as pool:
         seeds = list(pool.map(one, options.seeds))
@@ -208,7 +211,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 
 # --- tables of the pages ----------------------------------------------------------------
 
-# Row's title, metric, its control and what the control is.
+# Title of the row, metric, its baseline and what the baseline is.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
 _SHARED_ROWS = (
     ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
@@ -237,36 +240,36 @@ ROWS = {
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
-    found = {}
+    made = {}
     for name, corpus in result["corpora"].items():
         count = len(corpus["seeds"])
         lines = [
             f"| `{name}`, held-out sentences | median of {count} seeds | lowest to highest | baseline |",
             "|---" * 4 + "|",
         ]
-        for title, metric, control, what in ROWS[name]:
+        for title, metric, baseline, what in ROWS[name]:
             values = [value(seed["metrics"], metric) for seed in corpus["seeds"]]
-            beside = [value({**seed["metrics"], "copies": corpus["copies"]}, control) for seed in corpus["seeds"]]
+            baselines = [value({**seed["metrics"], "copies": corpus["copies"]}, baseline) for seed in corpus["seeds"]]
             spread = f"{_number(min(values))} to {_number(max(values))}"
-            lines.append(f"| {title} | {_number(median(values))} | {spread} | {_number(median(beside))} ({what}) |")
+            lines.append(f"| {title} | {_number(median(values))} | {spread} | {_number(median(baselines))} ({what}) |")
         minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"]]
         lines.append(
             f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} | |"
         )
-        found[name] = "\n".join(lines)
+        made[name] = "\n".join(lines)
         samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]
         lines = ["| held-out sentence | written from its latent |", "|---" * 2 + "|"]
-        found[f"{name}-samples"] = "\n".join(
+        made[f"{name}-samples"] = "\n".join(
             [*lines, *(f"| {sample['reference']} | {sample['generation']} |" for sample in samples)]
         )
         copies, sizes = corpus["copies"], corpus["samples"]
-        found[f"{name}-copies"] = (
+        made[f"{name}-copies"] = (
             f"With the pinned versions `{name}` has {sizes['train']:,} sentences for training, "
             f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. Of {copies['texts']} held-out "
             f"sentences {copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY_OVERLAP:.0%} the "
             f"same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
         )
-    return found
+    return made
 
 
 def _number(number: float) -> str:
@@ -292,14 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpora", nargs="+", help=f"some of {', '.join(CASES)} (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="seeds side by side (%(default)s)")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="stores and runs stay there, and are taken up again"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of learning.json (%(default)s)"
-    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="stores and runs stay there, and are resumed")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of learning.json (%(default)s)")
     options = parser.parse_intermixed_args(argv)
-    names, path = chosen("--corpora", options.corpora, list(CASES)), options.out / "learning.json"
+    names, path = select_names("--corpora", options.corpora, list(CASES)), options.out / "learning.json"
     # A corpus that is not measured now keeps its last result.
     earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
     with _folder(options.keep) as folder:

@@ -1,4 +1,4 @@
-"""Samples a second that one core reads, in order of length and collated, and how long the first batch takes.
+"""Samples per second that one core reads, in order of length and collated, and how long the first batch takes.
 
     python -m benchmarks loader [--samples 10000 100000 1000000] [--micro-batches 8 64 256] [--quick]
 
@@ -19,11 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import clock
-from benchmarks.random_store import random_store
-from benchmarks.report import parse, parser, positive, report, workplace
-from benchmarks.results import say
-from benchmarks.workload import lengths_of
+from benchmarks.common.measure import clock
+from benchmarks.common.report import parse, parser, positive, print_status, report, work_dir
+from benchmarks.common.task import lengths_of, random_store
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader, assign_slots, collate
 from mmldlm.data.store import Store
@@ -34,23 +32,23 @@ FIRST = 64  # samples of the first micro-batch
 
 
 def loader_of(store: Store, micro_batch: int) -> Loader:
-    """In this process, one micro-batch a step."""
+    """Return a loader in this process, with one micro-batch a step."""
     size = BatchSize(micro_batch, micro_batch)
     return Loader(store, "train", DataConfig(verify="sizes", num_workers=0), 0, lambda step: size)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    began = clock()
+    start = clock()
     work()
-    return clock() - began
+    return clock() - start
 
 
 def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Medians over rounds, each of about `samples` samples that follow those of the round before."""
+    """Return medians over rounds, each of about `samples` samples that follow those of the round before."""
     loader, split = loader_of(store, micro_batch), store.split("train")
     count = max(1, samples // micro_batch)  # micro-batches of a round
     steps = loader.steps(0, count * (rounds + 1))
-    found: dict[str, list[float]] = {name: [] for name in ("whole", "order", "gather", "collate")}
+    seconds: dict[str, list[float]] = {name: [] for name in ("whole", "order", "gather", "collate")}
     for number in range(rounds + 1):
         starts = range(number * count * micro_batch, (number + 1) * count * micro_batch, micro_batch)
         rows: list[np.ndarray] = []
@@ -61,12 +59,12 @@ def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dic
                 rows.append(taken[assign_slots(split.lengths[taken], micro_batch, 0, 1)[0]])
 
         def gather(rows: list[np.ndarray] = rows) -> None:
-            for each in rows:
-                split.gather(each)
+            for samples in rows:
+                split.gather(samples)
 
         def collated(rows: list[np.ndarray] = rows) -> None:
-            for each in rows:
-                collate(split, each, each)
+            for samples in rows:
+                collate(split, samples, samples)
 
         for name, work in {
             "whole": lambda: list(islice(steps, count)),
@@ -74,9 +72,9 @@ def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dic
             "gather": gather,
             "collate": collated,
         }.items():
-            found[name].append(seconds_of(work))
+            seconds[name].append(seconds_of(work))
     read = count * micro_batch
-    whole, ordering, gathering, collating = (median(values[1:]) / read for values in found.values())  # the first warms
+    whole, ordering, gathering, collating = (median(values[1:]) / read for values in seconds.values())
     return {
         "micro-batch": micro_batch,
         "samples/s": 1 / whole,
@@ -90,22 +88,22 @@ def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dic
 
 
 def start_up(path: Path, rounds: int) -> dict[str, Any]:
-    """Milliseconds; medians over `rounds` after a first one."""
-    found = []
+    """Return milliseconds; medians over `rounds` after a first one."""
+    times = []
     for _ in range(rounds + 1):
-        began = clock()
+        start = clock()
         store = Store.open(path)
         opened = clock()
         loader = loader_of(store, FIRST)
-        made = clock()
+        created = clock()
         next(loader.steps(0, 1))
-        found.append(1000 * np.diff([began, opened, made, clock()]))
-    parts = np.median(found[1:], axis=0)
+        times.append(1000 * np.diff([start, opened, created, clock()]))
+    parts = np.median(times[1:], axis=0)
     split = store.split("train")
     return {
         "samples": len(split),
         "shards": len(split.shards),
-        "first batch there after, ms": float(np.median(np.sum(found[1:], axis=1))),
+        "first batch there after, ms": float(np.median(np.sum(times[1:], axis=1))),
         **dict(zip(("open", "order and lengths", "first batch"), map(float, parts), strict=True)),
     }
 
@@ -121,7 +119,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parsed(argv)
     tables: dict[str, list[dict[str, Any]]] = {}
-    with workplace(options) as folder:
+    with work_dir(options) as folder:
         lengths = {
             f"{LENGTH} tokens": lambda count: np.full(count, LENGTH),
             "sentences": lambda count: lengths_of("sentences", count),
@@ -130,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind, drawn in lengths.items():
             stores = []
             for count in sizes:
-                say(f"writing {count:,} samples, {kind}")
+                print_status(f"writing {count:,} samples, {kind}")
                 stores.append(random_store(folder / f"{kind}-{count}", drawn(count)))
-            say("reading")
+            print_status("reading")
             tables[f"Loader, {kind}, {sizes[-1]:,} samples"] = [
                 throughput(Store.open(stores[-1]), each, options.read, options.rounds) for each in options.micro_batches
             ]

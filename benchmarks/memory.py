@@ -1,33 +1,34 @@
-"""The dry run's estimate of a run's memory against what the run takes at its peak.
+"""The dry run's estimate of a run's memory against what the run takes at its peak; and the memory of single steps.
 
     python -m benchmarks memory [--stores FOLDER] [--only WORD] [--out FOLDER]
 
-Each setting trains for a few steps in a process of its own, with the trainer as users call it. Measured is the most
-that is resident above what was there before the run; on CUDA, the most that is allocated. A short run with a small
-model comes first, so that what libraries load and keep at first use is there before. One thread, and an allocator that
-gives freed memory back. The exit code is 1 where an estimate is off by more than `BOUND`.
+Each setting trains for a few steps in a process of its own, with the trainer as users call it. Measured is the peak of
+resident memory above what was held before the run; on CUDA, of allocated memory. A short run with a small model comes
+first, so that what libraries load and keep at first use is there before. One thread, and an allocator that returns
+freed memory at once. Exit code 1 if an estimate is off by more than `BOUND`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
+import ctypes
+import gc
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.results import circumstances, write_json
-from benchmarks.step_memory import ENVIRONMENT, ROOT, peak_mib
-from benchmarks.task import TOKENIZER_VOCAB, device
-from benchmarks.workload import make_store
+from benchmarks.common.measure import in_new_process
+from benchmarks.common.report import circumstances, write_json
+from benchmarks.common.task import TOKENIZER_VOCAB, Task, device, largest_batch, make_store, typical_batches
+from benchmarks.common.variants import opened, variants
 from mmldlm.config import RunConfig, load_config
+from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import UsageError
@@ -36,6 +37,10 @@ from mmldlm.trainer.dry_run import estimate
 from mmldlm.trainer.trainer import Trainer
 
 BOUND = 0.1
+MIB = 2**20
+# glibc returns freed memory to the system at once.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
+STEPS = 2  # of each kind in `step_memory_mib`
 COMMON = ("log={every: 100000, tensorboard: false}", "validation.every=0", "checkpoint.every_steps=0")
 FIRST = ("model={depth: 1, width: 64}", "train={steps: 2, global_batch_size: 32, micro_batch_size: 16}")
 NARROW, DEEP, WIDE = (
@@ -44,7 +49,7 @@ NARROW, DEEP, WIDE = (
 )
 
 
-def recomputing(kind: str) -> str:
+def checkpointing(kind: str) -> str:
     return f"memory.activation_checkpointing={kind}"
 
 
@@ -61,20 +66,85 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "256 x 4, backbone frozen": (NARROW, batch(16), "freeze=[backbone]"),
     "256 x 4, dropout, GELU": (NARROW, batch(16), "model.dropout=0.1", "model.mlp=gelu"),
     "256 x 4, Muon": (NARROW, batch(8), "optim.name=muon"),
-    "256 x 8, full": (DEEP, batch(24), recomputing("full")),
-    "256 x 8, selective": (DEEP, batch(12), recomputing("selective")),
-    "256 x 8, every second": (DEEP, batch(12), recomputing("every_k")),
+    "256 x 8, full": (DEEP, batch(24), checkpointing("full")),
+    "256 x 8, selective": (DEEP, batch(12), checkpointing("selective")),
+    "256 x 8, every second": (DEEP, batch(12), checkpointing("every_k")),
     "256 x 8, bf16": (DEEP, batch(4), "precision=bf16"),
     "256 x 4, bf16, 30 steps": (NARROW, batch(8, 4, steps=30), "precision=bf16"),
     "512 x 6": (WIDE, batch(8)),
     "512 x 6, few tokens, AdamW not fused": (WIDE, batch(1), "optim.fused=false"),
-    "512 x 6, bf16, full": (WIDE, batch(3), "precision=bf16", recomputing("full")),
+    "512 x 6, bf16, full": (WIDE, batch(3), "precision=bf16", checkpointing("full")),
     "512 x 6, checkpoints": (WIDE, batch(4, steps=3), "checkpoint.every_steps=1"),
 }
 
 
+# --- peaks ----------------------------------------------------------------------------------------
+
+
+def peak_mib(work: Callable[[], None]) -> float:
+    """Return the peak memory of `work` above what is held before it, in a process with `ENVIRONMENT`."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    before = _status_kib("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    work()
+    return (_status_kib("VmHWM") - before) / 1024
+
+
+def _status_kib(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
+
+
+class OutOfMemory(Exception):
+    """The variant does not fit."""
+
+
+def step_memory_mib(name: str, task: Task) -> tuple[float, float]:
+    """Measure the memory that a step takes above weights and optimizer state, in a process of its own.
+
+    Returns:
+        MiB of the median micro-batch of an epoch by tokens, and of the largest, which decides what fits: all its
+        samples have the maximum length, where padding costs nothing.
+
+    Raises:
+        OutOfMemory: The variant does not fit.
+    """
+    try:
+        return in_new_process(ENVIRONMENT, _step_memory_mib, name, task)
+    except (torch.OutOfMemoryError, BrokenProcessPool):
+        raise OutOfMemory(name) from None
+
+
+def _step_memory_mib(name: str, task: Task) -> tuple[float, float]:
+    torch.set_num_threads(1)
+    split = Store.open(task.store).split("train")
+    order = SampleOrder(split.lengths, seed=0)
+    (median,), largest = typical_batches(order, split, task.batch, 1), largest_batch(order, split, task.batch)
+    rows = [median[:1], median, largest]
+    variant = variants(task.precision, device().type)[name]
+    with tempfile.TemporaryDirectory() as folder, opened(variant, task, rows, Path(folder) / "run") as run:
+        run.step(0)  # of one short sample: makes the optimizer's state
+
+        def steps(kind: int) -> None:
+            for step in range(kind, kind + STEPS * len(rows), len(rows)):
+                run.step(step)
+
+        return peak_mib(partial(steps, 1)), peak_mib(partial(steps, 2))
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Found:
+class Memory:
     """MiB."""
 
     measured: float
@@ -85,8 +155,28 @@ class Found:
         return self.estimated / self.measured - 1
 
 
+def measure(store: Path, settings: Iterable[str]) -> Memory:
+    """Train with one setting in a process of its own."""
+    return in_new_process(ENVIRONMENT, _measure, store, tuple(settings))
+
+
+def _measure(store: Path, settings: Sequence[str]) -> Memory:
+    torch.set_num_threads(1)
+    with_libraries = [setting for setting in settings if setting.startswith(("precision=", "optim.name="))]
+    with tempfile.TemporaryDirectory() as folder:
+        first, config = (
+            load_config(None, [f"run.dir={folder}/{name}", f"data.path={store}", *COMMON, *given])
+            for name, given in (("first", (*FIRST, *with_libraries)), ("run", settings))
+        )
+        train(first)
+        measured = peak_mib(partial(train, config))
+    estimated = estimate(config, Store.open(store), world_size=1)
+    on_host = estimated.checkpoint_mib if config.checkpoint.every_steps and not torch.cuda.is_available() else 0.0
+    return Memory(measured, estimated.total_mib + estimated.kernels_mib + on_host)
+
+
 def train(config: RunConfig) -> None:
-    """As `mmldlm.train.train` does, but without the checkpoint at the end where checkpoints are off."""
+    """Train as `mmldlm.train.train` does, but without the last checkpoint if checkpoints are off."""
     with Trainer(config, read_launcher_env({})) as run:
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
@@ -94,69 +184,28 @@ def train(config: RunConfig) -> None:
                 run.saved_at = run.state.step
 
 
-def worker(store: Path, settings: Sequence[str]) -> Found:
-    """One setting, in this process."""
-    torch.set_num_threads(1)
-    with_libraries = [each for each in settings if each.startswith(("precision=", "optim.name="))]
-    with tempfile.TemporaryDirectory() as folder:
-        first, config = (
-            load_config(None, [f"run.dir={folder}/{name}", f"data.path={store}", *COMMON, *chosen])
-            for name, chosen in (("first", (*FIRST, *with_libraries)), ("run", settings))
-        )
-        train(first)
-        measured = peak_mib(partial(train, config))
-    found = estimate(config, Store.open(store), world_size=1)
-    on_host = found.checkpoint_mib if config.checkpoint.every_steps and not torch.cuda.is_available() else 0.0
-    return Found(measured, found.total_mib + found.kernels_mib + on_host)
-
-
-def measure(store: Path, settings: Iterable[str]) -> Found:
-    """One setting, in a process of its own; RuntimeError where it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory", str(store), *settings],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(settings)}: {done.stderr[-2000:]}")
-    return Found(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def table(store: Path, names: Iterable[str]) -> dict[str, Found]:
-    """Printed row by row, since each takes its time."""
-    print("| setting | measured, MiB | estimated, MiB | error |\n|---|---|---|---|", flush=True)
-    rows = {}
-    for name in names:
-        rows[name] = found = measure(store, SETTINGS[name])
-        print(f"| {name} | {found.measured:,.0f} | {found.estimated:,.0f} | {found.error:+.1%} |", flush=True)
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mmldlm bench memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stores", type=Path, help="folder of the store to measure on, kept; else it is temporary")
-    parser.add_argument("--only", default="", metavar="WORD", help="settings with this word in their name")
-    parser.add_argument("--out", type=Path, help="folder of the result as JSON; else it is only printed")
+    parser.add_argument("--stores", type=Path, help="folder of the store to measure on, kept (temporary)")
+    parser.add_argument("--only", default="", metavar="WORD", help="only settings with this word in their name")
+    parser.add_argument("--out", type=Path, help="folder of a JSON file with the result")
     options = parser.parse_args(argv)
     names = [name for name in SETTINGS if options.only in name]
     if not names:
         raise UsageError(
             f"--only: {options.only!r} is in no name of a setting, expected a part of {', '.join(SETTINGS)}"
         )
+    rows: dict[str, Memory] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        rows = table(make_store(options.stores or Path(temporary), "documents", TOKENIZER_VOCAB), names)
+        store = make_store(options.stores or Path(temporary), "documents", TOKENIZER_VOCAB)
+        print("| setting | measured, MiB | estimated, MiB | error |\n|---|---|---|---|", flush=True)
+        for name in names:
+            rows[name] = memory = measure(store, SETTINGS[name])
+            print(f"| {name} | {memory.measured:,.0f} | {memory.estimated:,.0f} | {memory.error:+.1%} |", flush=True)
     if options.out:
-        shown = {name: {"settings": SETTINGS[name], **asdict(found)} for name, found in rows.items()}
-        result = {"benchmark": "memory", **circumstances(device()), "settings": shown}
+        settings = {name: {"settings": SETTINGS[name], **asdict(memory)} for name, memory in rows.items()}
+        result = {"benchmark": "memory", **circumstances(device()), "settings": settings}
         write_json(result, options.out, f"memory-{device().type}")
-    return int(any(abs(found.error) > BOUND for found in rows.values()))
-
-
-if __name__ == "__main__":  # a process of its own
-    print(json.dumps(asdict(worker(Path(sys.argv[1]), sys.argv[2:]))), flush=True)
-    os._exit(0)  # for the reason in mmldlm/train.py
+    return int(any(abs(memory.error) > BOUND for memory in rows.values()))

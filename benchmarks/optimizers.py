@@ -1,4 +1,4 @@
-"""What a step of each optimizer costs by itself, and how far it brings a small model on the same samples.
+"""Cost of a step of each optimizer, and the loss of a small model after equal steps.
 
     python -m benchmarks optimizers STORE [--steps 60] [--updates 10] [--rate 1.5e-3] [key.sub=value ...]
 
@@ -20,8 +20,8 @@ from statistics import median
 
 import torch
 
-from benchmarks.measure import clock
-from benchmarks.task import device
+from benchmarks.common.measure import clock
+from benchmarks.common.task import device
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
 from mmldlm.distributed.launcher import read_launcher_env
@@ -54,7 +54,7 @@ VARIANTS = {
 
 
 def update_ms(config: RunConfig, updates: int) -> float:
-    """Median time of one optimizer's step, after one that makes its state."""
+    """Return the median time of one optimizer's step, after one that makes its state."""
     kind = device().type
     model = build_model(config, Store.open(config.data.path).manifest, kind).to(kind)
     optimizer = build_optimizer(model, config.optim, kind, offloaded=kind == "cpu")
@@ -63,15 +63,15 @@ def update_ms(config: RunConfig, updates: int) -> float:
 
     def times() -> Iterator[float]:
         for _ in range(updates + 1):
-            began = clock()
+            start = clock()
             optimizer.step()
-            yield 1000 * (clock() - began)
+            yield 1000 * (clock() - start)
 
     return median(list(times())[1:])
 
 
 def held_out_losses(config: RunConfig) -> tuple[float, float]:
-    """(text, latent) after the last step."""
+    """Train, and return (text, latent) after the last step."""
     train(config, read_launcher_env({}))
     *_, last = (r for r in read_metrics(Path(config.run.dir) / "metrics.jsonl") if r["kind"] == "validation")
     return last["validation/text"], last["validation/latent"]
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     length = [f"train.steps={options.steps}", f"validation.every={options.steps}", f"optim.lr={options.rate}"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, (name, asked) in enumerate(VARIANTS.items()):
+        for number, (name, variant) in enumerate(VARIANTS.items()):
             given = [f"data.path={options.store}", f"run.dir={folder}/{number}", *length]
-            config = load_config(None, [*SETTINGS, *given, *options.settings, *asked])
+            config = load_config(None, [*SETTINGS, *given, *options.settings, *variant])
             cost = "none here"
             with suppress(ConfigError):  # no compiler
                 cost = f"{update_ms(config, options.updates):.2f}"
@@ -109,7 +109,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print("| optimizer | update, ms | held-out text, nats a token | held-out latent |\n|---|---|---|---|")
     print("\n".join(f"| {' | '.join(row)} |" for row in rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Tables of README.md and docs/ that are generated from committed results, never typed.
 
-    python -m benchmarks pages        writes all that stands between `<!-- results:NAME -->` and `<!-- /results -->`
+    python -m benchmarks pages        writes what is between `<!-- results:NAME -->` and `<!-- /results -->`
 
 NAME is one of the blocks that a benchmark makes of its result in `benchmarks/results`. A test compares.
 """
@@ -13,29 +13,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import decoding, learning
-from benchmarks.results import ROOT
+from benchmarks.common.report import RESULTS, ROOT
 
 _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
 _MAKERS = {"learning": learning.blocks, "decoding": decoding.blocks}
 
 
 def blocks() -> dict[str, str]:
-    """Markdown by name, of all committed results."""
-    found: dict[str, str] = {}
+    """Return Markdown by name, from all committed results."""
+    made: dict[str, str] = {}
     for name, make in _MAKERS.items():
-        path = ROOT / "benchmarks" / "results" / f"{name}.json"
-        found |= make(json.loads(path.read_text(encoding="utf-8")))
-    return found
+        path = RESULTS / f"{name}.json"
+        made |= make(json.loads(path.read_text(encoding="utf-8")))
+    return made
 
 
 def pages() -> Iterator[Path]:
-    """The pages that may have generated tables."""
+    """Yield the pages that may have generated tables."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").glob("*.md"))
 
 
 def rewritten(text: str, made: Mapping[str, str]) -> str:
-    """Return a page with its blocks as they were made; KeyError for a name that no benchmark has."""
+    """Return a page with its blocks replaced.
+
+    Raises:
+        KeyError: No benchmark makes a block of that name.
+    """
     return _BLOCK.sub(lambda match: f"<!-- results:{match[1]} -->\n{made[match[1]]}\n<!-- /results -->", text)
 
 

@@ -25,8 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import parse, parser, positive, report, workplace
-from benchmarks.results import ROOT, say
+from benchmarks.common.report import ROOT, parse, parser, positive, print_status, report, work_dir
 from benchmarks.synthetic_corpus import write_synthetic_corpus
 
 STAGES = ("read", "fit", "tokenize", "encode", "measure", "merge")
@@ -46,7 +45,7 @@ def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[
 
 
 def started(corpus: Path, store: Path, processes: int, *options: object) -> psutil.Popen:
-    """A preparation that leads a process group of its own, and writes what it says to a file beside the store."""
+    """Start a preparation that leads a process group of its own, with its messages in a file next to the store."""
     command = [sys.executable, "-m", "mmldlm.prepare", corpus, "--out", store, "--processes", processes, *options]
     with store.with_suffix(".log").open("w") as file:
         return psutil.Popen(
@@ -97,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parsed(argv)
     builds: list[dict[str, Any]] = []
     stages: list[dict[str, Any]] = []
-    with workplace(options) as folder:
-        say(f"writing {options.documents:,} documents")
+    with work_dir(options) as folder:
+        print_status(f"writing {options.documents:,} documents")
         corpus = write_synthetic_corpus(folder / "corpus.txt", options.documents)
         first = folder / "store-0"
         for processes in options.processes:
-            say(f"preparing with {processes} process(es)")
+            print_status(f"preparing with {processes} process(es)")
             rounds, same = [], True
             for _ in range(options.rounds):
                 store = first if not first.exists() else folder / "store"

@@ -1,4 +1,4 @@
-"""How the time of a step grows with its work, and that it does not grow with padding that would have been.
+"""How the time of a step grows with its work, and that it does not grow with padding.
 
     python -m benchmarks scaling [--axes tokens length ...] [--width 256] [--depth 4] [--quick] [key.sub=value ...]
 
@@ -7,37 +7,34 @@ The real trainer with its defaults, on samples of random tokens. Along each axis
     tokens       samples of a step, of 128 tokens each
     length       tokens of a sample, at 1,024 tokens a step
     depth        blocks
-    vocabulary   tokens that there are
-    positions    the most tokens that a sample may have, to which old practice pads; the samples stay
-    longest      tokens of one sample of eight, at 1,024 tokens a step; old practice pads the others to it
+    vocabulary   tokens of the vocabulary
+    positions    the maximum length of a sample, to which the reference pads; the samples stay
+    longest      tokens of one sample of eight, at 1,024 tokens a step; the reference pads the others to it
     memory       as tokens, but the peak memory of a step, each in a process of its own
 
-FLOPs are counted in real steps, so padding would show; a GPU's attention over unpadded samples is not among them. The
-exponent is that of the power of x that fits best: least squares on logarithms, in each round of all points, which
-take turns in an order drawn anew; then the median over rounds with its 95 % interval.
+FLOPs are counted in real steps, so padding would show; a GPU's attention over unpadded samples is not included. The
+exponent is that of the power of x that fits best: least squares on logarithms of all points in each round; then the
+median over rounds with its 95 % interval.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.counting import flops_of
-from benchmarks.measure import CONTROL, Ratio, run_rounds, trusted
-from benchmarks.random_store import random_store
-from benchmarks.report import chosen, parse, parser, positive, report, workplace
-from benchmarks.results import say
-from benchmarks.step_memory import step_memory_mib
-from benchmarks.task import Task, heads_of
-from benchmarks.variants import Variant, opened
+from benchmarks.common.counting import flops_of
+from benchmarks.common.measure import CONTROL, Ratio, compare, open_runs, warm_up
+from benchmarks.common.report import add_settings, parse, parser, positive, print_status, report, select_names, work_dir
+from benchmarks.common.task import Task, heads_of, random_store
+from benchmarks.common.variants import Variant, opened
+from benchmarks.memory import step_memory_mib
 
 LENGTH = 128  # tokens of a sample, where that is not what grows
 BATCH = 8
@@ -48,7 +45,7 @@ TRAINER = Variant("trainer", "")
 
 @dataclass(frozen=True)
 class Point:
-    """A step of one micro-batch: samples of `lengths`, in a network of so many blocks and so on."""
+    """A step of one micro-batch: samples of `lengths`, in a network of `depth` blocks."""
 
     x: int  # what grows
     lengths: tuple[int, ...] = (LENGTH,) * BATCH
@@ -58,11 +55,11 @@ class Point:
 
     @property
     def padded(self) -> int:
-        """Token positions of the step, were all samples padded to the most that a sample may have."""
+        """Token positions of the step if all samples were padded to the maximum length."""
         return len(self.lengths) * (self.positions or max(self.lengths))
 
     def task(self, folder: Path, options: argparse.Namespace) -> Task:
-        """The work, on a store written into `folder`; its first samples are the micro-batch."""
+        """Return the task, on a store written into `folder` whose first samples are the micro-batch."""
         store = random_store(folder, np.tile(self.lengths, 2), self.vocabulary, self.positions)
         return Task(
             store=str(store),
@@ -76,76 +73,72 @@ class Point:
 
 
 def with_longest(longest: int) -> tuple[int, ...]:
-    """Eight samples of 1,024 tokens together, one of them of `longest`."""
+    """Return lengths of eight samples with 1,024 tokens together, one of them `longest`."""
     rest = BATCH * LENGTH - longest
     return (*(rest // (BATCH - 1) + (number < rest % (BATCH - 1)) for number in range(BATCH - 1)), longest)
 
 
 AXES: dict[str, Callable[[], list[Point]]] = {
     "tokens": lambda: [Point(LENGTH * batch, (LENGTH,) * batch) for batch in (1, 2, 4, 8, 16)],
-    "length": lambda: [Point(each, (each,) * (1024 // each)) for each in (64, 128, 256, 512, 1024)],
+    "length": lambda: [Point(length, (length,) * (1024 // length)) for length in (64, 128, 256, 512, 1024)],
     "depth": lambda: [Point(depth, depth=depth) for depth in (2, 4, 8)],
     "vocabulary": lambda: [Point(size, vocabulary=size) for size in (1024, 2048, 4096, 8192, 16384, 32768)],
-    "positions": lambda: [Point(most, positions=most) for most in (128, 256, 512, 1024)],
+    "positions": lambda: [Point(length, positions=length) for length in (128, 256, 512, 1024)],
     "longest": lambda: [Point(longest, with_longest(longest)) for longest in (128, 256, 512)],
     "memory": lambda: [Point(LENGTH * batch, (LENGTH,) * batch) for batch in (8, 16, 32, 64)],
 }
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """b of the y = a x^b that fits best: least squares on logarithms."""
+    """Return b of the y = a x^b that fits best: least squares on logarithms."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of each point, in their order."""
+    """Measurements of each point, in their order."""
 
     seconds: list[list[float]]  # of a step, in each round
-    control: Ratio  # the first point against itself
+    control: float  # the first point against itself
+    trusted: bool
     flops: list[float]  # of a step
 
 
 def times(points: list[Point], options: argparse.Namespace, folder: Path) -> Times:
-    with ExitStack() as stack:
-        runs = {}
-        for point in points:
-            task, rows = point.task(folder / f"store-{point.x}", options), [np.arange(len(point.lengths))]
-            runs[str(point.x)] = stack.enter_context(opened(TRAINER, task, rows, folder / str(point.x)))
-        for run in runs.values():
-            for number in range(2):
-                run.step(number)
-        gc.collect()
-        gc.freeze()
-        found = run_rounds(runs, options.rounds, options.steps, first=2, patience=1).seconds
-        gc.unfreeze()
-        # What is masked is drawn anew in each step: the same steps for all.
-        flops = [flops_of(run, range(COUNTED)) for run in runs.values()]
-    seconds = [[each / options.steps for each in found[name]] for name in runs]
-    return Times(seconds, Ratio.of(found[CONTROL], found[str(points[0].x)]), flops)
+    openers = {}
+    for point in points:
+        task, rows = point.task(folder / f"store-{point.x}", options), [np.arange(len(point.lengths))]
+        openers[str(point.x)] = partial(opened, TRAINER, task, rows, folder / str(point.x))
+    with open_runs(openers) as runs:
+        warm_up(runs, 2)
+        comparison = compare(runs, options.rounds, options.steps, first=2, patience=1)
+        # Each step draws another mask: the same steps for all.
+        flops = [run.call(flops_of, range(COUNTED)) for run in runs.values()]
+    seconds = [[total / options.steps for total in comparison.seconds[name]] for name in openers]
+    return Times(seconds, comparison.control.median, comparison.trusted, flops)
 
 
 def measure(axis: str, options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row of each point, and one of the axis."""
+    """Return a row per point, and one for the axis."""
     points = AXES[axis]()[: options.points]
     x = [point.x for point in points]
     what: dict[str, Any] = {"axis": axis, "from": x[0], "to": x[-1]}
     if axis == "memory":
-        found = [step_memory_mib("trainer", point.task(folder / str(point.x), options))[1] for point in points]
-        unit, shown = "MiB", found
+        unit = "MiB"
+        values = [step_memory_mib("trainer", point.task(folder / str(point.x), options))[1] for point in points]
         counted: list[dict[str, Any]] = [{}] * len(points)
-        fitted = {"exponent": exponent(x, found), **dict.fromkeys(("95 %", "of FLOPs", CONTROL, "trusted"), "")}
+        fitted = {"exponent": exponent(x, values), **dict.fromkeys(("95 %", "of FLOPs", CONTROL, "trusted"), "")}
     else:
         timed = times(points, options, folder)
-        unit, shown = "ms", [1000 * median(each) for each in timed.seconds]
-        counted = [{"GFLOP": each / 1e9} for each in timed.flops]
-        of_rounds = Ratio.over([exponent(x, each) for each in zip(*timed.seconds, strict=True)])
+        unit, values = "ms", [1000 * median(seconds) for seconds in timed.seconds]
+        counted = [{"GFLOP": flops / 1e9} for flops in timed.flops]
+        of_rounds = Ratio.over([exponent(x, seconds) for seconds in zip(*timed.seconds, strict=True)])
         fitted = {
             "exponent": of_rounds.median,
-            "95 %": f"{of_rounds.low:.3f} to {of_rounds.high:.3f}",
+            "95 %": str(of_rounds),
             "of FLOPs": exponent(x, timed.flops),
-            CONTROL: timed.control.median,
-            "trusted": trusted(timed.control),
+            CONTROL: timed.control,
+            "trusted": timed.trusted,
             "seconds": timed.seconds,
         }
     rows = [
@@ -154,18 +147,18 @@ def measure(axis: str, options: argparse.Namespace, folder: Path) -> tuple[list[
             "samples": len(point.lengths),
             "real tokens": sum(point.lengths),
             "padded": point.padded,
-            **also,
+            **counts,
             unit: value,
-            "of the first": value / shown[0],
+            "of the first": value / values[0],
         }
-        for point, value, also in zip(points, shown, counted, strict=True)
+        for point, value, counts in zip(points, values, counted, strict=True)
     ]
     return rows, what | fitted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("scaling", "How time and memory of a step grow with its work.")
-    options.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config")
+    add_settings(options)
     options.add_argument("--axes", nargs="+", metavar="AXIS", help=f"of {', '.join(AXES)} (all)")
     options.add_argument("--width", type=positive, default=256)
     options.add_argument("--depth", type=positive, default=4)
@@ -175,9 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     in_short = [axis for axis in AXES if axis != "memory"]  # which takes two processes
     given = parse(options, argv, axes=in_short, width=64, depth=2, steps=1, points=2, rounds=2)
     tables: dict[str, list[dict[str, Any]]] = {"Exponents": []}
-    with workplace(given) as folder:
-        for axis in chosen("--axes", given.axes, list(AXES)):
-            say(axis)
+    with work_dir(given) as folder:
+        for axis in select_names("--axes", given.axes, list(AXES)):
+            print_status(axis)
             rows, fitted = measure(axis, given, folder / axis)
             tables[axis] = rows
             tables["Exponents"].append(fitted)

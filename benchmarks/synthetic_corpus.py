@@ -1,4 +1,4 @@
-"""A corpus of any size that is the same everywhere: lines of made-up words, drawn by Zipf's law."""
+"""A reproducible corpus of any size: lines of made-up words, drawn by Zipf's law."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AT_ONCE = 10_000  # documents of one random state
 
 
 def vocabulary(size: int = WORDS) -> np.ndarray:
-    """Different words, the most frequent first, which are the shortest."""
+    """Return `size` different words, the most frequent and shortest first."""
     syllables = [first + vowel for first in _CONSONANTS for vowel in _VOWELS]
     words = []
     for number in range(size):
@@ -27,7 +27,7 @@ def vocabulary(size: int = WORDS) -> np.ndarray:
 
 
 def write_synthetic_corpus(path: Path, documents: int, words: tuple[int, int] = (52, 112), seed: int = 0) -> Path:
-    """One document a line, of at least and less than `words` words; a larger corpus begins with a smaller one."""
+    """Write one document per line, of `range(*words)` words; a larger corpus begins with a smaller one."""
     spelled = vocabulary()
     share = np.cumsum(1 / np.arange(1, len(spelled) + 1))
     share /= share[-1]

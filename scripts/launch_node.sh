@@ -13,10 +13,10 @@
 # MAX_RESTARTS     how often a node starts its processes again after one failed; default 0
 # LOG_DIR          everything printed is also appended to LOG_DIR/nodeNODE_RANK.log; default logs
 # DOCTOR           skip: no checks before the start; anything else: options for `mmldlm doctor`
-# PYTHON           interpreter with mmldlm; default: that of .venv, or the one beside mmldlm on PATH
+# PYTHON           interpreter with mmldlm; default: that of .venv, or the one next to mmldlm on PATH
 #
 # The exit code is the launcher's; run.dir/exit.json has the run's own. A signal to this script reaches the launcher,
-# which hands it on: SIGTERM saves a checkpoint and ends the run, and the same command goes on from it.
+# which forwards it: SIGTERM saves a checkpoint and ends the run, and the same command resumes from it.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
-The other runs are shown beside the first on the page "HPARAMS".
+The other runs appear with the first on the page "HPARAMS".
 
 Give the runs by relative paths: the pages show them. Needs Chromium (on Debian: apt-get install chromium
 fonts-dejavu-core), which is driven as in the tests; nothing leaves the machine. Exit codes: 2 without it or without

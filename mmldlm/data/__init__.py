@@ -1,1 +1,1 @@
-"""From raw text to batches: corpora, tokenizer, latent encoders, the store of shards and its loader."""
+"""Data from raw text to batches: corpora, tokenizer, latent encoders, the store of shards and its loader."""

@@ -103,7 +103,8 @@ class Loader:
             batch_at: returns the batch sizes of a step; each global batch must be a multiple of micro-batch size x
                 `world_size`. It is called ahead of the step, and may return other sizes from one call of `steps` to
                 the next.
-            rank, world_size: this process among all.
+            rank: this process among all.
+            world_size: their number.
             device_type: decides about the default number of workers and pinned memory.
         """
         assert 0 <= rank < world_size
@@ -212,7 +213,7 @@ def _rounds(lengths: np.ndarray, world_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _StepRequest:
-    """What a worker needs to know to load a step."""
+    """Values that a worker needs to load a step."""
 
     position: int  # of the step's first sample in the order
     size: BatchSize

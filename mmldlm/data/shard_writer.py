@@ -271,7 +271,8 @@ def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float]
     Args:
         contents: totals of all shards.
         latent_tokens: M.
-        squares, largest: as `squared_deviations` returns them, `squares` of all training shards in order.
+        squares: as `squared_deviations` returns them, of all training shards in order.
+        largest: as `squared_deviations` returns it.
 
     Raises:
         DataError: all training latents are equal.

@@ -156,7 +156,8 @@ def write_manifest(
         folder: contains the shards, the saved tokenizer and encoder, and any other files of the store.
         contents: of the shards.
         latent: statistics of the latents.
-        tokenizer, encoder: described in the manifest.
+        tokenizer: described in the manifest.
+        encoder: described in the manifest.
         latent_dtype: name of the type in which latents are stored.
         provenance: the manifest's fields sources, options, problems and grouping.
     """

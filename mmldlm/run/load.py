@@ -86,7 +86,7 @@ def load_run(
         raise DataError(f"{saved.path}: has no EMA of the weights (ema.decay); expected --weights trained")
     weights = weights or ("ema" if ema is not None and config.ema.evaluate else "trained")
     chosen = ema if ema is not None and weights == "ema" else {}
-    load_model_state(model, ChainMap(chosen, saved_tensors(saved, "model", config)))
+    load_model_state(model, ChainMap(chosen, saved_tensors(saved, "model", config)))  # type: ignore[arg-type]
     return LoadedRun(
         folder=folder,
         config=config,

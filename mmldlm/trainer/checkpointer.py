@@ -143,7 +143,7 @@ class Checkpointer:
                 path = self._choose()
         path = self.engine.gather(path and str(path), "choice of the checkpoint")[0]
         with self.engine.raise_on_all_ranks("loading of the checkpoint"):
-            restored = load_checkpoint(path and Path(path), model, self.config, data)
+            restored = restore_checkpoint(path and Path(path), model, self.config, data)
         if self.config.resume == "auto" and restored.state.step:
             self.saved_at = restored.state.step  # the checkpoint is one of this run
         return restored
@@ -343,7 +343,7 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
     }
 
 
-def load_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
+def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
     """Load the weights of a verified checkpoint into the unwrapped model, and return the rest of its state.
 
     Args:

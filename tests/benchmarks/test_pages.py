@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import learning, pages
-from benchmarks.results import ROOT
+from benchmarks.common.report import ROOT
 
 pytestmark = pytest.mark.quick
 

@@ -1,9 +1,9 @@
-"""Small folders in the layouts of the trainer before this one, written as it wrote them."""
+"""Small data folders of the LGDLM trainer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,17 +18,13 @@ LENGTH = 100  # of a padded row
 
 @dataclass
 class Samples:
-    """Texts with their padded ids, masks and latents, which say which sample they are of."""
+    """Texts with their padded ids, masks and latents, and the tokenizer of the ids."""
 
     texts: list[str]
     tokenizer: Path
     ids: np.ndarray  # int32 [n, LENGTH]
     masks: np.ndarray  # int32 [n, LENGTH]
     latents: np.ndarray  # float32 [n, 6]
-
-    @property
-    def by_text(self) -> dict[str, np.ndarray]:
-        return dict(zip(self.texts, self.latents, strict=True))
 
 
 def make_samples(folder: Path, count: int = 120) -> Samples:
@@ -45,19 +41,28 @@ def make_samples(folder: Path, count: int = 120) -> Samples:
     return Samples(texts, folder / "tokenizer", ids, masks, latents)
 
 
+def pairs_of(store: Store) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the text and the latents of each sample of a store."""
+    tokenizer = Tokenizer.load(store.path / "tokenizer")
+    for name in store.manifest.splits:
+        split = store.split(name)
+        for row in range(len(split)):
+            yield tokenizer.decode_batch([split.tokens(row).tolist()])[0], split.latents(row)
+
+
 def write_pairs(folder: Path, samples: Samples, suffixed: bool = False) -> Path:
     (folder / "latents").mkdir(parents=True)
     (folder / "tokens").mkdir()
     for row in range(len(samples.texts)):
         name = f"{row:05d}_tokens.npz" if suffixed else f"tokens/{row:05d}.npz"
         np.savez(folder / name, input_ids=samples.ids[row], attention_mask=samples.masks[row])
-        # Some of [d], some of [1, d], as different versions wrote them.
+        # Versions of the trainer wrote [C] or [1, C].
         np.save(folder / f"latents/{row:05d}.npy", samples.latents[row] if row % 2 else samples.latents[row][None])
     return folder
 
 
 def write_batches(folder: Path, samples: Samples, size: int = 50, file_a_sample: bool = False) -> Path:
-    """Rows of tokens in another order than those of latents, as an unordered pool wrote them."""
+    """Write rows of tokens in another order than those of latents, paired by `latent_idx` alone."""
     (folder / "latents").mkdir(parents=True)
     order = np.random.default_rng(1).permutation(len(samples.texts))
     if file_a_sample:
@@ -74,7 +79,7 @@ def write_batches(folder: Path, samples: Samples, size: int = 50, file_a_sample:
 
 
 def write_dat(folder: Path, samples: Samples, spare: int = 16, masked: bool = False) -> tuple[Path, dict]:
-    """Two ranks' files with room for `spare` more, and the options that say what is in them."""
+    """Write two ranks' files with room for `spare` more samples; return the folder and its options of `convert`."""
     folder.mkdir()
     half = len(samples.texts) // 2 + 7
     counts = []
@@ -84,17 +89,16 @@ def write_dat(folder: Path, samples: Samples, spare: int = 16, masked: bool = Fa
         for kind, array in (("tokens", tokens), ("latents", samples.latents[rows])):
             path = folder / f"train_rank{rank}_{kind}.dat"
             path.write_bytes(array.tobytes() + bytes(spare * array[0].nbytes))
-    pad = int(Tokenizer.load(samples.tokenizer).pad_id)
-    return folder, {
-        "dat_samples": ",".join(map(str, counts)),
-        "dat_tokens": f"int32:{'2x' if masked else ''}{LENGTH}",
-        "dat_latents": "float32:6",
-        "dat_pad_id": None if masked else pad,
+    options = {
+        "--dat-samples": counts,
+        "--dat-tokens": [f"int32:{'2x' if masked else ''}{LENGTH}"],
+        "--dat-latents": ["float32:6"],
     }
+    return folder, options if masked else options | {"--dat-pad-id": [Tokenizer.load(samples.tokenizer).pad_id]}
 
 
 def write_texts(folder: Path, samples: Samples) -> Path:
-    """Every other text in the JSON alone, the others in a file, with its beginning in the JSON."""
+    """Write every other text to the JSON, and the others to a file, with their beginning in the JSON."""
     (folder / "latents").mkdir(parents=True)
     (folder / "texts").mkdir()
     items = []
@@ -109,22 +113,48 @@ def write_texts(folder: Path, samples: Samples) -> Path:
     return folder
 
 
-def pairs_of(store: Store) -> Iterator[tuple[str, np.ndarray]]:
-    tokenizer = Tokenizer.load(store.path / "tokenizer")
-    for name in store.manifest.splits:
-        split = store.split(name)
-        for row in range(len(split)):
-            yield tokenizer.decode_batch([split.tokens(row).tolist()])[0], split.latents(row)
+def write_base(folder: Path, samples: Samples) -> Path:
+    """Write the folder that the trainer read: a file of tokens, latents and text for each sample, below `train`."""
+    for kind in ("tokens", "latents", "texts"):
+        (folder / kind / "train").mkdir(parents=True)
+    items = []
+    for row, text in enumerate(samples.texts):
+        name = f"openwebtext_{row:08d}_000_{row * 7919 % 65536:016x}"
+        paths = {"token": f"{name}_tokens.npz", "latent": f"{name}.npy", "text": f"{name}.txt"}
+        item = {f"{kind}_path": f"{kind}s/train/{path}" for kind, path in paths.items()}
+        ids, mask = samples.ids[row].astype(np.int16), samples.masks[row].astype(bool)
+        np.savez(folder / item["token_path"], input_ids=ids, attention_mask=mask)
+        np.save(folder / item["latent_path"], samples.latents[row])
+        (folder / item["text_path"]).write_text(text)
+        items.append({"text": text[:20], "doc_id": row, "chunk_id": 0} | item)
+    (folder / "train_data_with_tokens.json").write_text(json.dumps(items, indent=2))
+    return folder
 
 
-def rewrite(path: Path, change: Callable[[np.ndarray], object], array: str | None = None) -> None:
-    """Change an .npy file, or the `array` of an .npz."""
-    if array is None:
-        found = np.load(path)
-        made = change(found)
-        np.save(path, found if made is None else made)
-        return
-    found = dict(np.load(path))
-    made = change(found[array])
-    found[array] = found[array] if made is None else made
-    np.savez(path, **found)
+def write_unified(folder: Path, samples: Samples) -> Path:
+    """Write the files of `generate_unified_tokens.py`: batches of the tokens of two large files of latents."""
+    for kind in ("tokens", "latents"):
+        (folder / kind / "train").mkdir(parents=True)
+    half = len(samples.texts) // 2
+    for number, rows in enumerate((np.arange(half), np.arange(half, len(samples.texts)))):
+        path = f"latents/train/part_{1 - number}.npy"
+        np.save(folder / path, samples.latents[rows][:, None])
+        order = np.random.default_rng(number).permutation(len(rows))
+        name = f"tokens/train/tokens_latent{number:04d}_batch0000"
+        np.save(folder / f"{name}.npy", np.stack([samples.ids[rows[order]], samples.masks[rows[order]]], 1))
+        source = f"/elsewhere/{path}" if number == 0 else "latents/chunk.npy"
+        meta = [{"latent_path": source, "latent_file": Path(path).name, "latent_idx": int(i)} for i in order]
+        (folder / f"{name}_meta.json").write_text(json.dumps(meta))
+    (folder / "tokens/train/global_index.json").write_text("{}")
+    return folder
+
+
+def write_indexed_dat(folder: Path, samples: Samples) -> Path:
+    """Write `.dat` files with the `global_index.json` and the texts of all ranks."""
+    folder, options = write_dat(folder, samples, masked=True)
+    counts = options["--dat-samples"]
+    index = {"files": ["train_rank0", "train_rank1"], "samples_per_rank": counts, "max_length": LENGTH}
+    (folder / "global_index.json").write_text(json.dumps(index | {"embedding_dim": 6, "world_size": 2}))
+    for rank, texts in enumerate((samples.texts[: counts[0]], samples.texts[counts[0] :])):
+        (folder / f"train_rank{rank}_texts.txt").write_text("".join(f"{text}\n" for text in texts))
+    return folder

@@ -32,7 +32,7 @@ from mmldlm.errors import DataError
 from mmldlm.run.compatibility import identity
 from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
-from mmldlm.trainer.checkpointer import load_checkpoint, metadata_files
+from mmldlm.trainer.checkpointer import metadata_files, restore_checkpoint
 from tests.helpers.hostile_checkpoints import HASH, body_of, opened, replace_file, seal
 
 quick = pytest.mark.quick
@@ -93,9 +93,9 @@ def test_nothing_is_unpickled(run: Run, tmp_path: Path, name: str, form: str) ->
         content = (tmp_path / "x.pt").read_bytes()
     else:
         content = f"!!python/object/apply:os.system ['touch {canary}']\n".encode()
-    assert load_checkpoint(path, model, config, store).state.step == 1
+    assert restore_checkpoint(path, model, config, store).state.step == 1
     replace_file(path, name, content)
-    assert opened(lambda: load_checkpoint(path, model, config, store)) is None
+    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None
     if name in ("model.safetensors", "ema.safetensors"):
         assert opened(lambda: load_run(config.run.dir)) is None
     assert not canary.exists()
@@ -116,7 +116,7 @@ def test_an_average_that_is_not_the_models_is_refused(run: Run, fault: str) -> N
     for wrong in (tensors, dict(model.named_parameters())):
         replace_file(path, "ema.safetensors", save({key: value.detach() for key, value in wrong.items()}))
         refused = wrong is tensors
-        assert (opened(lambda: load_checkpoint(path, model, config, store)) is None) == refused
+        assert (opened(lambda: restore_checkpoint(path, model, config, store)) is None) == refused
         assert (opened(lambda: load_run(config.run.dir)) is None) == refused
 
 
@@ -134,9 +134,9 @@ def test_a_checkpoint_with_a_skip_of_x0_goes_on_where_the_skip_is_zero(run: Run,
     entries = {f"{name}/{key}": value.clone() for name, value in old.items() for key in ("exp_avg", "exp_avg_sq")}
     replace_file(path, "optimizer.safetensors", save({name: moments[name] for name in moments} | entries))
     if not skip:
-        assert load_checkpoint(path, model, config, store).state.step == load_run(config.run.dir).step == 1
+        assert restore_checkpoint(path, model, config, store).state.step == load_run(config.run.dir).step == 1
         return
-    for load in (lambda: load_checkpoint(path, model, config, store), lambda: load_run(config.run.dir)):
+    for load in (lambda: restore_checkpoint(path, model, config, store), lambda: load_run(config.run.dir)):
         with pytest.raises(DataError, match=r"step-00000001.*latent\.prediction x0.*latent_skip"):
             load()
 
@@ -190,7 +190,7 @@ def test_files_that_are_no_state(run: Run, kind: str) -> None:
 
 def load_all(run: Run) -> int:
     config, store, model, path = run
-    found = load_checkpoint(path, model, config, store)
+    found = restore_checkpoint(path, model, config, store)
     assert found.moments is not None
     load_optimizer_state(build_optimizer(model, config.optim, "cpu"), model, found.moments)
     return found.state.step
@@ -255,7 +255,7 @@ def test_training_states(run: Run) -> None:
         state = opened(lambda content=content: TrainState.from_json(content))
         assert state is None or all(isinstance(item, float) for item in state.accepted_norms), content[:200]
     replace_file(path, "state.json", b" " * (MAX_SMALL_BYTES + 1))
-    assert opened(lambda: load_checkpoint(path, model, config, store)) is None
+    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None
 
 
 @quick
@@ -267,7 +267,7 @@ def test_large_small_files_are_not_read(run: Run, name: str) -> None:
     body = body_of(path)
     body["files"][name] = {"bytes": 2**40, "sha256": HASH}
     seal(path, body)
-    assert opened(lambda: load_checkpoint(path, model, config, store)) is None  # which does not hash
+    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None  # which does not hash
 
 
 @quick
@@ -277,7 +277,7 @@ def test_large_small_files_are_not_read(run: Run, name: str) -> None:
 def test_identities(run: Run, value: Any) -> None:
     config, store, model, path = run
     seal(path, {**body_of(path), "info": {"identity": value}})
-    assert opened(lambda: load_checkpoint(path, model, config, store)) is None
+    assert opened(lambda: restore_checkpoint(path, model, config, store)) is None
 
 
 @quick

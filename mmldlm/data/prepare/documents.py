@@ -15,19 +15,7 @@ import numpy as np
 
 from mmldlm.errors import DataError
 
-Format = Literal[
-    "lines",
-    "blocks",
-    "jsonl",
-    "parquet",
-    "arrow",
-    "datasets",
-    "predecessor",
-    "predecessor-pairs",
-    "predecessor-batches",
-    "predecessor-dat",
-    "predecessor-texts",
-]
+Format = Literal["lines", "blocks", "jsonl", "parquet", "arrow", "datasets"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TEXT_FORMATS: tuple[Format, ...] = ("lines", "blocks", "jsonl")
 SUFFIXES: dict[str, Format] = {

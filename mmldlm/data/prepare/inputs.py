@@ -32,8 +32,6 @@ from mmldlm.data.prepare.documents import (
 )
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers.latents import POSITION, LatentFile
-from mmldlm.data.prepare.readers.lgdlm import predecessor_parts, read_predecessor
-from mmldlm.data.prepare.readers.lgdlm_arrays import DatShapes
 from mmldlm.data.prepare.readers.tables import (
     Columns,
     arrow_parts,
@@ -43,7 +41,7 @@ from mmldlm.data.prepare.readers.tables import (
     read_arrow,
     read_parquet,
 )
-from mmldlm.data.tokenizer import BUILT_IN, Tokenizer
+from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import file_info
 
@@ -69,13 +67,7 @@ def get_reader(format: Format, config: PrepareConfig) -> FormatReader:
         "arrow": FormatReader(arrow_parts, partial(read_arrow, columns=columns)),
         "datasets": FormatReader(datasets_parts, partial(read_arrow, columns=columns)),
     }
-    if not format.startswith("predecessor"):
-        return tables[format]
-    shapes = DatShapes(config.dat_samples, config.dat_tokens, config.dat_latents, config.dat_pad_id)
-    layout = format.removeprefix("predecessor").removeprefix("-") or None
-    return FormatReader(
-        partial(predecessor_parts, layout=layout, shapes=shapes), partial(read_predecessor, shapes=shapes)
-    )
+    return tables[format]
 
 
 def find_inputs(config: PrepareConfig) -> list[tuple[Path, Format]]:
@@ -86,7 +78,7 @@ def find_inputs(config: PrepareConfig) -> list[tuple[Path, Format]]:
     """
     inputs: list[tuple[Path, Format]] = []
     for name in config.inputs:
-        if config.format and (config.format == "datasets" or config.format.startswith("predecessor")):
+        if config.format == "datasets":
             folders = [Path(name)] if Path(name).is_dir() else sorted(map(Path, glob.glob(name)))  # noqa: PTH207
             if not folders or not all(folder.is_dir() for folder in folders):
                 raise DataError(f"{name}: no such folder; expected one, as --format is {config.format}")
@@ -166,28 +158,16 @@ def complete_documents(
 
 
 def decode_tokens(documents: DocumentStream, config: PrepareConfig) -> DocumentStream:
-    """Yield the documents with their tokens checked, and decoded where the text is missing.
-
-    Raises:
-        DataError: A document has tokens, but `config` does not name the tokenizer that produced them.
-    """
-    tokenizer: Tokenizer | None = None
+    """Yield the documents with their tokens checked, and decoded where the text is missing."""
+    if config.tokens_field is None:
+        yield from documents
+        return
+    tokenizer = Tokenizer.load(config.tokenizer)
     for batch in batches(documents):
-        for item in batch:
-            if isinstance(item, Document) and item.tokens is not None:
-                if config.tokenizer in BUILT_IN:
-                    raise DataError(
-                        f"{item.source}: holds tokens, so --tokenizer is needed: the tokenizer.json that made them, or "
-                        f"its folder; found {config.tokenizer}"
-                    )
-                tokenizer = tokenizer or Tokenizer.load(config.tokenizer)
         yield from _decode_batch(batch, tokenizer)
 
 
-def _decode_batch(batch: list[Document | Problem], tokenizer: Tokenizer | None) -> DocumentStream:
-    if tokenizer is None:
-        yield from batch
-        return
+def _decode_batch(batch: list[Document | Problem], tokenizer: Tokenizer) -> DocumentStream:
     checked = [_check_tokens(item, tokenizer) for item in batch]
     textless = [item for item in checked if isinstance(item, Document) and item.tokens is not None and not item.text]
     texts = iter(tokenizer.decode_batch([item.tokens.tolist() for item in textless]))  # type: ignore[union-attr]

@@ -48,7 +48,9 @@ def merge(
 
     Args:
         staging: The finished tasks.
-        read_tasks, encode_tasks, measure_tasks: Names of the tasks of each stage, in the order of the chunks.
+        read_tasks: Names of the tasks that read, in the order of the chunks.
+        encode_tasks: Names of the tasks that encode, in the same order.
+        measure_tasks: Names of the tasks that measure, in the same order.
         folder: The folder of the store, which need not exist.
 
     Raises:

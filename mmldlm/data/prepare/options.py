@@ -28,10 +28,6 @@ class PrepareConfig:
     tokens_field: str | None = None
     latents_field: str | None = None
     key_field: str | None = None
-    dat_samples: str | None = None
-    dat_tokens: str | None = None
-    dat_latents: str | None = None
-    dat_pad_id: int | None = None
     tokenizer: str = "bpe"
     vocab_size: int = 4096
     encoder: str = "lsa"
@@ -81,6 +77,8 @@ class PrepareConfig:
         Raises:
             UsageError: Names the first invalid option, its value and the values expected.
         """
+        if self.format and self.format.startswith(("lgdlm", "predecessor")):
+            raise UsageError(f"--format {self.format}: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT")
         if bool(self.inputs) == bool(self.corpus):
             raise UsageError(f"expected either input files or --corpus {' or '.join(CORPORA)}")
         if not 1 <= self.min_length <= self.max_length:
@@ -103,6 +101,7 @@ class PrepareConfig:
             raise UsageError(f"--peer-timeout {self.peer_timeout}: expected more than 0 seconds")
         for option, value, allowed in (
             ("--corpus", self.corpus, (None, *CORPORA)),
+            ("--format", self.format, (None, *FORMATS)),
             ("--over-length", self.over_length, ("split", "cut")),
             ("--latent-dtype", self.latent_dtype, ("float16", "float32")),
             ("--on-problem", self.on_problem, ("error", "skip")),
@@ -127,12 +126,6 @@ class PrepareConfig:
                 f"--tokens-field {self.tokens_field}: --tokenizer is {self.tokenizer}, expected the tokenizer.json "
                 "that made the tokens, or its folder"
             )
-        dat_options = [
-            name for name in ("dat_samples", "dat_tokens", "dat_latents", "dat_pad_id") if vars(self)[name] is not None
-        ]
-        if dat_options and self.format not in ("predecessor", "predecessor-dat"):
-            option = f"--{dat_options[0].replace('_', '-')} {vars(self)[dat_options[0]]}"
-            raise UsageError(f"{option}: --format is {self.format}, expected predecessor or predecessor-dat")
 
     def _check_encoder(self) -> None:
         is_library = self.encoder.startswith("sentence-transformers:")
@@ -150,8 +143,8 @@ class PrepareConfig:
             raise UsageError(f"--encoder {self.encoder}: {self.corpus} has no latents, expected one that reads text")
         if self.latents_field and self.encoder != "included":
             raise UsageError(f"--latents-field {self.latents_field}: --encoder is {self.encoder}, expected included")
-        if self.encoder == "included" and not self.latents_field and not (self.format or "").startswith("predecessor"):
-            raise UsageError("--encoder included: expected --latents-field, or --format predecessor")
+        if self.encoder == "included" and not self.latents_field:
+            raise UsageError("--encoder included: expected --latents-field")
         if self.prompt is not None and self.prompt_name is not None:
             raise UsageError(f"--prompt-name {self.prompt_name}: expected either --prompt-name or --prompt, not both")
         is_precomputed = self.encoder.startswith("precomputed:")
@@ -181,15 +174,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="*", help="text, JSON lines, Parquet or Arrow: files, folders, glob patterns")
     add("--corpus", choices=CORPORA, help="an embedded corpus, instead of inputs")
     add("--out", required=True, metavar="STORE", help="folder to create")
-    add("--format", choices=FORMATS, help="see docs/data.md (default: by suffix)")
+    add("--format", help=f"{', '.join(FORMATS)} (default: by suffix)")
     add("--field", default=default.field, help="field or column with the text (%(default)s)")
     add("--key-field", metavar="FIELD", help="field or column with the id of the document")
     add("--tokens-field", metavar="FIELD", help="column of token ids produced by --tokenizer, instead of text")
     add("--latents-field", metavar="FIELD", help="column of latents, for --encoder included")
-    add("--dat-samples", metavar="N,...", help="predecessor's .dat files: number of samples in each")
-    add("--dat-tokens", metavar="TYPE:SHAPE", help="of a sample, such as int32:512, or int32:2x512 for ids and mask")
-    add("--dat-latents", metavar="TYPE:SHAPE", help="of a sample, such as float32:1024")
-    add("--dat-pad-id", type=int, metavar="ID", help="padding token of rows without a mask")
     add(
         "--tokenizer",
         default=default.tokenizer,
@@ -198,8 +187,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, default=default.vocab_size, help="of the trained tokenizer (%(default)s)")
     add(
         "--encoder",
-        help="lsa, sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or included, for latents stored with the "
-        "documents (included for a predecessor's folder, else lsa)",
+        help="lsa, sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or included, for --latents-field (included "
+        "with --latents-field, else lsa)",
     )
     add("--channels", type=int, help="latent channels (64 for lsa, else all)")
     add("--latent-tokens", type=int, metavar="M", help="encode M equal segments of each text instead of the whole text")
@@ -232,6 +221,5 @@ def from_args(arguments: argparse.Namespace) -> PrepareConfig:
     """Return the options of parsed `arguments`, with the default of `--encoder` that suits the input."""
     values = {key: value for key, value in vars(arguments).items() if key in PrepareConfig.__dataclass_fields__}
     if values["encoder"] is None:
-        has_latents = values["latents_field"] or (values["format"] or "").startswith("predecessor")
-        values["encoder"] = "included" if has_latents else "lsa"
+        values["encoder"] = "included" if values["latents_field"] else "lsa"
     return PrepareConfig(**values | {"inputs": tuple(arguments.inputs)})

@@ -171,6 +171,32 @@ def test_files_that_are_no_latents(
         prepare(config_for(tmp_path, corpus[0], file, ids, max_problems=1000), progress=False)
 
 
+def test_latents_are_truncated_and_normalized_if_asked(
+    corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path
+) -> None:
+    path, names, latents = corpus
+    file, ids = as_npy(tmp_path, latents, [f"doc-{row}" for row in range(COUNT)])
+    truncated = latents[:, :4]
+    unit = truncated / np.linalg.norm(truncated, axis=1, keepdims=True)
+    for normalize, expected in ((True, unit), (False, truncated)):
+        config = config_for(tmp_path, path, file, ids, channels=4, normalise=normalize, overwrite=True)
+        prepare(config, progress=False)
+        for text, latent in pairs_of(Store.open(tmp_path / "store")):
+            assert np.allclose(latent[0], expected[int(names[text].removeprefix("doc-"))], atol=1e-6)
+
+
+def test_a_long_document_with_latents_is_not_split(
+    corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path
+) -> None:
+    file, ids = as_npy(tmp_path, corpus[2], [f"doc-{row}" for row in range(COUNT)])
+    config = config_for(tmp_path, corpus[0], file, ids, max_length=20)
+    with pytest.raises(DataError, match=r"\d+ tokens, but one latent, which cannot be split"):
+        prepare(config, progress=False)
+    manifest = prepare(replace(config, over_length="cut"), progress=False)
+    assert manifest.max_length == 20 and manifest.problems["over_length"] > 10
+    assert sum(split.samples for split in manifest.splits.values()) == COUNT
+
+
 def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([{}]), allow_pickle=True)
     (tmp_path / "ids.txt").write_text("a\n")
@@ -186,7 +212,7 @@ def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"encoder": "sonar"}, "--encoder sonar: its library needs other versions"),
-        ({"encoder": "included"}, "--encoder included: expected --latents-field, or --format predecessor"),
+        ({"encoder": "included"}, "--encoder included: expected --latents-field"),
         ({"latents_field": "v"}, "--latents-field v: --encoder is lsa, expected included"),
         ({"latent_ids": "a.json"}, "--latent-ids a.json: --encoder is lsa, expected precomputed:FILE"),
         ({"latents_of": "E5"}, "--latents-of E5: --encoder is lsa"),
@@ -196,7 +222,8 @@ def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
         ({"tokens_field": "ids"}, "--tokens-field ids: --tokenizer is bpe"),
         ({"tokens_field": "ids", "format": "jsonl"}, "--tokens-field ids: jsonl has no such fields; expected a table"),
         ({"key_field": "id", "format": "lines"}, "--key-field id: lines has no such fields"),
-        ({"dat_samples": "9"}, "--dat-samples 9: --format is None, expected predecessor"),
+        ({"format": "lgdlm"}, "--format lgdlm: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT"),
+        ({"format": "csv"}, "--format csv: expected one of None, lines, blocks, jsonl, parquet, arrow, datasets"),
     ],
 )
 def test_options_that_make_no_sense_together(tmp_path: Path, options: dict, message: str) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mmldlm.data.prepare.documents import Document, Problem
-from mmldlm.data.prepare.readers.lgdlm_samples import as_latents
+from mmldlm.data.prepare.documents import Document, Problem, ProblemKind
 from mmldlm.data.prepare.readers.tables import read_latent_table
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import sha256
@@ -116,6 +115,17 @@ class LatentFile:
         if isinstance(latents, tuple):
             return Problem(document.source, document.line, latents[0], f"{self.path}: row {row}: {latents[1]}")
         return replace(document, latents=latents)
+
+
+def as_latents(array: np.ndarray) -> np.ndarray | tuple[ProblemKind, str]:
+    """Return latents [M, C] of a float array [C] or [M, C], or the kind and reason of a problem."""
+    if array.dtype.kind != "f" or array.ndim not in (1, 2) or not array.size:
+        return "mismatch", f"the latent is {array.dtype} {list(array.shape)}, expected float [C], [1, C] or [M, C]"
+    if not np.isfinite(array).all():
+        return "no_latent", "the latent is not finite"
+    if not array.any():
+        return "no_latent", "the latent is all zeros"  # written by other trainers if they could not encode a text
+    return np.atleast_2d(array)
 
 
 class _Tensor:

@@ -1,6 +1,6 @@
-"""Our trainer with what others do and it does not offer: the steps of the ladder that no setting takes.
+"""Our trainer with the practices of other trainers: the steps of the ladder for which there is no setting.
 
-The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_old_practice.py).
+The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_variants.py).
 
 Shapes: B samples, N tokens of an unpadded micro-batch, L positions of a padded sample, M latent tokens, H heads,
 K width of a head, P masked tokens, V vocabulary.
@@ -8,7 +8,7 @@ K width of a head, P masked tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.batch import Batch, PackedLayout
+from mmldlm.batch import PackedLayout
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model import mmdit
 from mmldlm.model.attention import Backend
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepTotals, Trainer
 
 Practice = Literal["recompute", "reads", "head", "padding"]
 IGNORED = -100  # target of a position without loss
 
 
 class PaddedLayout(PackedLayout):
-    """B samples of L positions each; those behind a sample's own tokens are padding, which nothing attends to."""
+    """B samples of L positions each; those after a sample's own tokens are padding, which nothing attends to."""
 
     def __init__(self, real: PackedLayout, length: int):
         super().__init__((length,) * real.num_samples, real.latent_tokens, real.device)
@@ -38,14 +38,14 @@ class PaddedLayout(PackedLayout):
 
     @cached_property
     def keys(self) -> Tensor:
-        """bool [B, 1, 1, M + L]: which rows of the joint sequence may be attended to."""
+        """Mask bool [B, 1, 1, M + L] of the rows of the joint sequence that may be attended to."""
         lengths = torch.tensor(self.real_lengths, device=self.device)
         real = torch.arange(-self.latent_tokens, self.max_length, device=self.device) < lengths[:, None]
         return real[:, None, None]
 
 
 def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
-    """`joint_attention` over rectangles, with a mask of keys."""
+    """Compute `joint_attention` over rectangles, with a mask of keys."""
     samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
     rows = [latent_qkv.unflatten(0, (samples, m)), text_qkv.unflatten(0, (samples, length))]
     q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
@@ -67,7 +67,7 @@ mmdit.joint_attention = _attention  # the network has no place for a mask
 
 
 def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
-    """The same micro-batch in B x L positions."""
+    """Return the micro-batch padded to B x L positions."""
     layout = noised.layout
     place = layout.sample_of_token * length + layout.position
     tokens = noised.noised_tokens.new_full((layout.num_samples * length,), pad_id)
@@ -80,9 +80,9 @@ def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
 
 
 class WholeBackbone(nn.ModuleList):
-    """Blocks that are recomputed all at once: a loop over them meets one block, which is all of them.
+    """Blocks that are recomputed all at once: a loop over them gets one block, which runs all of them.
 
-    The names of the parameters stay.
+    The names of the parameters are unchanged.
     """
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:  # type: ignore[override]
@@ -114,24 +114,23 @@ class OldPractice(Trainer):
     def __enter__(self) -> OldPractice:
         super().__enter__()
         if "recompute" in self.practices:
-            model = self.runtime.unwrapped_model
+            model = self.engine.unwrapped_model
             model.blocks = WholeBackbone(model.blocks)
         return self
 
-    def corrupt(self, step: int, micro_batches: list[Batch]) -> tuple[list[NoisedBatch], list[float]]:
-        noised, totals = super().corrupt(step, micro_batches)
-        if "padding" in self.practices:
-            manifest = self.store.manifest
-            noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
-        return noised, totals
+    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
+        manifest = self.components.store.manifest
+        for batch in super().accumulate(noised):
+            yield pad(batch, manifest.pad_id, manifest.max_length) if "padding" in self.practices else batch
 
-    def forward(self, batch: NoisedBatch, totals: list[float]) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
         if not self.practices & {"head", "reads"}:
-            return super().forward(batch, totals)
-        loss, sums = self.components.objective(self._with_logits, batch, totals)
+            return super().loss(batch, totals)
+        loss, sums = self.components.objective(self._with_logits, batch, totals.counts)
         if "reads" in self.practices:
             self._read(loss, sums)
-        return loss, sums
+        self.log.add(loss, sums, batch)
+        return loss
 
     def _with_logits(
         self,
@@ -143,12 +142,12 @@ class OldPractice(Trainer):
         positions: Tensor,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In place of the network: what it gives for `targets`, by way of logits."""
+        """Stand in for the network: return what it returns for `targets`, computed from logits."""
         rows, labels = positions, targets
         if "head" in self.practices:
             rows = torch.arange(len(tokens), device=tokens.device)
             labels = torch.full_like(tokens, IGNORED).index_copy(0, positions, targets)
-        logits, latent, length_logits, *_ = self.runtime.forward(tokens, latents, t_text, t_latent, layout, rows)
+        logits, latent, length_logits, *_ = self.engine.forward(tokens, latents, t_text, t_latent, layout, rows)
         nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         if "reads" in self.practices:
             self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]

@@ -1,8 +1,7 @@
-"""The practice that users come from: the package `mmdit` 0.3.0 as backbone, in a wrapper after
-its documentation.
+"""The practice that users come from: the package `mmdit` 0.3.0 in a wrapper and a loop after its documentation.
 
 Token and learned position embeddings, a two-layer latent encoder, one time embedding for both modalities, all samples
-padded to the most positions, logits of the whole vocabulary at every position, and in each step NaN checks and an
+padded to the maximum positions, logits of the whole vocabulary at every position, and in each step NaN checks and an
 accuracy whose values are read at once. Text width, depth, head width, data and noise are those of the trainer.
 
 Shapes: B samples, L positions, M latent tokens, D width, C latent channels, V vocabulary.
@@ -17,9 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.task import HEAD_WIDTH, heads_of
+from benchmarks.common.task import HEAD_WIDTH, Feed, Task, device, heads_of
+from mmldlm.batch import Batch
+from mmldlm.data.store import Store
+from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.mmdit import DataShape
+from mmldlm.run.compatibility import data_shape
+from mmldlm.run.factory import build_objective
 
 
 class ReferenceModel(nn.Module):
@@ -66,7 +70,7 @@ class ReferenceModel(nn.Module):
 
 
 def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
-    """A corrupted micro-batch as rectangles [B, length] on its device, as the practice lays it out."""
+    """Pad a corrupted micro-batch to rectangles [B, length] on its device."""
     device, lengths = noised.noised_tokens.device, noised.layout.lengths
     rows = noised.noised_tokens.split(lengths)
     tokens = F.pad(
@@ -84,7 +88,7 @@ def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
 def reference_loss(
     model: nn.Module, noised: NoisedBatch, latent_weight: float, length: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss of one micro-batch by the practice: every logit, and values read from the device in every step."""
+    """Return the loss of one micro-batch with all logits, and its values, read from the device."""
     rectangle = padded(noised, model.shape.pad_id, length)
     logits, latents = model(
         rectangle["tokens"], noised.noised_latents, noised.t_text, noised.t_latent, rectangle["real"]
@@ -101,3 +105,55 @@ def reference_loss(
         if torch.isnan(value).any().item():
             raise FloatingPointError("a loss is not a number")
     return loss, {"loss": loss.item(), "text": text.item(), "latent": latent.item(), "accuracy": accuracy.item()}
+
+
+class ReferenceRun:
+    """The loop, with the methods of the trainer's: PyTorch's default AdamW and clipping; nothing is logged."""
+
+    def __init__(self, task: Task, streams: int, flash: bool, feed: Feed):
+        self.config = task.config()
+        self.feed, self.device = feed, device()
+        manifest = Store.open(task.store).manifest
+        self.objective, shape = build_objective(self.config, manifest), data_shape(manifest)
+        torch.manual_seed(self.config.run.seed)
+        self.model = ReferenceModel(task.depth, task.width, shape, streams, flash).to(self.device).train()
+        optim = self.config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay
+        )
+        self.read: dict[str, float] = {}
+
+    def step(self) -> None:
+        (noised,) = self.corrupt(self.feed.step, [self.feed.batch()])
+        self.backward(self.loss(noised))
+        self.update()
+        self.end_step()
+
+    def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
+        config = self.config
+        weights = mode_weights_at(step, config.mode, config.mode_schedule)
+        size, samplers = config.train.global_batch_size, (config.text.sampler, config.latent.sampler)
+        return [
+            self.objective.corrupt(batch, draw_noise(batch, config.run.seed, step, size, weights, *samplers)).to(
+                self.device
+            )
+            for batch in micro_batches
+        ]
+
+    def loss(self, noised: NoisedBatch) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            loss, self.read = reference_loss(
+                self.model, noised, self.config.loss.latent_weight, self.model.shape.max_length
+            )
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def end_step(self) -> None:
+        """The values were read in the forward pass."""

@@ -1,0 +1,164 @@
+"""What benchmarks share: options, where and with what something was measured, tables of rows, JSON files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.task import device
+from mmldlm.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("mmldlm", "torch", "numpy", "mmdit", "x-transformers", "hyper-connections", "accelerate", "tensorboard")
+
+Row = Mapping[str, Any]  # lists and mappings are written to JSON only
+Tables = Mapping[str, Sequence[Row]]  # by title; all rows of a table have the same keys
+
+
+def print_status(status: str) -> None:
+    print(f"==> {status}", file=sys.stderr, flush=True)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that most benchmarks have."""
+    options = argparse.ArgumentParser(
+        prog=f"mmldlm bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    add("--rounds", type=positive, default=9, help="measurements, of which medians count (%(default)s)")
+    add("--threads", type=positive, default=1, help="threads of PyTorch; with one, seconds are of its CPU time")
+    add("--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)")
+    add("--name", default=f"{name}-{device().type}", help="name of the files in it (%(default)s)")
+    add("--quick", action="store_true", help="small and short, to see that it works: nothing to quote")
+    return options
+
+
+def add_settings(options: argparse.ArgumentParser) -> None:
+    options.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config")
+
+
+def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any) -> argparse.Namespace:
+    """Parse `argv`. `quick` has the defaults under --quick."""
+    given = options.parse_intermixed_args(argv)
+    if given.quick:
+        options.set_defaults(**quick)
+        given = options.parse_intermixed_args(argv)
+    return given
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {value}")
+    return value
+
+
+def select_names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """Return the names of `known` that were given, or all of them if none was.
+
+    Raises:
+        UsageError: A given name is not known.
+    """
+    for name in given or ():
+        if name not in known:
+            raise UsageError(f"{option}: expected some of {', '.join(known)}, found {name!r}")
+    return [name for name in known if given is None or name in given]
+
+
+@contextmanager
+def work_dir(options: argparse.Namespace) -> Iterator[Path]:
+    """A temporary folder for stores and runs; PyTorch has `options.threads` threads meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def circumstances(on: torch.device) -> dict[str, Any]:
+    """Return when, on which machine and with which versions something was measured."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "device": torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu",
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "system": platform.system(),
+            "cuda": torch.version.cuda,
+        },
+        "versions": versions,
+        "git": git.stdout.strip(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def write_json(result: Mapping[str, Any], folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def time_unit(device_name: str, threads: int) -> str:
+    return "GPU and host" if device_name != "cpu" else "CPU" if threads == 1 else "wall"
+
+
+def report(options: argparse.Namespace, benchmark: str, tables: Tables) -> None:
+    """Print the tables, and write them with the options to `options.out`/`options.name`.json."""
+    what = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    result = {"benchmark": benchmark, "what": what, **circumstances(device()), "tables": tables}
+    write_json(result, options.out, options.name)
+    machine = result["machine"]["device"]
+    print(f"{machine}, {options.threads} thread(s), {time_unit(machine, options.threads)} time\n")
+    print("\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items()))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    keys = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
+    lines = [f"| {' | '.join(keys)} |", "|---" * len(keys) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(_cell(row[key]) for key in keys)} |" for row in rows)])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

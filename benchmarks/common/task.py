@@ -1,0 +1,234 @@
+"""What is measured: a network of one size on stores of fixed samples, in one precision.
+
+`make_store` has real tokens in samples of real lengths: the embedded corpus as one stream of tokens, cut by the
+histograms of `data/lengths.json`. `random_store` has random tokens and latents of given lengths, for what does not
+depend on text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+import torch
+
+from mmldlm.batch import Batch
+from mmldlm.config import RunConfig, load_config
+from mmldlm.data.encoders import LsaEncoder
+from mmldlm.data.loader import assign_slots, collate
+from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.prepare.documents import Document
+from mmldlm.data.prepare.readers.python_docs import read_python_docs
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Split
+from mmldlm.data.store_writer import StoreWriter
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.utils.files import write_atomically
+
+Kind = Literal["documents", "sentences", "full"]
+KINDS: tuple[Kind, ...] = ("documents", "sentences", "full")
+MAX_LENGTH = 256
+CHANNELS = 64
+HELD_OUT = 64  # samples of validation and of test, which are not measured
+TOKENIZER_VOCAB = 2560  # the corpus has some thousands; a larger vocabulary is the network's alone
+HEAD_WIDTH = 64
+WRITE_BLOCK = 100_000  # samples of a random store that are written at a time
+SETTINGS = (
+    "train.steps=1000000",  # never reached
+    "validation.every=0",  # not part of a step
+    "checkpoint.every_steps=0",
+)
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def heads_of(width: int) -> int:
+    """Heads of 64 channels, as the shapes and the reference have them."""
+    return max(1, width // HEAD_WIDTH)
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int
+    depth: int
+    heads: int
+    vocab_size: int
+    batch: int  # samples
+    positions: int  # the maximum tokens of a sample, to which the reference pads
+
+    def store(self, folder: Path, kind: Kind) -> Path:
+        return make_store(folder, kind, min(TOKENIZER_VOCAB, self.vocab_size), self.positions, self.vocab_size)
+
+
+SHAPES = {
+    # The shares of head and backbone are those of the large model, with its head width.
+    "proportional": Shape(256, 8, 4, 2560, 8, 256),
+    "brief": Shape(256, 4, 4, 30_522, 8, 256),
+    "gpu": Shape(1024, 24, 16, 30_522, 16, 512),
+    "tiny": Shape(64, 2, 1, 300, 4, 32),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Plain values, so that another process can do the same."""
+
+    store: str
+    width: int
+    depth: int
+    heads: int
+    batch: int
+    precision: str
+    settings: tuple[str, ...] = ()  # key.sub=value of the run config, for all variants of ours
+
+    def config(self, run_dir: Path | str = "never-opened", settings: tuple[str, ...] = ()) -> RunConfig:
+        """Return the trainer's defaults with the task's size, then `settings`."""
+        given = (
+            f"run.dir={run_dir}",
+            f"data.path={self.store}",
+            f"model={{width: {self.width}, depth: {self.depth}, num_heads: {self.heads}}}",
+            f"train.global_batch_size={self.batch}",
+            f"precision={self.precision}",
+        )
+        return load_config(None, [*given, *SETTINGS, *self.settings, *settings])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the task as results have it: with the store's name only."""
+        return {**asdict(self), "store": Path(self.store).name, "settings": list(self.settings)}
+
+
+class Feed:
+    """Hands out micro-batches in turn, in place of the loader's order.
+
+    On a CPU each is read from the store on request, as by the loader's default. Otherwise all are in page-locked memory
+    before the first step, as they are where loader processes keep up.
+    """
+
+    def __init__(self, split: Split, rows: list[np.ndarray], device_type: str):
+        self.split, self.rows = split, rows
+        self.step = 0  # the number of the next step, which decides its micro-batch and its noise
+        self._ready = [] if device_type == "cpu" else [batch_of(split, samples).pin_memory() for samples in rows]
+
+    def batch(self) -> Batch:
+        index = self.step % len(self.rows)
+        return self._ready[index] if self._ready else batch_of(self.split, self.rows[index])
+
+    def steps(self, *_: Any) -> Iterator[tuple[int, list[Batch]]]:
+        """Stand in for `Loader.steps`."""
+        while True:
+            yield self.step, [self.batch()]
+
+
+# --- micro-batches --------------------------------------------------------------------------------
+
+
+def batch_of(split: Split, samples: np.ndarray) -> Batch:
+    """Return the samples int64 [B] as the loader gives them to one process without accumulation."""
+    (slots,) = assign_slots(split.lengths[samples], len(samples), rank=0, world_size=1)
+    return collate(split, samples[slots], slots)
+
+
+def typical_batches(order: SampleOrder, split: Split, size: int, count: int) -> list[np.ndarray]:
+    """Return `count` micro-batches, samples int64 [B] of `split`, at evenly spaced ranks of an epoch's by tokens.
+
+    The order sorts by length within windows, so consecutive batches are alike. These together have an epoch's lengths.
+    """
+    epoch = _epoch(order, split, size)
+    ranks = (np.arange(count) + 0.5) / count * len(epoch)
+    return [epoch[int(rank)] for rank in ranks]
+
+
+def largest_batch(order: SampleOrder, split: Split, size: int) -> np.ndarray:
+    """Return the micro-batch of an epoch with the most tokens."""
+    return _epoch(order, split, size)[-1]
+
+
+def _epoch(order: SampleOrder, split: Split, size: int) -> list[np.ndarray]:
+    batches = [order.take(start, size) for start in range(0, len(order) - size + 1, size)]
+    return sorted(batches, key=lambda samples: int(split.lengths[samples].sum()))
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+def lengths_of(kind: Kind, count: int, max_length: int = MAX_LENGTH, seed: int = 0) -> np.ndarray:
+    """Draw lengths of samples in tokens, int64 [count], from the histogram; "full" is `max_length` throughout."""
+    if kind == "full":
+        return np.full(count, max_length)
+    path = Path(__file__).parents[1] / "data" / "lengths.json"
+    histogram = np.array(json.loads(path.read_text())[kind]["lengths"])
+    scaled = histogram * max_length // MAX_LENGTH if kind == "documents" else histogram
+    return np.random.default_rng(seed).choice(scaled, count).clip(1, max_length)
+
+
+def make_store(
+    folder: Path,
+    kind: Kind,
+    vocab_size: int,
+    max_length: int = MAX_LENGTH,
+    model_vocab_size: int | None = None,
+    samples: int = 2048,
+) -> Path:
+    """Write a store of `samples` into `folder`, unless it is there, and return its path.
+
+    The tokenizer has `vocab_size` tokens. For a network with more, which the corpus is too small for, the manifest
+    names a larger `model_vocab_size`. The manifest's longest sample is `max_length`, whichever the longest is.
+    """
+    vocab = model_vocab_size or vocab_size
+    path = folder / f"{kind}-{vocab}-{max_length}-{samples}"
+    if path.is_dir():
+        return path
+    texts = [document.text for document in read_python_docs() if isinstance(document, Document)]
+    tokenizer = Tokenizer.train(texts, vocab_size)
+    if tokenizer.vocab_size != vocab_size:
+        raise SystemExit(f"the corpus has {tokenizer.vocab_size} tokens for a tokenizer, expected {vocab_size}")
+    stream = np.fromiter(chain.from_iterable(tokenizer.encode_batch(texts)), np.int64)
+    encoder = LsaEncoder.fit(texts[:4096], CHANNELS)
+    vectors = encoder.encode(texts[:4096])
+    vectors = vectors[np.isfinite(vectors).all(axis=(1, 2))]
+    lengths = lengths_of(kind, samples + 2 * HELD_OUT, max_length)
+    starts = np.random.default_rng(1).integers(0, len(stream) - lengths.max(), len(lengths))
+    tokens = [stream[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    latents = vectors[np.arange(len(lengths)) % len(vectors)]
+    unfinished = path.with_name(f"{path.name}.new")
+    with StoreWriter(unfinished, tokenizer, encoder, overwrite=True) as writer:
+        parts = {"validation": slice(0, HELD_OUT), "test": slice(HELD_OUT, 2 * HELD_OUT)}
+        for split, part in {**parts, "train": slice(2 * HELD_OUT, None)}.items():
+            writer.add(split, tokens[part], latents[part], [5 * len(sample) for sample in tokens[part]])
+        manifest = writer.finish(sources=[], options={}, problems={}, grouping={})
+    described = replace(manifest, vocab_size=vocab, max_length=max_length)
+    write_atomically(unfinished / MANIFEST_NAME, described.to_json())
+    return unfinished.rename(path)
+
+
+def random_store(folder: Path, lengths: np.ndarray, vocab_size: int = 2560, max_length: int | None = None) -> Path:
+    """Write a store whose training samples have `lengths` [n], each with one random latent of 64 channels in float16.
+
+    The manifest's longest sample is `max_length`; by default, the longest of `lengths`.
+    """
+    words = {f"w{number}": number for number in range(vocab_size - 2)}
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words)))
+    assert tokenizer.vocab_size == vocab_size
+    draw = np.random.default_rng(0)
+    projection = draw.standard_normal((CHANNELS, CHANNELS)).astype(np.float32)
+    encoder = LsaEncoder([f"w{number}" for number in range(CHANNELS)], np.ones(CHANNELS, np.float32), projection, 0)
+    splits = {"train": lengths, "validation": lengths[:HELD_OUT], "test": lengths[:HELD_OUT]}
+    with StoreWriter(folder, tokenizer, encoder, overwrite=True) as writer:
+        for split, split_lengths in splits.items():
+            for start in range(0, len(split_lengths), WRITE_BLOCK):
+                block = split_lengths[start : start + WRITE_BLOCK]
+                tokens = draw.integers(0, vocab_size - 2, int(block.sum()), dtype=writer.token_dtype)
+                latents = draw.standard_normal((len(block), 1, CHANNELS), dtype=np.float32)
+                writer.add(split, np.split(tokens, np.cumsum(block)[:-1]), latents, (5 * block).tolist())
+        manifest = writer.finish(sources=[], options={}, problems={}, grouping={})
+    if max_length is not None:
+        write_atomically(folder / MANIFEST_NAME, replace(manifest, max_length=max_length).to_json())
+    return folder

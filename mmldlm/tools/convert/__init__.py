@@ -1,0 +1,1 @@
+"""`mmldlm convert`: data of other trainers to Parquet files that `mmldlm prepare` reads."""

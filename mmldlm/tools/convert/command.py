@@ -1,0 +1,137 @@
+"""`mmldlm convert FORMAT SOURCE OUT`: data of another trainer to a Parquet file for `mmldlm prepare`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mmldlm.data.prepare.readers.tables import pyarrow
+from mmldlm.errors import DataError, ExitCode, UsageError
+from mmldlm.tools.convert.lgdlm import LAYOUTS, find_layout, read_samples
+from mmldlm.tools.convert.lgdlm_dat import INDEX, DatContents, row_type
+from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample
+
+GROUP_BYTES = 1 << 24  # of a row group, which is held in memory until it is written
+
+
+def write_parquet(path: Path, samples: Iterable[Sample], group_bytes: int = GROUP_BYTES) -> int:
+    """Write samples to a Parquet file with the columns `id`, `latents` and `tokens` or `text`; return their number.
+
+    Args:
+        samples: Either all have tokens or all have text.
+        group_bytes: Size of a row group in memory.
+    """
+    arrow, writer, num_samples = pyarrow(), None, 0
+    for group in _groups(samples, group_bytes):
+        ids, latents, contents = zip(*group, strict=True)
+        is_text = isinstance(contents[0], str)
+        columns = {
+            "id": arrow.array(ids, arrow.string()),
+            "latents": arrow.array(map(list, latents), arrow.list_(arrow.list_(arrow.float32()))),
+            "text" if is_text else "tokens": arrow.array(contents, None if is_text else arrow.list_(arrow.int64())),
+        }
+        table = arrow.table(columns)
+        writer = writer or arrow.parquet.ParquetWriter(path, table.schema)
+        writer.write_table(table, row_group_size=len(group))
+        num_samples += len(group)
+    if writer:
+        writer.close()
+    return num_samples
+
+
+def _groups(samples: Iterable[Sample], group_bytes: int) -> Iterator[list[Sample]]:
+    group, size = list[Sample](), 0
+    for sample in samples:
+        group.append(sample)
+        size += sample.latents.nbytes + sys.getsizeof(sample.content)
+        if size >= group_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> Iterator[Sample]:
+    """Yield the samples that can be read; with `skip`, print a line on stderr for each other one.
+
+    Raises:
+        DataError: A sample cannot be read, without `skip`.
+    """
+    num_skipped = 0
+    for location, read in tqdm(samples, desc="convert", unit=" samples", leave=False, disable=None):
+        try:
+            sample = read()
+            f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot hold
+        except (UnusableSample, UnicodeEncodeError) as error:
+            if not skip:
+                raise DataError(f"{location}: {error}; --on-problem skip leaves such samples out") from None
+            tqdm.write(f"{location}: {error}", file=sys.stderr)
+            num_skipped += 1
+        else:
+            yield sample
+    if num_skipped:
+        notes.append(f"{num_skipped} samples left out")
+
+
+def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents | None, skip: bool) -> None:
+    """Write the samples of a data folder of the LGDLM trainer to `out/lgdlm.parquet`, which appears when complete.
+
+    Raises:
+        DataError: There are no such data, files contradict each other, or a sample cannot be read without `skip`.
+        UsageError: The file exists already, an option is wrong or pyarrow is not installed.
+    """
+    pyarrow()
+    path, notes = out / "lgdlm.parquet", list[str]()
+    if not source.is_dir():
+        raise DataError(f"{source}: no such folder; expected data of LGDLM")
+    if path.exists():
+        raise UsageError(f"{path}: exists already; expected another folder")
+    layout = layout or find_layout(source)
+    if dat and layout != "dat":
+        raise UsageError(f"--dat-samples: {source} has the layout {layout}, expected dat")
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".incomplete")
+    try:
+        num_samples = write_parquet(temporary, _usable(read_samples(source, layout, dat, notes), skip, notes))
+        if not num_samples:
+            raise DataError(f"{source}: no usable samples of the layout {layout}")
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"{path}: {num_samples} samples of the layout {layout}", *notes, sep="; ")
+    tokens = "" if layout == "texts" else " --tokens-field tokens --tokenizer TOKENIZER"
+    print(f"Next: mmldlm prepare {path}{tokens} --latents-field latents --key-field id --out STORE")
+
+
+def main(argv: list[str]) -> int:
+    """Run `mmldlm convert`; an `MmldlmError` propagates."""
+    parser = argparse.ArgumentParser(prog="mmldlm convert", description="Convert data for `mmldlm prepare`.")
+    lgdlm = parser.add_subparsers(required=True, metavar="FORMAT").add_parser(
+        "lgdlm",
+        help="a data folder of the LGDLM trainer",
+        description="Convert a data folder of the LGDLM trainer to a Parquet file of tokens or texts with latents.",
+    )
+    lgdlm.add_argument("source", metavar="SOURCE", type=Path, help="the folder with tokens/, latents/ or .dat files")
+    lgdlm.add_argument("out", metavar="OUT", type=Path, help="folder for lgdlm.parquet, created if needed")
+    lgdlm.add_argument("--layout", choices=LAYOUTS, help="see docs/data.md (default: that of tokens, else texts)")
+    lgdlm.add_argument(
+        "--on-problem", choices=["error", "skip"], default="error", help="unusable samples (%(default)s)"
+    )
+    dat = lgdlm.add_argument_group(f"contents of .dat files without {INDEX}")
+    dat.add_argument("--dat-samples", metavar="N", type=int, nargs="+", help="number of samples of each rank")
+    dat.add_argument(
+        "--dat-tokens", metavar="TYPE:SHAPE", type=row_type, help="int32:2x512 with masks, int32:512 without"
+    )
+    dat.add_argument("--dat-latents", metavar="TYPE:SHAPE", type=row_type, help="of a row, such as float32:1024")
+    dat.add_argument("--dat-pad-id", metavar="ID", type=int, help="token that fills rows without a mask")
+    options = parser.parse_args(argv)
+    values = (options.dat_samples, options.dat_tokens, options.dat_latents)
+    if any(values) != all(values) or (options.dat_pad_id is not None and not any(values)):
+        raise UsageError("--dat-samples, --dat-tokens and --dat-latents: expected all three of them, or none")
+    contents = DatContents(*values, pad_id=options.dat_pad_id) if all(values) else None
+    convert_lgdlm(options.source, options.out, options.layout, contents, skip=options.on_problem == "skip")
+    return ExitCode.DONE

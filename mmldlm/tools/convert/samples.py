@@ -1,0 +1,101 @@
+"""Samples to convert, and the checks of the arrays that they consist of.
+
+Shape letters: L tokens with padding, M latent tokens of a sample, C latent channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mmldlm.data.prepare.readers.latents import as_latents
+from mmldlm.errors import DataError
+
+_MAX_ARCHIVE_BYTES = 1 << 26  # of one sample's tokens, uncompressed; larger ones are not read into memory
+
+
+class UnusableSample(DataError):
+    """A sample that cannot be converted; the message is the reason."""
+
+
+class Sample(NamedTuple):
+    """Latents float32 [M, C] with the tokens int64 (without padding) or the text of a sample."""
+
+    id: str
+    latents: np.ndarray
+    content: np.ndarray | str
+
+
+class SourceSample(NamedTuple):
+    """The location of a sample, for messages, and the function that reads it or raises `UnusableSample`."""
+
+    location: str
+    read: Callable[[], Sample]
+
+
+def map_array(path: Path) -> np.ndarray:
+    """Memory-map a `.npy` file, so that a header that promises more than the file holds allocates nothing.
+
+    Raises:
+        UnusableSample: It is no array, or one of pickled objects.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # NumPy and the system raise many types
+        raise UnusableSample(f"{path}: not a readable array ({' '.join(str(error).split())})") from None
+    if not isinstance(array, np.ndarray):
+        raise UnusableSample(f"{path}: an archive of arrays, expected one array")
+    return array
+
+
+def read_token_archive(path: Path) -> np.ndarray:
+    """Return the tokens of a `.npz` file of `input_ids` and `attention_mask`; see `remove_padding`."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            size = sum(member.file_size for member in archive.zip.infolist())
+            if size > _MAX_ARCHIVE_BYTES:
+                raise ValueError(f"{size} bytes uncompressed, expected at most {_MAX_ARCHIVE_BYTES}")
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # zipfile, NumPy and the system raise many types
+        raise UnusableSample(f"{path}: not a readable archive of arrays ({' '.join(str(error).split())})") from None
+    ids = next((arrays[name] for name in ("input_ids", "tokens", "ids") if name in arrays), None)
+    mask = next((arrays[name] for name in ("attention_mask", "mask") if name in arrays), None)
+    if ids is None or mask is None:
+        names = ", ".join(arrays) or "none"
+        raise UnusableSample(f"{path}: holds the arrays {names}, expected input_ids and attention_mask")
+    return remove_padding(ids, mask)
+
+
+def remove_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the ids, int64, at the ones of a mask; both are [L] or [1, L].
+
+    Raises:
+        UnusableSample: The shapes or types are wrong, or the mask is not ones and then zeros.
+    """
+    if ids.shape != mask.shape or ids.shape not in ((ids.size,), (1, ids.size)):
+        raise UnusableSample(f"ids {list(ids.shape)} and mask {list(mask.shape)}, expected both [L] or [1, L]")
+    if ids.dtype.kind not in "iu" or mask.dtype.kind not in "iub":
+        raise UnusableSample(f"ids are {ids.dtype} and mask {mask.dtype}, expected integers")
+    ids, mask = ids.reshape(-1), mask.reshape(-1)
+    length = int(np.count_nonzero(mask))
+    if not np.array_equal(mask, np.arange(len(mask)) < length):
+        raise UnusableSample(f"the mask is not {length} ones and then zeros, so the true length is unknown")
+    if not length:
+        raise UnusableSample("no tokens: the mask is all zeros")
+    return ids[:length].astype(np.int64)
+
+
+def check_latents(array: np.ndarray) -> np.ndarray:
+    """Return latents float32 [M, C] of a float array [C] or [M, C].
+
+    Raises:
+        UnusableSample: The shape or type is wrong, or the latents are all zeros or not finite in float32.
+    """
+    with np.errstate(over="ignore"):
+        latents = as_latents(array.astype(np.float32) if array.dtype.kind == "f" else array)
+    if isinstance(latents, tuple):
+        raise UnusableSample(latents[1])
+    return latents

@@ -1,0 +1,38 @@
+"""Hooks of mkdocs.yml: pages of the repository outside docs/ as pages of the site."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {  # by path in the repository
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/LOG.md": "log.md",
+}
+_LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")  # the target in [text](target#anchor), unless it is a URL
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, uri in PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite links, which are relative in the repository, to be relative in the site."""
+    uri = page.file.src_uri
+    source = next((path for path, own in PAGES.items() if own == uri), f"docs/{uri}")
+
+    def in_site(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[0]))
+        return posixpath.relpath(PAGES.get(path, path.removeprefix("docs/")), posixpath.dirname(uri) or ".")
+
+    return _LINK.sub(in_site, markdown)

@@ -1,0 +1,140 @@
+"""Old practice is slower, not different; the padded reference computes the loss of a loop over its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.common.counting import Counts, counts_of, useful_flops
+from benchmarks.common.old_practice import Practice
+from benchmarks.common.task import Task, typical_batches
+from benchmarks.common.variants import SWITCHES, Open, Variant, opened, variants
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import LossConfig
+
+pytestmark = pytest.mark.quick
+PRACTICES: tuple[str, ...] = get_args(Practice)
+BATCH = 8
+
+
+def task_on(store: Path) -> Task:
+    return Task(store=str(store), width=64, depth=2, heads=1, batch=BATCH, precision="fp32")
+
+
+@contextmanager
+def perturbed(variant: Variant, store: Path, folder: Path) -> Iterator[Open]:
+    """Open the variant with weights that are a function of their names: initial blocks are the identity."""
+    split = Store.open(store).split("train")
+    rows = typical_batches(SampleOrder(split.lengths, seed=0), split, BATCH, 2)
+    with opened(variant, task_on(store), rows, folder) as run:
+        with torch.no_grad():
+            for name, parameter in run.model.named_parameters():
+                seed = int.from_bytes(name.encode()[-7:], "big") % 2**31
+                parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        yield run
+
+
+def loss_and_gradients(run: Open) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    for step in range(2):
+        run.feed.step = step
+        (noised,), totals = run.verbs.corrupt(step, [run.feed.batch()])
+        loss, sums = run.verbs.forward(noised, totals)
+        run.verbs.backward(loss)
+        values |= {f"loss {step}": loss.detach(), f"sums {step}": sums}
+    return values | {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("old", [*([each] for each in PRACTICES), PRACTICES], ids="+".join)
+def test_old_practice_keeps_loss_and_gradients(tiny_store: Path, tmp_path: Path, old: tuple[str, ...]) -> None:
+    with perturbed(Variant("trainer", ""), tiny_store, tmp_path / "trainer") as run:
+        expected = loss_and_gradients(run)
+    with perturbed(Variant("old", "", frozenset(old)), tiny_store, tmp_path / "old") as run:
+        values = loss_and_gradients(run)
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+def counts(store: Path, folder: Path, *old: str) -> Counts:
+    with perturbed(Variant("counted", "", frozenset(old)), store, folder) as run:
+        return counts_of(run, range(2), Store.open(store).manifest.vocab_size, "cpu")
+
+
+def test_costs_of_old_practice(tiny_store: Path, tmp_path: Path) -> None:
+    none = counts(tiny_store, tmp_path / "none")
+    assert none.fill == 1 and none.host_syncs == 0
+    padding = counts(tiny_store, tmp_path / "padding", "padding")
+    assert padding.fill < 0.9 and padding.logit_rows == none.logit_rows
+    both = counts(tiny_store, tmp_path / "both", "head", "padding")
+    assert both.logit_rows == BATCH * Store.open(tiny_store).manifest.max_length
+    reads = counts(tiny_store, tmp_path / "reads", "reads")
+    assert reads.host_syncs == none.host_syncs + 8  # three losses twice, which of the rows count, the accuracy
+    loop = counts(tiny_store, tmp_path / "adamw", "adamw")
+    assert loop.operators > none.operators and loop.host_syncs == 1  # the norm, by which the host decides then
+    recompute = counts(tiny_store, tmp_path / "recompute", "recompute")
+    assert recompute.operators > 1.15 * none.operators and recompute.logit_rows == none.logit_rows
+
+
+def test_useful_flops(tiny_store: Path) -> None:
+    """Three times the forward pass: between the linear maps of the text stream, and all with attention and logits."""
+    lengths = np.asarray(Store.open(tiny_store).split("train").lengths)
+    task, long = task_on(tiny_store), int(lengths.argmax())
+    hidden = 168  # of the SwiGLU network: 2/3 x 4 x 64, to a multiple of 8
+    per_token = 2 * task.depth * (64 * 3 * 64 + 64 * 64 + 3 * 64 * hidden)
+    tokens = int(lengths[long])
+    assert 3 * per_token * tokens < useful_flops(task, [np.array([long])]) < 3 * 1.6 * per_token * (tokens + 1)
+
+
+def test_each_rung_drops_one_practice() -> None:
+    known = variants("bf16", "cuda")
+    rungs = [known["old"], *(each for name, each in known.items() if name.startswith("rung-")), known["trainer"]]
+    assert rungs[0].old == frozenset(SWITCHES) and rungs[-1].old == frozenset()
+    assert [len(upper.old - lower.old) for upper, lower in pairwise(rungs)] == [1] * len(SWITCHES)
+    assert [known[f"without-{name}"].old for name in SWITCHES] == [{name} for name in SWITCHES]
+    assert "without-attention" not in variants("fp32", "cuda")
+
+
+def loss_by_samples(run: Open, step: int) -> Tensor:
+    """MDLM's weighted sum over masked tokens, divided by all tokens, and the mean distance of trained latents."""
+    (noised,) = run.verbs.corrupt(step, [run.feed.batch()])
+    text, latent, trained, start = torch.zeros(()), torch.zeros(()), 0.0, 0
+    for sample, length in enumerate(noised.layout.lengths):
+        one, end = slice(sample, sample + 1), start + length
+        everywhere = torch.ones(1, length, dtype=torch.bool)
+        logits, predicted = run.model(
+            noised.noised_tokens[None, start:end],
+            noised.noised_latents[one],
+            noised.t_text[one],
+            noised.t_latent[one],
+            everywhere,
+        )
+        for position, target, weight in zip(noised.positions, noised.targets, noised.token_weight, strict=True):
+            if start <= position < end:
+                text = text - weight * logits[0, position - start].log_softmax(-1)[target]
+        truth, guess = noised.latent_target[sample].flatten(), predicted[0].flatten()
+        latent = latent + noised.latent_weight[sample] * (1 - truth @ guess / (truth.norm() * guess.norm()))
+        trained += float(noised.latent_weight[sample])
+        start = end
+    return text / start + LossConfig().latent_weight * latent / max(1.0, trained)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_loss_of_the_reference(tiny_store: Path, tmp_path: Path, streams: int) -> None:
+    pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
+    with perturbed(Variant("reference", "", streams=streams), tiny_store, tmp_path / "run") as run:
+        for step in range(2):
+            run.feed.step = step
+            (noised,) = run.verbs.corrupt(step, [run.feed.batch()])
+            loss = run.verbs.forward(noised)
+            torch.testing.assert_close(loss, loss_by_samples(run, step), rtol=1e-4, atol=1e-5)
+            assert run.verbs.read["loss"] == float(loss.detach())
