@@ -1,7 +1,6 @@
 """`Batch`, the micro-batch shared by all subsystems, and `PackedLayout`, the positions of its unpadded samples.
 
-Shape letters: B samples, N tokens of the unpadded micro-batch, R rows including padding rows, M latent tokens per
-sample, C latent channels.
+Shape letters: B samples, N tokens of the unpadded micro-batch, M latent tokens per sample, C latent channels.
 """
 
 from __future__ import annotations
@@ -12,15 +11,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-ROW_MULTIPLE = 64  # rows are padded to a multiple of this where kernels are compiled for each shape
-
-
-def pad_rows(values: Tensor) -> Tensor:
-    """Append zero rows to `values` [N, ...] up to a multiple of `ROW_MULTIPLE`."""
-    return F.pad(values, (0, -len(values) % ROW_MULTIPLE))
 
 
 class LengthGroup(NamedTuple):
@@ -43,17 +34,13 @@ class PackedLayout:
         lengths: Tokens of each sample, at least 1.
         latent_tokens: Latent tokens per sample (M).
         device: Device of the index tensors.
-        row_multiple: Padding rows follow the tokens, so that the number of rows (R) is a multiple of this.
     """
 
-    def __init__(
-        self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu", row_multiple: int = 1
-    ):
+    def __init__(self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu"):
         assert all(length > 0 for length in lengths), f"a sample without tokens: lengths {lengths}"
         self.lengths = lengths
         self.latent_tokens = latent_tokens
         self.device = torch.device(device)
-        self.row_multiple = row_multiple
 
     @property
     def num_samples(self) -> int:
@@ -62,18 +49,8 @@ class PackedLayout:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens (N), without padding rows."""
+        """Number of tokens (N)."""
         return sum(self.lengths)
-
-    @property
-    def num_padding_rows(self) -> int:
-        """Number of rows after the last token that belong to no sample (R - N)."""
-        return -self.num_tokens % self.row_multiple
-
-    @cached_property
-    def padded(self) -> PackedLayout:
-        """Layout of the same samples with rows padded to a multiple of `ROW_MULTIPLE`."""
-        return PackedLayout(self.lengths, self.latent_tokens, self.device, ROW_MULTIPLE)
 
     @cached_property
     def max_length(self) -> int:
@@ -102,17 +79,16 @@ class PackedLayout:
         sample = torch.repeat_interleave(torch.arange(self.num_samples), lengths, output_size=self.num_tokens)
         starts = lengths.cumsum(0) - lengths
         position = torch.arange(self.num_tokens) - starts[sample]
-        fill = (0, self.num_padding_rows)
-        return F.pad(sample, fill, value=self.num_samples - 1), F.pad(position, fill)
+        return sample, position
 
     @cached_property
     def sample_of_token(self) -> Tensor:
-        """int64 [R]: the sample of each token; the last sample for padding rows."""
+        """int64 [N]: the sample of each token."""
         return self._host_indices[0].to(self.device, non_blocking=True)
 
     @cached_property
     def position(self) -> Tensor:
-        """int64 [R]: the position of each token in its sample; 0 for padding rows."""
+        """int64 [N]: the position of each token in its sample."""
         return self._host_indices[1].to(self.device, non_blocking=True)
 
     @cached_property
@@ -148,7 +124,7 @@ class PackedLayout:
         """Return the same layout with index tensors on `device`."""
         if torch.device(device) == self.device:
             return self
-        return PackedLayout(self.lengths, self.latent_tokens, device, self.row_multiple)
+        return PackedLayout(self.lengths, self.latent_tokens, device)
 
 
 @dataclass(frozen=True)

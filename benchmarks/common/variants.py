@@ -15,8 +15,8 @@ import torch
 from benchmarks.common.old_practice import OldPractice, Practice
 from benchmarks.common.task import Feed, Task, device
 from mmldlm.data.store import Store
+from mmldlm.model.cpu_half import has_bf16_instructions
 from mmldlm.train import train_step
-from mmldlm.trainer.onednn import has_bf16_instructions
 from mmldlm.trainer.trainer import Trainer
 
 # Old practices in the order of the ladder, and how the step that drops each is displayed.

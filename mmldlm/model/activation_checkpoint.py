@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.settings.fields import setting
 
-T = TypeVar("T")
 CheckpointingMode = Literal["none", "full", "selective"]
+WRAPPED_METHOD = {"full": "forward", "selective": "attention"}  # of `MMDiTBlock`
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class MemoryConfig:
     activation_checkpointing: Literal["none", "full", "selective", "every_k"] = setting(
         "none",
         "what blocks recompute in backward to save memory, all but the last (see kept_blocks); none: nothing; "
-        "full: everything but their inputs and outputs; selective: the attention with its norms; "
+        "full: everything but their inputs; selective: the attention with its norms; "
         "every_k: full, in every k-th block only",
         advice="none as long as the micro-batch fits, then selective, then full: [performance.md](performance.md)",
     )
@@ -52,12 +54,28 @@ class MemoryConfig:
 KEEP_ALL = MemoryConfig()
 
 
-def checkpoint_activations(function: Callable[..., T], preserve_rng_state: bool, *args: Any) -> T:
-    """Return `function(*args)`, whose activations are recomputed in backward, bit for bit.
+def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: bool) -> None:
+    """Wrap methods of the blocks so that their activations are recomputed in backward, bit for bit.
+
+    A wrapped `forward` is called within the hooks of the module: those of an engine do not run again in backward.
 
     Args:
-        function: computes tensors from `args`.
-        preserve_rng_state: whether the function draws random numbers, as dropout does, which the recomputation repeats.
-        args: its arguments.
+        blocks: all blocks of the network, in order.
+        memory: which of them recompute what.
+        uses_rng: whether a block's `forward` draws random numbers, as dropout does, which the recomputation repeats.
     """
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    for index, block in enumerate(blocks):
+        wrapped = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))
+        if wrapped is not None:
+            setattr(block, wrapped, _recomputed(block, getattr(block, wrapped), uses_rng and wrapped == "forward"))
+
+
+def _recomputed(block: nn.Module, function: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
+    """Return `function`, checkpointed while `block` trains."""
+
+    def call(*args: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+    return call

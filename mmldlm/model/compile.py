@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.settings.fields import require_effect, setting
 
-REGIONS = ("project", "normalize", "branch", "finish")  # methods of `BlockStream`
+REGIONS = ("project", "normalize", "residual")  # methods of `BlockStream`
 
 
 @dataclass(frozen=True)

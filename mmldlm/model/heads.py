@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.model.cpu_linear import Linear
-
 CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
 MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
 
@@ -104,9 +102,9 @@ class LengthHead(nn.Module):
 
     def __init__(self, width: int, conditioning: int, max_length: int):
         super().__init__()
-        self.time = Linear(conditioning, width)
-        self.hidden = Linear(width, width)
-        self.out = Linear(width, max_length)
+        self.time = nn.Linear(conditioning, width)
+        self.hidden = nn.Linear(width, width)
+        self.out = nn.Linear(width, max_length)
 
     def forward(self, latents_BME: Tensor, time_BT: Tensor) -> Tensor:
         """Return logits [B, max_length] in float32; column i is length i + 1."""

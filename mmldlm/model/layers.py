@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.cpu_linear import Linear
-from mmldlm.model.ops import modulated_linear, normalize_heads, swiglu, swiglu_linear
+from mmldlm.model.ops import modulated_linear, normalize_heads, swiglu_linear
 
 TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
 
@@ -46,8 +45,8 @@ class TimeEmbedding(nn.Module):
     def __init__(self, width: int, frequencies: int = 256):
         super().__init__()
         self.frequencies = frequencies
-        self.hidden = Linear(frequencies, width)
-        self.out = Linear(width, width)
+        self.hidden = nn.Linear(frequencies, width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, t_B: Tensor) -> Tensor:
         """Embed times [B] in [0, 1] as [B, width]."""
@@ -76,8 +75,8 @@ class Modulation(nn.Module):
     def __init__(self, conditioning: int, width: int, branches: int, rank: int):
         super().__init__()
         self.branches = branches
-        self.down = Linear(conditioning, rank, bias=False) if rank else None
-        self.up = Linear(rank or conditioning, 3 * branches * width)
+        self.down = nn.Linear(conditioning, rank, bias=False) if rank else None
+        self.up = nn.Linear(rank or conditioning, 3 * branches * width)
 
     def forward(self, conditioning_BT: Tensor) -> list[ModulationOut]:
         """Return one `ModulationOut` per branch."""
@@ -96,32 +95,30 @@ class ModulatedLinear(nn.Linear):
         return modulated_linear(x_TD, mod.shift, mod.scale, rows_T, self.weight, self.bias)
 
 
-class ActivatedLinear(Linear):
-    """Activation, then a linear layer. SwiGLU takes inputs of twice as many channels as the layer, GELU of as many.
+class ActivatedLinear(nn.Linear):
+    """Activation, then a linear layer. SwiGLU takes inputs of twice as many channels as the layer, GELU of as many."""
 
-    `save_activation`: keep the activation's output for backward instead of recomputing it. This is less work under full
-    activation checkpointing: recomputation stops as soon as it has all saved tensors, before this matrix product.
-    """
-
-    def __init__(self, hidden: int, width: int, kind: Literal["swiglu", "gelu"], save_activation: bool):
+    def __init__(self, hidden: int, width: int, kind: Literal["swiglu", "gelu"]):
         super().__init__(hidden, width, bias=False)
-        self.kind, self.save_activation = kind, save_activation
+        self.kind = kind
 
     def forward(self, hidden_TF: Tensor) -> Tensor:
+        """Return [T, D] from the hidden channels [T, 2F] (SwiGLU) or [T, F] (GELU)."""
         if self.kind == "gelu":
             return super().forward(F.gelu(hidden_TF, approximate="tanh"))
-        return super().forward(swiglu(hidden_TF)) if self.save_activation else swiglu_linear(hidden_TF, self.weight)
+        return swiglu_linear(hidden_TF, self.weight)
 
 
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202) or GELU feed-forward. SwiGLU has 2/3 of the hidden width, for equal parameters."""
 
-    def __init__(self, width: int, ratio: float, kind: Literal["swiglu", "gelu"], save_activation: bool):
+    def __init__(self, width: int, ratio: float, kind: Literal["swiglu", "gelu"]):
         super().__init__()
         hidden = int(width * ratio * 2 / 3) if kind == "swiglu" else int(width * ratio)
         hidden = 8 * max(1, round(hidden / 8))
         self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
-        self.down = ActivatedLinear(hidden, width, kind, save_activation)
+        self.down = ActivatedLinear(hidden, width, kind)
 
     def forward(self, x_TD: Tensor, mod: ModulationOut, rows_T: Tensor | None) -> Tensor:
+        """Return [T, D] from the stream [T, D], modulated; `rows_T` as in `ModulatedLinear`."""
         return self.down(self.up(x_TD, mod, rows_T))

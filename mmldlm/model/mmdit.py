@@ -11,15 +11,14 @@ stream), C latent channels, H heads, K width of a head, P positions to predict, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from mmldlm.batch import PackedLayout, pad_rows
-from mmldlm.model.activation_checkpoint import KEEP_ALL, CheckpointingMode, MemoryConfig, checkpoint_activations
+from mmldlm.batch import PackedLayout
+from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, checkpoint_blocks
 from mmldlm.model.attention import Backend, joint_attention
-from mmldlm.model.cpu_linear import Linear
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
 from mmldlm.model.layers import (
     FeedForward,
@@ -112,17 +111,17 @@ class Prediction(NamedTuple):
 
 
 class BlockStream(nn.Module):
-    """Parameters of one stream in a block: modulated norms, fused qkv, output projection, feed-forward."""
+    """One stream's part of a block: adaLN modulation, q, k and v, output projection and feed-forward."""
 
-    def __init__(self, config: ModelConfig, width: int, checkpointing: CheckpointingMode):
+    def __init__(self, config: ModelConfig, width: int):
         super().__init__()
         self.heads = config.num_heads
         joint = config.width
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(joint // config.num_heads)
-        self.out = Linear(joint, width, bias=False)
-        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp, save_activation=checkpointing == "full")
+        self.out = nn.Linear(joint, width, bias=False)
+        self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
         self.dropout = nn.Dropout(config.dropout)
 
     def project(self, x_TD: Tensor, mod: ModulationOut, rows: Tensor | None) -> Tensor:
@@ -133,29 +132,21 @@ class BlockStream(nn.Module):
         """Normalize q and k and, with `rotary`, rotate them by position; [T, 3, H, K]."""
         return self.head_norm(qkv_T3HK, rotary)
 
-    def branch(
-        self, x_TD: Tensor, attn_out_THK: Tensor, mods: list[ModulationOut], rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Add the attention output. Returns the stream [T, D] and its feed-forward output [T, D], not yet added."""
-        attn_mod, mlp_mod = mods
-        x_TD = add_gated(x_TD, attn_mod.gate, self.dropout(self.out(attn_out_THK.flatten(1))), rows)
-        return x_TD, self.dropout(self.mlp(x_TD, mlp_mod, rows))
-
-    def finish(self, x_TD: Tensor, attn_out_THK: Tensor, mods: list[ModulationOut], rows: Tensor | None) -> Tensor:
-        """Add the outputs of attention and feed-forward; [T, D]."""
-        # Called on the class: with `compile.scope: regional`, `self.branch` is compiled as a region of its own.
-        x_TD, hidden_TD = BlockStream.branch(self, x_TD, attn_out_THK, mods, rows)
-        return add_gated(x_TD, mods[1].gate, hidden_TD, rows)
+    def residual(
+        self, x_TD: Tensor, attn_THK: Tensor, attn_mod: ModulationOut, mlp_mod: ModulationOut, rows: Tensor | None
+    ) -> Tensor:
+        """Add the gated outputs of attention and feed-forward to the stream; [T, D]."""
+        x_TD = add_gated(x_TD, attn_mod.gate, self.dropout(self.out(attn_THK.flatten(1))), rows)
+        return add_gated(x_TD, mlp_mod.gate, self.dropout(self.mlp(x_TD, mlp_mod, rows)), rows)
 
 
 class MMDiTBlock(nn.Module):
-    """Joint attention over both streams, then a feed-forward network for each."""
+    """Joint attention over both streams, then a feed-forward network for each (arXiv 2403.03206, figure 2b)."""
 
-    def __init__(self, config: ModelConfig, checkpointing: CheckpointingMode = "none"):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.checkpointing, self.uses_rng = checkpointing, config.dropout > 0
-        self.text = BlockStream(config, config.width, checkpointing)
-        self.latent = BlockStream(config, config.resolved_latent_width, checkpointing)
+        self.text = BlockStream(config, config.width)
+        self.latent = BlockStream(config, config.resolved_latent_width)
 
     def forward(
         self,
@@ -182,55 +173,24 @@ class MMDiTBlock(nn.Module):
         Returns:
             Text [N, D], or [P, D] with `positions_P`, and latents [B*M, E].
         """
-        inputs = text_ND, latent_TE, conditioning_BT, rotary, layout, backend
-        # Checkpointed in here, not around the module: hooks of an engine on the module must not run again in backward.
-        if self._checkpoints("full"):
-            assert positions_P is None, "the last block is not checkpointed"
-            text, latent = checkpoint_activations(self._gated_branches, self.uses_rng, *inputs)
-            return add_gated(*text, layout.sample_of_token), add_gated(*latent, layout.sample_of_latent)
-        text_out, latent_out, text_mods, latent_mods = self._attention(*inputs)
-        sample_of_token = layout.sample_of_token
-        if positions_P is not None:
-            text_ND, text_out, sample_of_token = (
-                rows.index_select(0, positions_P) for rows in (text_ND, text_out, sample_of_token)
-            )
-        return (
-            self.text.finish(text_ND, text_out, text_mods, sample_of_token),
-            self.latent.finish(latent_TE, latent_out, latent_mods, layout.sample_of_latent),
+        text_rows, latent_rows = layout.sample_of_token, layout.sample_of_latent
+        text_attn_mod, text_mlp_mod = self.text.modulation(conditioning_BT)
+        latent_attn_mod, latent_mlp_mod = self.latent.modulation(conditioning_BT)
+        text_attn, latent_attn = self.attention(
+            self.text.project(text_ND, text_attn_mod, text_rows),
+            self.latent.project(latent_TE, latent_attn_mod, latent_rows),
+            rotary,
+            layout,
+            backend,
         )
+        if positions_P is not None:
+            text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
+            text_rows = text_rows.index_select(0, positions_P)
+        text_ND = self.text.residual(text_ND, text_attn, text_attn_mod, text_mlp_mod, text_rows)
+        latent_TE = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, latent_rows)
+        return text_ND, latent_TE
 
-    def _checkpoints(self, mode: CheckpointingMode) -> bool:
-        return self.checkpointing == mode and self.training and torch.is_grad_enabled()
-
-    def _gated_branches(self, *inputs: Any) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-        """Return the arguments of the last `add_gated` of each stream, which stays outside of the checkpoint."""
-        text_ND, latent_TE, layout = inputs[0], inputs[1], inputs[4]
-        text_out, latent_out, text_mods, latent_mods = self._attention(*inputs)
-        text, text_branch = self.text.branch(text_ND, text_out, text_mods, layout.sample_of_token)
-        latent, latent_branch = self.latent.branch(latent_TE, latent_out, latent_mods, layout.sample_of_latent)
-        return (text, text_mods[1].gate, text_branch), (latent, latent_mods[1].gate, latent_branch)
-
-    def _attention(
-        self,
-        text_ND: Tensor,
-        latent_TE: Tensor,
-        conditioning_BT: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        layout: PackedLayout,
-        backend: Backend,
-    ) -> tuple[Tensor, Tensor, list[ModulationOut], list[ModulationOut]]:
-        """Return the attention outputs of text [N, H, K] and latents [B*M, H, K], and both streams' modulation."""
-        text_mods, latent_mods = self.text.modulation(conditioning_BT), self.latent.modulation(conditioning_BT)
-        text_qkv = self.text.project(text_ND, text_mods[0], layout.sample_of_token)
-        latent_qkv = self.latent.project(latent_TE, latent_mods[0], layout.sample_of_latent)
-        inputs = text_qkv, latent_qkv, rotary, layout, backend
-        if self._checkpoints("selective"):
-            text_out, latent_out = checkpoint_activations(self._attend, False, *inputs)
-        else:
-            text_out, latent_out = self._attend(*inputs)
-        return text_out, latent_out, text_mods, latent_mods
-
-    def _attend(
+    def attention(
         self,
         text_qkv: Tensor,
         latent_qkv: Tensor,
@@ -238,8 +198,12 @@ class MMDiTBlock(nn.Module):
         layout: PackedLayout,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        text, latent = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, None)
-        latent_out, text_out = joint_attention(latent, text, layout, backend)
+        """Return the joint attention's outputs for text [N, H, K] and latents [B*M, H, K], with QK-norm.
+
+        Text positions are rotary; latent tokens have learned positions (`MMDiT.latent_position`).
+        """
+        text_qkv, latent_qkv = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, None)
+        latent_out, text_out = joint_attention(latent_qkv, text_qkv, layout, backend)
         return text_out, latent_out
 
 
@@ -272,19 +236,18 @@ class MMDiT(nn.Module):
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
         self.token_embedding = nn.Embedding(shape.vocab_size, width)
-        self.latent_in = Linear(shape.latent_channels, latent_width)
+        self.latent_in = nn.Linear(shape.latent_channels, latent_width)
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
-        self.blocks = nn.ModuleList(
-            MMDiTBlock(config, memory.mode_for_block(index, config.depth)) for index in range(config.depth)
-        )
+        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.depth))
+        checkpoint_blocks(self.blocks, memory, uses_rng=config.dropout > 0)
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
         self.text_out = ModulatedLinear(width, width)
         self.text_head = TextHead(width, shape.vocab_size, (shape.mask_id, shape.pad_id), config.tie_embeddings)
-        self.latent_head = Linear(latent_width, shape.latent_channels)
-        self.latent_skip = Linear(conditioning, shape.latent_channels) if latent_skip else None
+        self.latent_head = nn.Linear(latent_width, shape.latent_channels)
+        self.latent_skip = nn.Linear(conditioning, shape.latent_channels) if latent_skip else None
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.text_terms = text_terms
         self.loss_weights = None if initial_loss_weights is None else LossWeights(initial_loss_weights)
@@ -346,45 +309,50 @@ class MMDiT(nn.Module):
             positions: int64 [P], the tokens to predict; the text head runs on no others.
             targets: int64 [P], their true tokens. If given, the text head returns likelihoods instead of logits.
         """
-        dtype, num_predicted = DTYPES[self.precision], len(positions)
-        if dtype != torch.float32 and noised_latents.device.type == "cpu" and self.backend == "sdpa":
-            # A CPU's half-precision kernels are created per shape, which takes as long as a few matrix products: rows
-            # are padded to multiples of a fixed size, so that few shapes occur.
-            layout, noised_tokens, positions = layout.padded, pad_rows(noised_tokens), pad_rows(positions)
-            targets = None if targets is None else pad_rows(targets)
+        dtype = DTYPES[self.precision]
         # Autocast in here, so that it is the same under every engine, in training and in inference.
         with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):
-            latent_time = self.latent_time(t_latent)
-            conditioning = self.text_time(t_text) + latent_time
+            latent_time_BT = self.latent_time(t_latent)
+            conditioning_BT = self.text_time(t_text) + latent_time_BT
             # Both streams run in float32, also under engines that hold the weights in half precision.
             latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
-            length_logits = self.length_head(latent_BME, latent_time)
+            length_logits = self.length_head(latent_BME, latent_time_BT)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
             rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
             *blocks, last_block = self.blocks
             for block in blocks:
-                text, latent = block(text, latent, conditioning, rotary, layout, self.backend)
-            text, latent = last_block(text, latent, conditioning, rotary, layout, self.backend, positions)
+                text, latent = block(text, latent, conditioning_BT, rotary, layout, self.backend)
+            text, latent = last_block(text, latent, conditioning_BT, rotary, layout, self.backend, positions)
 
-            (text_final,), (latent_final,) = self.text_final(conditioning), self.latent_final(conditioning)
-            text_rows, latent_rows = layout.sample_of_token.index_select(0, positions), layout.sample_of_latent
-            hidden = self.text_out(text, text_final, text_rows)
-            # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
-            hidden = hidden * gather_rows(1 + text_final.gate, text_rows)
-            terms = self.training and self.text_terms
-            text_pred = self.text_head(hidden, self.token_embedding.weight, targets, terms)[:num_predicted]
-            latent_hidden = modulate(latent, latent_final.shift, latent_final.scale, latent_rows)
-            latent_hidden = latent_hidden * gather_rows(1 + latent_final.gate, latent_rows)
-            latent_pred = self.latent_head(latent_hidden).float().unflatten(0, noised_latents.shape[:2])
-            if self.latent_skip is not None:
-                # Epsilon and v contain a multiple of z in full precision, which no norm may touch (EDM, arXiv
-                # 2206.00364). For x0 it would be a shortcut past the text: z is close to x0 at most times
-                # (docs/method.md).
-                skip = self.latent_skip(conditioning).float()[:, None]
-                latent_pred = latent_pred + skip * noised_latents
-            if self.loss_weights is None or not self.training:
-                return Prediction(text_pred, latent_pred, length_logits)
-            return Prediction(text_pred, latent_pred, length_logits, self.loss_weights())
+            text_rows = layout.sample_of_token.index_select(0, positions)
+            text_pred = self._predict_text(text, conditioning_BT, text_rows, targets)
+            latent_pred = self._predict_latents(latent, conditioning_BT, layout.sample_of_latent, noised_latents)
+            log_variances = None if self.loss_weights is None or not self.training else self.loss_weights()
+            return Prediction(text_pred, latent_pred, length_logits, log_variances)
+
+    # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
+
+    def _predict_text(
+        self, text_PD: Tensor, conditioning_BT: Tensor, rows_P: Tensor, targets_P: Tensor | None
+    ) -> Tensor:
+        """Return `Prediction.text`; `rows_P` is the sample of each token to predict."""
+        (final,) = self.text_final(conditioning_BT)
+        hidden_PD = self.text_out(text_PD, final, rows_P) * gather_rows(1 + final.gate, rows_P)
+        terms = self.training and self.text_terms
+        return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
+
+    def _predict_latents(
+        self, latent_TE: Tensor, conditioning_BT: Tensor, rows_T: Tensor | None, noised_BMC: Tensor
+    ) -> Tensor:
+        """Return `Prediction.latent`; `rows_T` is the sample of each latent token."""
+        (final,) = self.latent_final(conditioning_BT)
+        hidden_TE = modulate(latent_TE, final.shift, final.scale, rows_T) * gather_rows(1 + final.gate, rows_T)
+        latent_BMC: Tensor = self.latent_head(hidden_TE).float().unflatten(0, noised_BMC.shape[:2])
+        if self.latent_skip is None:
+            return latent_BMC
+        # Epsilon and v contain a multiple of z in full precision, which no norm may touch (EDM, arXiv 2206.00364). For
+        # x0 it would be a shortcut past the text: z is close to x0 at most times (docs/method.md).
+        return latent_BMC + self.latent_skip(conditioning_BT).float()[:, None] * noised_BMC
 
 
 def count_parameters(model: MMDiT, trainable_only: bool = False) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Memory-saving autograd functions for the element-wise operations of a block.
+"""Element-wise operations of a block: each as a plain formula, under an autograd function that saves memory.
 
-Plain autograd saves every intermediate result. These functions save their inputs alone and recompute the rest in
-backward, which also takes fewer passes over memory. Under `torch.compile`, which chooses what to save, each one is its
-plain formula. All compute in float32, whatever the type of their inputs. On a CPU they process rows in chunks that fit
-into a core's cache together with their results.
+Plain autograd saves every intermediate result. The autograd functions save their inputs alone and recompute the rest in
+backward, which also takes fewer passes over memory. Each one stands above the formula that it computes, which is what
+runs under `torch.compile`: that chooses by itself what to save. All compute in float32, whatever the type of their
+inputs. On a CPU they process rows in chunks that fit into a core's cache together with their results.
 
 Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
 width.
@@ -12,10 +12,11 @@ width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,26 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mmldlm.model.cpu_linear import autocast_unless_few_rows
-
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 _max_row_chunks = ContextVar("max_row_chunks", default=sys.maxsize)
+P = ParamSpec("P")
+
+
+def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    """Return a decorator of a plain formula: `function` computes it, unless `torch.compile` traces it."""
+
+    def decorate(formula: Callable[P, Tensor]) -> Callable[P, Tensor]:
+        @wraps(formula)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+            if torch.compiler.is_compiling():
+                return formula(*args, **kwargs)
+            out: Tensor = function.apply(*args, **kwargs)
+            return out
+
+        return call
+
+    return decorate
 
 
 @contextmanager
@@ -83,6 +99,12 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the type that a matrix product with `x` is computed in."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
+def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
+    """Return layer_norm(x) * (1 + scale) + shift, with scale and shift of each row's sample; [T, D] in float32."""
+    normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
+    return normal * gather_rows(scale_BD.float() + 1, rows_T) + gather_rows(shift_BD.float(), rows_T)
 
 
 class _ModulatedLinear(Function):
@@ -146,25 +168,17 @@ def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor
     return (grad_TO.t() @ input_TI.to(grad_TO.dtype)).to(weight_OI.dtype)
 
 
-def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
-    """Return layer_norm(x) * (1 + scale) + shift, with scale and shift of each row's sample; [T, D] in float32."""
-    normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
-    return normal * gather_rows(scale_BD.float() + 1, rows_T) + gather_rows(shift_BD.float(), rows_T)
-
-
+@memory_saving(_ModulatedLinear)
 def modulated_linear(
     x_TD: Tensor,
     shift_BD: Tensor,
     scale_BD: Tensor,
     rows_T: Tensor | None,
     weight_OD: Tensor,
-    bias_O: Tensor | None = None,
+    bias_O: Tensor | None,
 ) -> Tensor:
-    """Return the linear layer [T, O] of `modulate`, which saves one [T, D] for both backward passes."""
-    if torch.compiler.is_compiling():
-        return F.linear(modulate(x_TD, shift_BD, scale_BD, rows_T), weight_OD, bias_O)
-    with autocast_unless_few_rows(x_TD, weight_OD):
-        return _ModulatedLinear.apply(x_TD, shift_BD, scale_BD, rows_T, weight_OD, bias_O)
+    """Return the linear layer [T, O] of `modulate`, saving one [T, D] for both backward passes."""
+    return F.linear(modulate(x_TD, shift_BD, scale_BD, rows_T), weight_OD, bias_O)
 
 
 class _AddGated(Function):
@@ -189,31 +203,28 @@ class _AddGated(Function):
         return grad, gate_grad.to(gate_BD.dtype), branch_grad, None
 
 
+@memory_saving(_AddGated)
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
     """Return x + gate * branch, with the gate of each row's sample; x and result are [T, D] in float32."""
-    if torch.compiler.is_compiling():
-        return x_TD + gather_rows(gate_BD.float(), rows_T) * branch_TD.float()
-    return _AddGated.apply(x_TD, gate_BD, branch_TD, rows_T)
+    return x_TD + gather_rows(gate_BD.float(), rows_T) * branch_TD.float()
 
 
-class _SwiGLU(Function):
+class _SwiGLULinear(Function):
     @staticmethod
-    def forward(ctx: Any, hidden_T2F: Tensor, weight_OF: Tensor | None) -> Tensor:
+    def forward(ctx: Any, hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
         ctx.save_for_backward(hidden_T2F, weight_OF)
         gate, value = hidden_T2F.chunk(2, dim=-1)
-        gated = F.silu(gate).mul_(value)
-        return gated if weight_OF is None else F.linear(gated, weight_OF)
+        return F.linear(F.silu(gate).mul_(value), weight_OF)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         gate, value = hidden.chunk(2, dim=-1)
         silu, weight_grad = F.silu(gate), None
-        if weight is not None:
-            if ctx.needs_input_grad[1]:
-                weight_grad = _weight_grad(grad, silu * value, weight)
-            grad = grad @ weight.to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            weight_grad = _weight_grad(grad_TO, silu * value, weight)
+        grad = grad_TO @ weight.to(grad_TO.dtype)
         hidden_grad = torch.empty_like(hidden)
         gate_grad, value_grad = hidden_grad.chunk(2, dim=-1)
         torch.mul(grad, silu, out=value_grad)
@@ -221,25 +232,20 @@ class _SwiGLU(Function):
         return hidden_grad, weight_grad
 
 
-def swiglu(hidden_T2F: Tensor) -> Tensor:
-    """Return SiLU of the first half of the channels times the second half (arXiv 2002.05202); [T, F]."""
-    if torch.compiler.is_compiling():
-        gate, value = hidden_T2F.chunk(2, dim=-1)
-        return F.silu(gate) * value
-    return _SwiGLU.apply(hidden_T2F, None)
-
-
+@memory_saving(_SwiGLULinear)
 def swiglu_linear(hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
-    """Return the linear layer [T, O] of `swiglu`, whose result is recomputed in backward."""
-    if torch.compiler.is_compiling():
-        return F.linear(swiglu(hidden_T2F), weight_OF)
-    with autocast_unless_few_rows(hidden_T2F, weight_OF):
-        return _SwiGLU.apply(hidden_T2F, weight_OF)
+    """Return the linear layer [T, O] of SwiGLU: SiLU of the first half of the channels times the second half.
+
+    See arXiv 2002.05202, eq. 6.
+    """
+    gate, value = hidden_T2F.chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * value, weight_OF)
 
 
 class _NormalizeHeads(Function):
     @staticmethod
-    def forward(ctx: Any, qkv_T3HK: Tensor, weight_2K: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def forward(ctx: Any, qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        cos, sin = (None, None) if rotary is None else _per_head(rotary)
         ctx.save_for_backward(qkv_T3HK, weight_2K, cos, sin)
         out_T3HK = torch.empty_like(qkv_T3HK)
         for qkv, cosine, sine, out in _row_chunks(qkv_T3HK, cos, sin, out_T3HK):
@@ -250,7 +256,7 @@ class _NormalizeHeads(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T3HK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_T3HK: Tensor) -> tuple[Tensor, Tensor, None]:
         qkv_T3HK, weight, cos, sin = ctx.saved_tensors
         inverse_sin = None if sin is None else -sin  # the adjoint of a rotation turns back
         weight_grad, qkv_grad_T3HK = torch.zeros_like(weight), torch.empty_like(qkv_T3HK)
@@ -267,7 +273,7 @@ class _NormalizeHeads(Function):
             projection = torch.linalg.vecdot(qk_grad, normal).unsqueeze(-1) / qk.shape[-1]
             qkv_grad[:, 2] = grad[:, 2]
             torch.mul(qk_grad.addcmul_(normal, projection, value=-1), rstd, out=qkv_grad[:, :2])
-        return qkv_grad_T3HK, weight_grad, None, None
+        return qkv_grad_T3HK, weight_grad, None
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
@@ -290,6 +296,7 @@ def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: T
         out.copy_(rotated)
 
 
+@memory_saving(_NormalizeHeads)
 def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     """Normalize q and k to unit root mean square and scale them (arXiv 2302.05442), then rotate them; v is unchanged.
 
@@ -302,11 +309,15 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     Returns:
         q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
-    cos, sin = (None, None) if rotary is None else (angles[:, None, None] for angles in rotary)
-    if torch.compiler.is_compiling():
-        qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
-        if cos is not None and sin is not None:
-            first, second = qk.chunk(2, dim=-1)
-            qk = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        return torch.cat([qk.to(qkv_T3HK.dtype), qkv_T3HK[:, 2:]], dim=1)
-    return _NormalizeHeads.apply(qkv_T3HK, weight_2K, cos, sin)
+    qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
+    if rotary is not None:
+        cos, sin = _per_head(rotary)
+        first, second = qk.chunk(2, dim=-1)
+        qk = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([qk.to(qkv_T3HK.dtype), qkv_T3HK[:, 2:]], dim=1)
+
+
+def _per_head(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine as [T, 1, 1, K/2]."""
+    cos, sin = rotary
+    return cos[:, None, None], sin[:, None, None]

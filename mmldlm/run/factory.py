@@ -10,6 +10,7 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.objective import Objective
 from mmldlm.model.attention import resolve_backend
+from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
@@ -17,11 +18,13 @@ from mmldlm.run.compatibility import data_shape
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """Return the network with its initial weights, a function of `run.seed` alone; parts in `freeze` are frozen."""
-    backend = resolve_backend(config.attention.backend, device_type, config.precision != "fp32")
+    half_precision = config.precision != "fp32"
+    backend = resolve_backend(config.attention.backend, device_type, half_precision)
+    network = CPUHalfMMDiT if half_precision and (device_type, backend) == ("cpu", "sdpa") else MMDiT
     uncertainty = config.loss.latent_weighting == "uncertainty"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
-        model = MMDiT(
+        model = network(
             config.model,
             data_shape(manifest),
             backend,

@@ -26,6 +26,7 @@ from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENG
 from mmldlm.distributed.launcher import ENGINES, launcher_world_size
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
+from mmldlm.model.cpu_half import KernelCache
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
@@ -34,7 +35,6 @@ from mmldlm.optim.param_groups import muon_matrices
 from mmldlm.run.factory import build_model, build_objective
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
-from mmldlm.trainer.onednn import has_bf16_instructions, kernels_mib, row_multiples
 from mmldlm.trainer.setup import requested_features
 
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
@@ -134,22 +134,20 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
     if any(stop - start > steps_per_stage for start, stop in stages):  # otherwise all steps are tried, the first as is
         tracker.init_moments(optimizer)
     flops, samples = 0.0, 0
-    makes_kernels = device == "cpu" and has_bf16_instructions()
-    rows_seen, rows = set[int](), set[int]()  # row multiples of matrix products in steps that are tried, and in others
+    kernels = KernelCache(device, config.precision)
     for start, stop in stages:
         noised_at = partial(_noised, config, loader, objective, (start, samples))
         tried = min(steps_per_stage, stop - start)
         largest = _largest_step(loader, (start, stop), samples)
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
-            rows_seen |= row_multiples(noised)
+            kernels.add_tried(_row_counts(noised))
             step_flops = tracker.micro_batches(noised)
             tracker.update(optimizer, config.optim.clip_norm)
             if step < start + tried:  # mean over the stage, weighted by its share of the run
                 flops += step_flops * world_size * (stop - start) / (steps * tried)
-        if makes_kernels and config.precision != "fp32":
-            others = range(start + tried, min(stop, start + MAX_ROW_STEPS))
-            rows = rows.union(*(row_multiples(noised_at(step)) for step in others))
+        others = range(start + tried, min(stop, start + MAX_ROW_STEPS))
+        kernels.add_expected(rows for step in others for rows in _row_counts(noised_at(step)))
         samples += loader.batch_at(start).global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
@@ -168,7 +166,7 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
         optimizer=name,
         one_moment=one_moment,
         ema=config.ema.decay > 0,
-        kernels_mib=kernels_mib(tracker.costs, rows_seen, rows) if makes_kernels else 0.0,
+        kernels_mib=kernels.mib(tracker.costs.products),
     )
 
 
@@ -184,6 +182,11 @@ def _noised(
         draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, *samplers) for batch in micro_batches
     )
     return list(map(objective.corrupt, micro_batches, noises))
+
+
+def _row_counts(noised: list[NoisedBatch]) -> list[int]:
+    """Return the numbers of tokens and of predicted tokens of the micro-batches."""
+    return [len(rows) for batch in noised for rows in (batch.noised_tokens, batch.positions)]
 
 
 def _largest_step(loader: Loader, stage: tuple[int, int], position: int) -> int:

@@ -24,6 +24,9 @@ from mmldlm.model.mmdit import MMDiT
 # update: temporaries of the optimizer step
 Kind = Literal["weights", "ema", "gradients", "moments", "batches", "activations", "update"]
 
+# A matrix product: kind of its result, type, sizes of the factors; operator, strides and options.
+Product = tuple[Kind, torch.dtype, tuple[int, ...], tuple[Any, ...]]
+
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
 _FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors are
@@ -45,7 +48,7 @@ class CostTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self.half_precision_products: set[tuple[Any, ...]] = set()  # (kind, sizes, other properties)
+        self.products: set[Product] = set()
         self.kind: Kind = "activations"  # kind of new allocations
         self._allocation: dict[int, int] = {}  # live storage -> index of its allocation
         self._kinds: list[Kind] = []  # by allocation
@@ -55,11 +58,10 @@ class CostTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in _FORMULAS:
             self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        if func.overloadpacket in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16):
-            # oneDNN compiles a kernel for each combination of operator, shapes, strides and options.
+        if func.overloadpacket in _PRODUCTS:
             sizes = tuple(size for factor in args for size in factor.shape)
             properties = (func.overloadpacket, *(factor.stride() for factor in args), *(kwargs or {}).items())
-            self.half_precision_products.add((self.kind, sizes, properties))
+            self.products.add((self.kind, out.dtype, sizes, properties))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._track(tensor.untyped_storage())

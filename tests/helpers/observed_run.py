@@ -55,7 +55,7 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[As
         with Trainer(config) as run:
             run.tracker.samples = lambda step, rows, _: texts.append((step, rows))  # type: ignore[method-assign]
             model = run.engine.unwrapped_model
-            recomputed = [block.checkpointing for block in model.blocks]  # type: ignore[union-attr]
+            recomputed = [{"forward", "attention"} & vars(block).keys() for block in model.blocks]  # type: ignore[union-attr]
             seen["parts"] = model.backend, recomputed, describe_optimizer(run.engine.unwrapped_optimizer)
             for step, micro_batches in run.steps():
                 batches.append([batch.sample_ids.tolist() for batch in micro_batches])

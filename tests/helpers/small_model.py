@@ -10,6 +10,7 @@ from torch import Tensor
 from mmldlm.batch import PackedLayout
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
+from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
 
 VOCAB, MASK, PAD = 23, 21, 22
@@ -22,17 +23,19 @@ def small_model(
     stir: float = 0.15,
     memory: MemoryConfig = KEEP_ALL,
     precision: Precision = "fp32",
+    device: str = "cpu",
     **config: object,
 ) -> MMDiT:
     """Two blocks; `stir` is added to every parameter, for at initialization the blocks pass their input on."""
     settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
     torch.manual_seed(0)
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
-    model = MMDiT(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
+    network = CPUHalfMMDiT if (precision != "fp32", device, backend) == (True, "cpu", "sdpa") else MMDiT
+    model = network(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += stir * torch.randn_like(parameter)
-    return model
+    return model if device == "cpu" else model.to(device)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_loss_and_gradients_are_bitwise_equal(
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=gpu) for name in ("sdpa", "varlen")])
 def test_loss_and_gradients_on_cuda(memory: MemoryConfig, backend: Backend) -> None:
     without, with_it = (
-        loss_and_gradients(small_model(2, backend, memory=used, precision="bf16", dropout=0.3).cuda().train())
+        loss_and_gradients(small_model(2, backend, memory=used, precision="bf16", dropout=0.3, device="cuda").train())
         for used in (KEEP_ALL, memory)
     )
     assert torch.equal(without["loss"], with_it["loss"])

@@ -154,7 +154,7 @@ def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
 def test_the_network_gives_the_same_with_varlen_and_sdpa_on_cuda(latent_tokens: int) -> None:
     inputs = random_inputs(LENGTHS, latent_tokens).to("cuda")
     varlen, sdpa = (
-        values_and_gradients(small_model(latent_tokens, backend, precision="bf16").cuda(), inputs)
+        values_and_gradients(small_model(latent_tokens, backend, precision="bf16", device="cuda"), inputs)
         for backend in ("varlen", "sdpa")
     )
     for one, other in zip(varlen, sdpa, strict=True):

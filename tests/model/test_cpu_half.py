@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mmldlm.batch
-from mmldlm.batch import ROW_MULTIPLE, PackedLayout, pad_rows
-from mmldlm.model.attention import Backend, _grouped_sdpa, joint_attention
+from mmldlm.batch import PackedLayout
+from mmldlm.model.attention import _grouped_sdpa, joint_attention
+from mmldlm.model.cpu_half import ROW_MULTIPLE, RowPaddedLayout, pad_rows
 from mmldlm.model.mmdit import MMDiT, Precision
-from tests.helpers.small_model import CHANNELS, VOCAB, Inputs, random_inputs, small_model
+from tests.helpers.small_model import VOCAB, Inputs, random_inputs, small_model
 
 pytestmark = pytest.mark.quick
 
@@ -90,7 +90,7 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
     inputs = random_inputs(lengths, latent_tokens)
     model = small_model(latent_tokens, precision=precision)
     found = step(model, inputs, predicted)
-    monkeypatch.setattr(mmldlm.batch, "ROW_MULTIPLE", 1)
+    monkeypatch.setattr("mmldlm.model.cpu_half.ROW_MULTIPLE", 1)
     without = step(model, inputs, predicted)
     exact = step(small_model(latent_tokens), inputs, predicted)
     for one, other, truth in zip(found, without, exact, strict=True):
@@ -102,18 +102,17 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
 def test_what_rows_are_filled_up_with() -> None:
     assert pad_rows(torch.ones(3)).tolist() == [1.0] * 3 + [0.0] * (ROW_MULTIPLE - 3)
     assert len(pad_rows(torch.ones(0))) == 0 and len(pad_rows(torch.ones(ROW_MULTIPLE))) == ROW_MULTIPLE
-    layout = PackedLayout((3, 2), 1).padded
-    assert layout.num_padding_rows == ROW_MULTIPLE - 5 and layout.num_tokens == 5
+    layout = RowPaddedLayout((3, 2), 1)
+    assert layout.num_tokens == 5
     assert layout.sample_of_token.tolist() == [0, 0, 0] + [1] * (ROW_MULTIPLE - 3)
     assert layout.position.tolist() == [0, 1, 2, 0, 1] + [0] * (ROW_MULTIPLE - 5)
-    assert layout.to("meta").num_padding_rows == ROW_MULTIPLE - 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", [(7,), (130, 130), (1, 1, 20, 5, 5)], ids=str)
 def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     generator, latent_tokens = torch.Generator().manual_seed(sum(lengths)), 3
-    layout, heads = PackedLayout(lengths, latent_tokens).padded, (2, 16)
+    layout, heads = RowPaddedLayout(lengths, latent_tokens), (2, 16)
 
     def draw(rows: int, *of_row: int) -> Tensor:
         return torch.randn(rows, *of_row, *heads, generator=generator).to(dtype)
@@ -127,7 +126,7 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
         outs = function(*inputs, layout)
         return outs, list(torch.autograd.grad(outs, inputs, [grads[0].to(dtype), grads[1][:rows].to(dtype)]))
 
-    ours, our_grads = run(lambda *given: joint_attention(*given, "sdpa"), layout, len(texts), dtype)
+    ours, our_grads = run(lambda *given: joint_attention(*given, "cpu_half"), layout, len(texts), dtype)
     plain = PackedLayout(lengths, latent_tokens)
     theirs, their_grads = run(_grouped_sdpa, plain, tokens, dtype)
     _, exact = run(_grouped_sdpa, plain, tokens, torch.float32)
@@ -139,11 +138,3 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
         return sum(float((one.float() - truth).abs().sum()) for one, truth in pairs)
 
     assert error(our_grads) < 0.9 * error(their_grads)
-
-
-@pytest.mark.parametrize("backend", ["math", "varlen"])
-def test_other_backends_get_no_rows_of_none(backend: Backend) -> None:
-    with pytest.raises(AssertionError):
-        joint_attention(
-            torch.ones(1, 3, 2, CHANNELS), torch.ones(ROW_MULTIPLE, 3, 2, 6), PackedLayout((5,), 1).padded, backend
-        )

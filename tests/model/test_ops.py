@@ -16,7 +16,6 @@ from mmldlm.model.ops import (
     limit_row_chunks,
     modulated_linear,
     normalize_heads,
-    swiglu,
     swiglu_linear,
 )
 
@@ -60,7 +59,7 @@ CASES: dict[str, Case] = {
         ],
     ),
     "modulated linear, rows are samples": (
-        lambda x, shift, scale, weight: modulated_linear(x, shift, scale, None, weight),
+        lambda x, shift, scale, weight: modulated_linear(x, shift, scale, None, weight, None),
         lambda x, shift, scale, weight: F.linear(plain_modulate(x, shift, scale), weight),
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2), draw(WIDTH + 3, WIDTH)],
     ),
@@ -73,11 +72,6 @@ CASES: dict[str, Case] = {
         lambda x, gate, branch: add_gated(x, gate, branch, None),
         lambda x, gate, branch: x + gate * branch,
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
-    ),
-    "swiglu": (
-        swiglu,
-        lambda hidden: F.silu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1],
-        [draw(len(ROWS), 2 * WIDTH)],
     ),
     "swiglu, linear": (
         swiglu_linear,
@@ -144,7 +138,7 @@ def test_bfloat16_elementwise_operations_run_in_float32(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "kept"),
-    [("modulated linear", 1), ("add_gated", 1), ("swiglu", 2), ("swiglu, linear", 2), ("heads, turned", 3 * HEADS)],
+    [("modulated linear", 1), ("add_gated", 1), ("swiglu, linear", 2), ("heads, turned", 3 * HEADS)],
 )
 def test_only_inputs_are_saved_for_backward(case: str, kept: int) -> None:
     """Units are tensors [T, width]; tensors with a row per sample, position or head are negligible."""

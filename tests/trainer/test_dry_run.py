@@ -21,10 +21,10 @@ from mmldlm.data.store import Store
 from mmldlm.distributed.launcher import ENGINES
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
+from mmldlm.model.cpu_half import KERNEL_MIB, has_bf16_instructions
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.trainer.dry_run import Estimate, _largest_step, estimate, print_estimate, state_mib
 from mmldlm.trainer.memory_tracker import StepCostTracker, micro_batch_cost
-from mmldlm.trainer.onednn import KERNEL_MIB, has_bf16_instructions
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.small_model import small_model
 
@@ -329,7 +329,7 @@ def test_kernels_for_half_precision_are_those_that_a_run_makes(
 def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_kept(
     tiny_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmldlm.trainer.dry_run.has_bf16_instructions", lambda: True)
+    monkeypatch.setattr("mmldlm.model.cpu_half.has_bf16_instructions", lambda: True)
     few, many, others = (
         dry_run(tiny_store, f"train={{steps: {steps}, global_batch_size: 16, micro_batch_size: 8}}", *settings)
         for steps, settings in ((1, ["precision=bf16"]), (3, ["precision=bf16"]), (3, []))
@@ -338,5 +338,5 @@ def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_k
     assert few.total_mib < many.total_mib <= many.total_mib + many.kernels_mib
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20")
     assert dry_run(tiny_store, "precision=bf16").kernels_mib == 20 * KERNEL_MIB
-    monkeypatch.setattr("mmldlm.trainer.dry_run.has_bf16_instructions", lambda: False)
+    monkeypatch.setattr("mmldlm.model.cpu_half.has_bf16_instructions", lambda: False)
     assert dry_run(tiny_store, "precision=bf16").kernels_mib == 0

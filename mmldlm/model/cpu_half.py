@@ -1,0 +1,211 @@
+"""Half precision on a CPU: the same network, computed faster, and the memory that oneDNN takes for it.
+
+`CPUHalfMMDiT` does three things otherwise than `MMDiT`:
+
+- Few shapes. oneDNN compiles a kernel for each combination of shapes of a half-precision product, which takes as long
+  as a few products. So tokens and positions to predict are padded up to a multiple of `ROW_MULTIPLE` with rows that
+  change nothing: few numbers of rows occur.
+- Small products in float32. A half-precision product casts its weights and looks up a kernel first. With one row per
+  sample, that takes two to four times as long as the product in float32.
+- Attention's gradients in float32, which takes 0.3 to 0.7 of the time of PyTorch's backward in half precision.
+
+Shape letters: those of `attention`, and R rows of the text stream, padding rows included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mmldlm.batch import LengthGroup, PackedLayout
+from mmldlm.model.attention import BACKENDS, heads_first
+from mmldlm.model.mmdit import MMDiT, Prediction
+
+ROW_MULTIPLE = 64
+FEW_ROWS = 64  # products of fewer rows are in float32
+KERNEL_MIB = 0.6  # measured with torch 2.13's oneDNN on a CPU with AMX units; 0.04 without instructions for bf16
+CACHE_CAPACITY = 1024  # oneDNN's default number of kernels, unless its environment variable sets another
+
+
+class CPUHalfMMDiT(MMDiT):
+    """`MMDiT` in bf16 or fp16 on a CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.backend = "cpu_half"
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = partial(_few_rows_in_float32, module, module.forward)  # type: ignore[method-assign]
+
+    def forward(
+        self,
+        noised_tokens: Tensor,
+        noised_latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: PackedLayout,
+        positions: Tensor,
+        targets: Tensor | None = None,
+    ) -> Prediction:
+        """See `MMDiT.forward`."""
+        prediction = super().forward(
+            pad_rows(noised_tokens),
+            noised_latents,
+            t_text,
+            t_latent,
+            RowPaddedLayout(layout.lengths, layout.latent_tokens, layout.device),
+            pad_rows(positions),
+            None if targets is None else pad_rows(targets),
+        )
+        return prediction._replace(text=prediction.text[: len(positions)])
+
+
+def _few_rows_in_float32(linear: nn.Linear, forward: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """Return `forward(x, *args)` of a linear layer, outside autocast if `x` [..., I] has few rows."""
+    few_rows = x.numel() < FEW_ROWS * x.shape[-1]
+    if few_rows and x.dtype == linear.weight.dtype == torch.float32 and not torch.compiler.is_compiling():
+        with torch.autocast("cpu", enabled=False):
+            return forward(x, *args)
+    return forward(x, *args)
+
+
+def pad_rows(values: Tensor) -> Tensor:
+    """Append zero rows to `values` [N, ...] up to a multiple of `ROW_MULTIPLE`."""
+    return F.pad(values, (0, -len(values) % ROW_MULTIPLE))
+
+
+class RowPaddedLayout(PackedLayout):
+    """Layout whose tokens are followed by padding rows; the streams give them to the last sample, attention to none."""
+
+    @cached_property
+    def sample_of_token(self) -> Tensor:
+        """int64 [R]: the sample of each token; the last sample for padding rows."""
+        return F.pad(super().sample_of_token, (0, self._num_padding_rows), value=self.num_samples - 1)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """int64 [R]: the position of each token in its sample; 0 for padding rows."""
+        return F.pad(super().position, (0, self._num_padding_rows))
+
+    @property
+    def _num_padding_rows(self) -> int:
+        return -self.num_tokens % ROW_MULTIPLE
+
+
+class _Attention(torch.autograd.Function):
+    """The `sdpa` backend's computation, with a backward in float32; zero in padding rows.
+
+    Called with the kernel itself, since SDPA chooses the type of its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        latent_out, text_out = torch.empty_like(latent_qkv[:, 0]), torch.empty_like(text_qkv[:, 0])
+        text_out[layout.num_tokens :] = 0
+        saved: list[Tensor] = []
+        for group in layout.groups:
+            qkv = torch.cat(_samples(group, layout, latent_qkv, text_qkv), dim=1)
+            out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first(qkv))
+            for rows, part in zip(_samples(group, layout, latent_out, text_out), _parts(out, layout), strict=True):
+                rows.copy_(part)
+            saved += [qkv, out, logsumexp]
+        ctx.layout, ctx.shapes = layout, (latent_qkv.shape, text_qkv.shape)
+        ctx.save_for_backward(*saved)
+        return latent_out, text_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, latent_grad: Tensor, text_grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        layout, saved = ctx.layout, ctx.saved_tensors
+        latent_qkv_grad, text_qkv_grad = (text_grad.new_empty(shape) for shape in ctx.shapes)
+        text_qkv_grad[layout.num_tokens :] = 0
+        for group, qkv, out, logsumexp in zip(layout.groups, saved[::3], saved[1::3], saved[2::3], strict=True):
+            grad = torch.cat(_samples(group, layout, latent_grad, text_grad), dim=1).float().transpose(1, 2)
+            inputs = grad, *heads_first(qkv.float()), out.float(), logsumexp
+            q_k_v_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, False)
+            streams = _samples(group, layout, latent_qkv_grad, text_qkv_grad)
+            for index, joint_grad in enumerate(q_k_v_grads):
+                for rows, part in zip(streams, _parts(joint_grad, layout), strict=True):
+                    rows[:, :, index] = part
+        return latent_qkv_grad, text_qkv_grad, None
+
+
+def _samples(group: LengthGroup, layout: PackedLayout, latents: Tensor, texts: Tensor) -> list[Tensor]:
+    """Return views of the group's rows in both streams: [samples, M, ...] and [samples, length, ...]."""
+    count, m = group.last - group.first, layout.latent_tokens
+    latents, texts = latents[group.first * m : group.last * m], texts[group.start : group.stop]
+    return [latents.unflatten(0, (count, m)), texts.unflatten(0, (count, group.length))]
+
+
+def _parts(out: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """Split [samples, H, S, K] into latents [samples, M, H, K] and text [samples, length, H, K]."""
+    rows = out.transpose(1, 2)
+    return rows[:, : layout.latent_tokens], rows[:, layout.latent_tokens :]
+
+
+def _attend(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    latent, text = _Attention.apply(latent_qkv, text_qkv, layout)
+    return latent, text
+
+
+BACKENDS["cpu_half"] = _attend
+
+
+def has_bf16_instructions() -> bool:
+    """Return whether this CPU has instructions for products of bfloat16 matrices."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+class KernelCache:
+    """Memory of the kernels that oneDNN compiles in a run on a CPU with `has_bf16_instructions`, from steps of the run.
+
+    It keeps those of the most recent half-precision products, one for each combination of shapes, strides and options.
+    Between steps, shapes differ by their number of rows, which are padded tokens or predicted tokens.
+
+    Args:
+        device_type: device of the run; there are no kernels but on a CPU.
+        precision: precision of the network; optimizers may have products in bfloat16 also in fp32.
+    """
+
+    def __init__(self, device_type: str, precision: str):
+        self._is_used = device_type == "cpu" and has_bf16_instructions()
+        self._depends_on_rows = self._is_used and precision != "fp32"
+        self._tried: set[int] = set()
+        self._expected: set[int] = set()
+
+    def add_tried(self, rows: Iterable[int]) -> None:
+        """Add the row counts of a step whose products are known."""
+        self._tried.update(map(_padded, rows))
+
+    def add_expected(self, rows: Iterable[int]) -> None:
+        """Add the row counts of other steps. They are not read where they do not matter."""
+        if self._depends_on_rows:
+            self._expected.update(map(_padded, rows))
+
+    def mib(self, products: Iterable[tuple[str, torch.dtype, tuple[int, ...], Any]]) -> float:
+        """Return the MiB of all kernels.
+
+        Args:
+            products: (kind, type, sizes, other properties) of the distinct matrix products of the steps tried. Those of
+                the kind "activations" are the network's.
+        """
+        if not self._is_used:
+            return 0.0
+        half = [(kind, sizes) for kind, dtype, sizes, _ in products if dtype in (torch.bfloat16, torch.float16)]
+        by_rows = sum(kind == "activations" and not self._tried.isdisjoint(sizes) for kind, sizes in half)
+        others = len(half) - by_rows  # products with one row per sample, and the optimizer's
+        capacity = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CACHE_CAPACITY))
+        kernels = others + by_rows * len(self._tried | self._expected) / len(self._tried)
+        return min(capacity, kernels) * KERNEL_MIB
+
+
+def _padded(rows: int) -> int:
+    """Return `rows`, rounded up to a multiple of `ROW_MULTIPLE`."""
+    return rows + -rows % ROW_MULTIPLE
