@@ -168,10 +168,10 @@ def test_rules_of_the_code(rule: Callable[[ast.AST], Iterator[object]]) -> None:
     assert [text for text in allowed if list(rule(ast.parse(text)))] == []
     assert len(SOURCES) > 50
     offenders = {
-        str(path.relative_to(ROOT)): found
+        str(path.relative_to(ROOT)): result
         for path in SOURCES
         if (
-            found := [
+            result := [
                 name for name in rule(ast.parse(path.read_text(encoding="utf-8"))) if (path.name, name) != MEASURED
             ]
         )

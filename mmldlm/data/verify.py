@@ -32,7 +32,7 @@ class BadSample(NamedTuple):
     reason: str
 
 
-def verify(store: Store, full: bool, max_bad_samples: int, runtime: Engine) -> tuple[Store, list[str]]:
+def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tuple[Store, list[str]]:
     """Verify the store and leave out its bad samples (collective).
 
     Args:
@@ -40,7 +40,7 @@ def verify(store: Store, full: bool, max_bad_samples: int, runtime: Engine) -> t
         full: hash all files and check all samples of the training splits, shared by the ranks. If False nothing is
             read, but ranks still communicate, as their configs are not compared yet.
         max_bad_samples: how many bad samples to leave out at most.
-        runtime: engine of this run.
+        engine: engine of this run.
 
     Returns:
         The store without its bad samples, and a line about each of them.
@@ -52,15 +52,15 @@ def verify(store: Store, full: bool, max_bad_samples: int, runtime: Engine) -> t
     # Ranks that see the same folder share the work; another node's own copy is read by the ranks of that node.
     manifests = [(source.path / MANIFEST_NAME).stat() for source in store.sources]
     folder_id = [[manifest.st_ino, manifest.st_ctime_ns] for manifest in manifests]
-    folder_ids = runtime.gather([full, folder_id], "data folders")
-    sharing = [rank for rank, other in enumerate(folder_ids) if other == folder_ids[runtime.rank]]
+    folder_ids = engine.gather([full, folder_id], "data folders")
+    sharing = [rank for rank, other in enumerate(folder_ids) if other == folder_ids[engine.rank]]
     count, bad = 0, list[BadSample]()
-    with runtime.raise_on_all_ranks("verification of the data"):
+    with engine.raise_on_all_ranks("verification of the data"):
         if full:
-            count, bad = verify_part(store, sharing.index(runtime.rank), len(sharing), max_bad_samples + 1)
+            count, bad = verify_part(store, sharing.index(engine.rank), len(sharing), max_bad_samples + 1)
     # All copies have equal hashes and so the same bad samples: count those of rank 0's copy.
     local_result = (count, bad) if 0 in sharing else (0, [])
-    results = runtime.gather(local_result, "bad samples of the data")
+    results = engine.gather(local_result, "bad samples of the data")
     total = sum(count for count, _ in results)
     bad = sorted(BadSample(*sample) for _, samples in results for sample in samples)
     return _leave_out(store, total, bad, max_bad_samples, TRAINING_SPLITS), [sample.reason for sample in bad]

@@ -67,7 +67,7 @@ class ValidationResult:
 
 
 def validation_losses(
-    objective: Objective, store: Store, ids: list[int], config: RunConfig, runtime: Engine
+    objective: Objective, store: Store, ids: list[int], config: RunConfig, engine: Engine
 ) -> ValidationResult:
     """Compute the mean losses over samples of the validation split (collective).
 
@@ -79,7 +79,7 @@ def validation_losses(
         store: the store, or a mixture of stores.
         ids: indices of the samples in the validation split.
         config: says which modes are trained.
-        runtime: the engine with the model.
+        engine: the engine with the model.
 
     Returns:
         Mean losses, for a mixture also those of each store.
@@ -93,14 +93,14 @@ def validation_losses(
         if mode not in trained:
             continue
         weights = mode_weights(mode)
-        for _, (source, batch), counted in runtime.local_items(list(_batches(split, ids))):
+        for _, (source, batch), counted in engine.local_items(list(_batches(split, ids))):
             noise = draw_noise(batch, SEED, step, len(ids), weights)
             noised = objective.corrupt(batch, noise)
-            _, batch_sums = objective(runtime.eval_forward, noised.to(runtime.device), noised.counts.tolist())
+            _, batch_sums = objective(engine.eval_forward, noised.to(engine.device), noised.counts.tolist())
             if counted:
                 sums[source] += batch_sums.double().cpu()
                 counts[source] += noised.counts
-    sums, counts = runtime.sum(sums, "validation losses"), runtime.sum(counts, "validation counts")
+    sums, counts = engine.sum(sums, "validation losses"), engine.sum(counts, "validation counts")
     summaries = {"validation": objective.summary(sums.sum(0), counts.sum(0), refine)}
     if len(split.sources) > 1:
         for source_info, source_sums, source_counts in zip(split.sources, sums, counts, strict=True):

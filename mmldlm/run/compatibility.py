@@ -64,8 +64,8 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
             old, new = _tuples_to_lists(before), _tuples_to_lists(values)
             key = next(name for name in {**before, **values} if old.get(name) != new.get(name))
             before, values, group = before.get(key), values.get(key), f"{group}.{key}"
-        found, expected = short_repr(before), short_repr(values)
-        raise DataError(f"{checkpoint.path}: {group} is {found} in the checkpoint, {expected} now")
+        result, expected = short_repr(before), short_repr(values)
+        raise DataError(f"{checkpoint.path}: {group} is {result} in the checkpoint, {expected} now")
     _check_latent_skip(checkpoint, config)
 
 

@@ -109,8 +109,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return options
     expected = 2 if options.diff else 1
     if len(options.files) != expected:
-        found = f"found {len(options.files)}: {' '.join(options.files) or 'none'}"
-        raise UsageError(f"expected {'two configs' if options.diff else 'one config'} (file or run folder), {found}")
+        result = f"found {len(options.files)}: {' '.join(options.files) or 'none'}"
+        raise UsageError(f"expected {'two configs' if options.diff else 'one config'} (file or run folder), {result}")
     if options.diff and (options.overrides or options.changed):
         raise UsageError(f"--diff: expected two configs alone, found {(options.overrides or ['--changed'])[0]}")
     return options

@@ -63,12 +63,12 @@ def of_two(step: int) -> Save:
 
 def content(store: CheckpointStore, repair: bool = False) -> tuple[int, dict[str, bytes]] | None:
     """Step and files of the newest checkpoint; no folder that looks newer may be there."""
-    found = store.newest(repair)
-    if found is None:
+    result = store.newest(repair)
+    if result is None:
         return None
-    if found.path != store.paths()[0]:
-        raise DataError(f"{store.paths()[0].name} is newer than {found.path.name}, and damaged")
-    return found.step, {name: found.file(name).read_bytes() for name in found.files}
+    if result.path != store.paths()[0]:
+        raise DataError(f"{store.paths()[0].name} is newer than {result.path.name}, and damaged")
+    return result.step, {name: result.file(name).read_bytes() for name in result.files}
 
 
 def record(run: Path, before: Sequence[Save], saves: Sequence[Save], last: int = 1) -> tuple[Recording, list[Any]]:
@@ -102,8 +102,8 @@ def fault(folder: Path, kept: int, tree: Tree, after: Sequence[Any]) -> str:
     try:
         store = store_in(folder)
         for repair in (False, True):
-            if (found := content(store, repair)) not in after[kept : kept + 2]:
-                return f"newest is {found and found[0]}, {kept} promises kept: {tree}"
+            if (result := content(store, repair)) not in after[kept : kept + 2]:
+                return f"newest is {result and result[0]}, {kept} promises kept: {tree}"
         store.save(1000, {"file": b"x"}, {})  # and the run goes on
         return "" if content(store) == (1000, {"file": b"x"}) else f"cannot go on: {tree}"
     except DataError as error:
@@ -126,7 +126,7 @@ SCENARIOS: dict[str, tuple[list[Save], list[Save], int]] = {
 def test_valid_checkpoint_after_every_crash(name: str, tmp_path: Path) -> None:
     recording, after = record(tmp_path / "run", *SCENARIOS[name])
     states = list(distinct(recording, recording.events))
-    faults = [found for kept, tree in states if (found := fault(tmp_path / "state", kept, tree, after))]
+    faults = [result for kept, tree in states if (result := fault(tmp_path / "state", kept, tree, after))]
     assert not faults, f"{len(faults)} of {len(states)} states: {faults[0]}"
     assert len(states) > len(recording.events), "the model leaves no doubt: it sees too little"
 

@@ -85,11 +85,11 @@ def test_fuzzed_manifests(folder: Path) -> None:
             seal(folder, body)
         else:
             (folder / "manifest.json").write_bytes(mutate_bytes(rng, good))
-        found: Checkpoint | None = read_or_refused(lambda: store.open(folder))
-        if found is not None:
+        result: Checkpoint | None = read_or_refused(lambda: store.open(folder))
+        if result is not None:
             verified += 1
-            assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in found.files)
-            assert type(found.step) is int and isinstance(found.info, dict)
+            assert all((folder / name).is_file() and not (folder / name).is_symlink() for name in result.files)
+            assert type(result.step) is int and isinstance(result.info, dict)
     assert 0 < verified < CASES / 2
     assert sorted(folder.parent.parent.rglob("*")) == before
 

@@ -148,19 +148,19 @@ def test_a_ramp_reads_each_sample_of_an_epoch_once_on_any_ranks_and_workers(tiny
         batch_at, workers = sizes(world, RAMP), (0, 2) if world == 1 else (2, 0)
         ranks = [loader(store, batch_at, each, rank, world).steps(0, 14) for rank, each in enumerate(workers[:world])]
         others = loader(store, batch_at, workers[1]).steps(0, 14) if world == 1 else None
-        found: list[int] = []
+        result: list[int] = []
         for together in zip(*ranks, strict=True):
             step, size = together[0][0], batch_at(together[0][0])
             assert all(len(batches) == size.accumulation(world) for _, batches in together)
             assert all(len(batch.lengths) == size.micro_batch_size for _, batches in together for batch in batches)
-            found += in_order([batch for _, batches in together for batch in batches])
+            result += in_order([batch for _, batches in together for batch in batches])
             if others is not None:
                 assert same(next(others), together[0])
-            assert len(found) == sum(batch_at(each).global_batch_size for each in range(step + 1))
-        assert found == order.take(0, len(found)).tolist() and len(found) > n
-        assert sorted(found[:n]) == list(range(n))
-        assert found == (read or found)
-        read = found
+            assert len(result) == sum(batch_at(each).global_batch_size for each in range(step + 1))
+        assert result == order.take(0, len(result)).tolist() and len(result) > n
+        assert sorted(result[:n]) == list(range(n))
+        assert result == (read or result)
+        read = result
 
 
 def same(one: tuple[int, list[Batch]], other: tuple[int, list[Batch]]) -> bool:

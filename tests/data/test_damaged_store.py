@@ -50,10 +50,10 @@ def copy(tiny_store: Path, tmp_path: Path) -> Path:
 
 def alone(store: Store, max_bad_samples: int = 0, full: bool = True) -> tuple[Store, list[str]]:
     """`verify` in a run of one process."""
-    runtime: Any = SimpleNamespace(
+    engine: Any = SimpleNamespace(
         rank=0, gather=lambda value, what: [value], raise_on_all_ranks=lambda what: nullcontext()
     )
-    return verify(store, full, max_bad_samples, runtime)
+    return verify(store, full, max_bad_samples, engine)
 
 
 def swap(folder: Path, kind: str) -> None:
@@ -116,9 +116,9 @@ def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards:
         assert len(local_items) == parts
     overwrite_value(shards, "train-00002.latents", (3, 1, 2), np.inf)
     overwrite_value(shards, "validation-00000.tokens", 0, 999)
-    found = [verify_part(Store.open(shards), part, 3, keep=5) for part in range(3)]
-    assert sum(count for count, _ in found) == 2
-    assert sorted((split, row) for _, bad in found for split, row, _ in bad) == [(0, 17), (1, 0)]
+    result = [verify_part(Store.open(shards), part, 3, keep=5) for part in range(3)]
+    assert sum(count for count, _ in result) == 2
+    assert sorted((split, row) for _, bad in result for split, row, _ in bad) == [(0, 17), (1, 0)]
 
 
 @quick

@@ -36,10 +36,10 @@ def test_latent_tokens_are_latents_of_stretches_in_their_order(tmp_path: Path) -
     encoder = ChunkedEncoder(inner, 3)
     assert encoder.segments("a b c d e f g") == ["a b", "c d", "e f g"]
     assert encoder.segments("a b") == ["a", "a", "b"] and ChunkedEncoder(inner, 1).segments("a  b") == ["a b"]
-    found = encoder.encode(["rose tulip whale coral oven knife", "rose rose", "rose tulip ... ... oven knife"])
-    assert found.shape == (3, 3, 8)
-    assert np.allclose(found[0], inner.encode(["rose tulip", "whale coral", "oven knife"])[:, 0], atol=1e-6)
-    assert np.isfinite(found[1]).all() and np.isnan(found[2, 1]).all(), "a stretch without a word has no latent"
+    result = encoder.encode(["rose tulip whale coral oven knife", "rose rose", "rose tulip ... ... oven knife"])
+    assert result.shape == (3, 3, 8)
+    assert np.allclose(result[0], inner.encode(["rose tulip", "whale coral", "oven knife"])[:, 0], atol=1e-6)
+    assert np.isfinite(result[1]).all() and np.isnan(result[2, 1]).all(), "a stretch without a word has no latent"
     encoder.save(tmp_path / "encoder")
     loaded = load_encoder(tmp_path / "encoder")
     assert np.array_equal(loaded.encode(texts[:9]), encoder.encode(texts[:9])) and loaded.identity == encoder.identity
@@ -109,9 +109,9 @@ def test_encoder_batch_size_and_device_change_no_latent(folder: Path, tmp_path: 
             sizes.append(len(inputs[0]["input_ids"]))
 
     with register_module_forward_pre_hook(note_size):
-        found = encoder.encode(TEXTS)
+        result = encoder.encode(TEXTS)
     assert sizes == [1, 1, 1]
-    assert np.allclose(found, SentenceTransformerEncoder(str(folder), batch_size=32).encode(TEXTS), atol=1e-5)
+    assert np.allclose(result, SentenceTransformerEncoder(str(folder), batch_size=32).encode(TEXTS), atol=1e-5)
     with pytest.raises(DataError, match="cannot load the model"):
         SentenceTransformerEncoder(str(folder), device="nonsense")
     ChunkedEncoder(encoder, 2).save(tmp_path / "encoder")

@@ -27,9 +27,9 @@ def copy(store_path: Path, tmp_path: Path) -> Path:
 
 def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "info", str(store_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads(json.dumps(info(store)))
-    for name, split in found["splits"].items():
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(json.dumps(info(store)))
+    for name, split in result["splits"].items():
         part = store.split(name)
         lengths = np.asarray(part.lengths)
         assert (split["samples"], split["tokens"]) == (len(part), lengths.sum())
@@ -40,8 +40,8 @@ def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: 
         bins = np.bincount((lengths - 1) // width, minlength=len(split["length_histogram"]["samples"]))
         assert split["length_histogram"]["samples"] == bins.tolist()
         assert split["latent_norms"]["mean"] == pytest.approx(1, abs=1e-3) and split["latent_norms"]["of"] == len(part)
-    assert found["tokenizer"] == store.manifest.tokenizer and found["encoder"]["name"] == "lsa"
-    assert found["identity"] == store.identity and found["sources"][0]["file"].endswith("corpus.txt")
+    assert result["tokenizer"] == store.manifest.tokenizer and result["encoder"]["name"] == "lsa"
+    assert result["identity"] == store.identity and result["sources"][0]["file"].endswith("corpus.txt")
     assert cli.main(["data", "info", str(store_path)]) == 0
     told = capsys.readouterr().out
     for part in ("train: ", "name lsa", "problems   none", "corpus.txt", "#####", "300 tokens"):
@@ -129,8 +129,8 @@ def test_numbers_that_contradict_the_data_are_found_without_a_seal(key: str, cop
     change(manifest, key)
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     (copy / CHECKSUM_NAME).unlink()
-    found = verify_store(copy)
-    assert any(key in line for line in found), found
+    result = verify_store(copy)
+    assert any(key in line for line in result), result
 
 
 def test_all_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

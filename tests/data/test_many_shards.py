@@ -81,7 +81,7 @@ def test_lengths_are_read_from_the_mapped_files(tmp_path: Path) -> None:
 
 def test_start_up_does_not_depend_on_the_number_of_samples(tmp_path: Path) -> None:
     """500 shards instead of one: the same memory to a few MiB, and less time than to map their files twice."""
-    found = {}
+    result = {}
     one = random_letters_store(tmp_path / "one", 100_000, seed=1, longest=8, shard=100_000)
     for shards in (1, 500):
         path = linked_shards_store(one, tmp_path / str(shards), shards)
@@ -93,23 +93,23 @@ def test_start_up_does_not_depend_on_the_number_of_samples(tmp_path: Path) -> No
         store = Store.open(path)
         loader = Loader(store, "train", SIZES, 0, constant_batch_size(64, 64))
         next(loader.steps(1000, 1001))
-        found[shards] = (seconds, tracemalloc.get_traced_memory()[1] / 2**20)
+        result[shards] = (seconds, tracemalloc.get_traced_memory()[1] / 2**20)
         tracemalloc.stop()
         assert len(loader.order) == shards * 100_000
         assert len(pickle.dumps((store, loader.order))) < 2000
-    assert found[500][1] < found[1][1] + 5, found
+    assert result[500][1] < result[1][1] + 5, result
     began = time.process_time()
     mapped_once = [np.load(file, mmap_mode="r") for file in (tmp_path / "500").glob("*.npy")]
-    assert found[500][0] < 2 * (time.process_time() - began), (found, len(mapped_once))
+    assert result[500][0] < 2 * (time.process_time() - began), (result, len(mapped_once))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_invalid_offsets_are_named_when_read(tmp_path: Path, workers: int) -> None:
     path = many_shards_store(tmp_path / "store", 3, 50)
     offsets = path / "train-00001.offsets.npy"
-    found = np.load(offsets)
+    result = np.load(offsets)
     offsets.unlink()
-    np.save(offsets, np.where(np.arange(51) == 7, found[5], found))
+    np.save(offsets, np.where(np.arange(51) == 7, result[5], result))
     store = Store.open(path)
     loader = Loader(store, "train", DataConfig(verify="sizes", num_workers=workers), 0, constant_batch_size(8, 8))
     with pytest.raises(DataError, match=r"^step 0: .*train-00001.offsets.npy: sample [67] has -?\d+ tokens") as error:

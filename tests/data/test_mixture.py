@@ -86,9 +86,9 @@ def test_each_window_has_its_shares_and_each_epoch_of_a_store_its_samples_once(
     stream = order.take(0, 64 * 8)
     source = np.searchsorted(firsts, stream, side="right") - 1
     for window in range(8):
-        found = np.bincount(source[64 * window : 64 * (window + 1)], minlength=len(counts))
+        result = np.bincount(source[64 * window : 64 * (window + 1)], minlength=len(counts))
         edges = [count_draws(64 * each, shares(weights)) for each in (window, window + 1)]
-        assert found.tolist() == np.subtract(edges[1], edges[0]).tolist()
+        assert result.tolist() == np.subtract(edges[1], edges[0]).tolist()
     in_turn = mixed(weights, counts, window=1).take(0, 64 * 8)  # not sorted
     for number, count in enumerate(counts):
         own = in_turn[(in_turn >= firsts[number]) & (in_turn < firsts[number + 1])]
@@ -143,10 +143,10 @@ def test_shared_properties_follow_from_the_manifests(weighed: dict[str, float], 
     latents = [np.concatenate([shard.latents for shard in Store.open(path).split("train").shards]) for path in three]
     mean = sum(share * part.mean(axis=(0, 1)) for share, part in zip((0.7, 0.2, 0.1), latents, strict=True))
     square = sum(share * np.square(part - mean).mean() for share, part in zip((0.7, 0.2, 0.1), latents, strict=True))
-    found = store.manifest.latent
-    assert np.allclose(found.mean, mean, atol=1e-6) and found.rms == pytest.approx(square**0.5, rel=1e-6)
+    result = store.manifest.latent
+    assert np.allclose(result.mean, mean, atol=1e-6) and result.rms == pytest.approx(square**0.5, rel=1e-6)
     longest = max(np.linalg.norm(store.standardize(part), axis=-1).max() for part in latents)
-    assert longest <= found.max_norm * (1 + 1e-6) < 2 * longest
+    assert longest <= result.max_norm * (1 + 1e-6) < 2 * longest
     assert store.manifest.max_length == max(Store.open(path).manifest.max_length for path in three)
     drawn = store.split("train").lengths[
         Loader(store, "train", DataConfig(), 0, constant_batch_size(64, 64)).order.take(0, 200_000)
@@ -194,8 +194,8 @@ def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, fl
                         raw = store.split("train").gather(batch.sample_ids.numpy())[2]
                         assert torch.equal(batch.latents, torch.from_numpy(latent.standardize(raw)))
             assert [slots[place] for place in range(16 * start, 16 * stop)] == stream[16 * start : 16 * stop].tolist()
-    found = Counter(np.searchsorted([300, 340], stream, side="right").tolist())
-    assert [found[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
+    result = Counter(np.searchsorted([300, 340], stream, side="right").tolist())
+    assert [result[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
 
 
 def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: list[Path], tmp_path: Path) -> None:
@@ -261,9 +261,9 @@ def of_size(store: Path, split: str, size: int) -> dict[str, object]:
     """The description of a split whose latents have `size` bytes."""
     import json
 
-    found = json.loads((store / "manifest.json").read_text())["splits"][split]
-    found["shards"][0]["files"]["latents.npy"]["bytes"] = size
-    return found
+    result = json.loads((store / "manifest.json").read_text())["splits"][split]
+    result["shards"][0]["files"]["latents.npy"]["bytes"] = size
+    return result
 
 
 def test_the_same_store_twice_is_refused(three: list[Path], tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def test_a_changed_batch_size_reads_on_where_the_last_ended(store: Store, worker
     step = 0
     for size, steps in [(64, n // 64), (16, 3), (48, n // 48), (8, n // 8)]:  # the last starts in the third epoch
         loader = Loader(store, "train", DataConfig(num_workers=workers), 5, constant_batch_size(size, 8))
-        for found, batches in loader.steps(step, step + steps, len(read)):
-            assert found == step
+        for result, batches in loader.steps(step, step + steps, len(read)):
+            assert result == step
             read += in_order(batches)
             step += 1
     assert len(read) > 2.5 * n and read == expected[: len(read)]

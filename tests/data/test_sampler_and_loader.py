@@ -70,9 +70,9 @@ def test_workers_change_nothing_and_any_step_can_be_resumed(store: Store) -> Non
     alone = dict(loader(store).steps(0, 12))
     with_workers = loader(store, num_workers=2)
     for start, stop in [(0, 12), (5, 9)]:  # the second call uses the persistent workers again
-        found = dict(with_workers.steps(start, stop))
-        assert list(found) == list(range(start, stop))
-        for step, batches in found.items():
+        result = dict(with_workers.steps(start, stop))
+        assert list(result) == list(range(start, stop))
+        for step, batches in result.items():
             assert len(batches) == 8
             assert all(equal(one, other) for one, other in zip(batches, alone[step], strict=True))
 
@@ -110,10 +110,10 @@ def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (4, 8), (8, 1)])
 def test_token_counts_of_all_ranks_are_known(store: Store, world: int, micro: int) -> None:
     for step in (0, 5):
-        found = loader(store, 32, micro, 0, world).tokens(step * 32, BatchSize(32, micro)).tolist()
+        result = loader(store, 32, micro, 0, world).tokens(step * 32, BatchSize(32, micro)).tolist()
         for rank in range(world):
             ((_, batches),) = loader(store, 32, micro, rank, world).steps(step, step + 1)
-            assert found[rank] == [len(batch.tokens) for batch in batches]
+            assert result[rank] == [len(batch.tokens) for batch in batches]
 
 
 def test_batches_hold_the_stored_samples_standardized(store: Store) -> None:

@@ -118,16 +118,16 @@ def test_malformed_arrays_are_named(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found.pop("mask_id"), "key 'mask_id' is missing"),
-        (lambda found: found.update(extra=1), "key 'extra' is unknown"),
-        (lambda found: found.update(format=99), "format is 99, expected 1"),
-        (lambda found: found.update(latent_dtype="float32"), "float16 .*, expected float32"),
+        (lambda result: result.pop("mask_id"), "key 'mask_id' is missing"),
+        (lambda result: result.update(extra=1), "key 'extra' is unknown"),
+        (lambda result: result.update(format=99), "format is 99, expected 1"),
+        (lambda result: result.update(latent_dtype="float32"), "float16 .*, expected float32"),
     ],
 )
 def test_inconsistent_manifest_is_refused(copy: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
-    found = json.loads((copy / MANIFEST_NAME).read_text())
-    change(found)
-    (copy / MANIFEST_NAME).write_text(json.dumps(found))
+    result = json.loads((copy / MANIFEST_NAME).read_text())
+    change(result)
+    (copy / MANIFEST_NAME).write_text(json.dumps(result))
     with pytest.raises(DataError, match=message):
         Store.open(copy)
 

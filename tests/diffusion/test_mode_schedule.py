@@ -23,11 +23,11 @@ schedules = pytest.mark.parametrize(("mode", "schedule"), SCHEDULES, ids=str)
 
 def spelled_out(mode: ModeShares, schedule: Mapping[int, ModeShares], steps: int) -> list[ModeShares]:
     """The setting in force at each step, walking over them."""
-    found = []
+    result = []
     for step in range(steps):
         mode = schedule.get(step, mode)
-        found.append(mode)
-    return found
+        result.append(mode)
+    return result
 
 
 @schedules

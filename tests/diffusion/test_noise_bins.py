@@ -52,26 +52,26 @@ def test_bins_are_means_over_their_own_samples(model: MMDiT, text: str) -> None:
     nll, latent, *_ = model(*noised.inputs)
     latent_losses = total.latent.losses(latent, noised.latent_target)
     sample = noised.layout.sample_of_token[noised.positions]
-    found = np.zeros((2, 3, levels, 2))  # modality, mode, level: sum and count
+    result = np.zeros((2, 3, levels, 2))  # modality, mode, level: sum and count
     for index, length in enumerate(LENGTHS):
         mode = MODES[int(drawn.mode[index])]
         if mode != "t2l":
             own = sample == index
             level = min(int(float(drawn.t_text[index]) * levels), levels - 1)
             count = length if text == "elbo" else int(own.sum())
-            found[0, MODES.index(mode), level] += float((noised.token_weight * nll)[own].sum()), count
+            result[0, MODES.index(mode), level] += float((noised.token_weight * nll)[own].sum()), count
         if mode != "l2t":
             level = min(int(float(drawn.t_latent[index]) * levels), levels - 1)
-            found[1, MODES.index(mode), level] += float(latent_losses[index]), 1
+            result[1, MODES.index(mode), level] += float(latent_losses[index]), 1
     for place, name in enumerate(("text", "latent")):
         for number, level_name in enumerate(noise_bin_names(levels)):
-            value, count = found[place, :, number].sum(0)
+            value, count = result[place, :, number].sum(0)
             assert count > 0 and shown[f"loss/{name}_noise_{level_name}"] == pytest.approx(value / count, rel=1e-4)
     curves = total.by_noise_bin(sums, noised.counts)
     assert set(curves) == {"text_l2t", "text_joint", "latent_t2l", "latent_joint"}
     for name, curve in curves.items():
         modality, mode = name.split("_")
-        expected = found[("text", "latent").index(modality), MODES.index(mode)]  # type: ignore[arg-type]
+        expected = result[("text", "latent").index(modality), MODES.index(mode)]  # type: ignore[arg-type]
         for level, value in enumerate(curve):
             count = expected[level, 1]
             assert math.isnan(value) if not count else value == pytest.approx(expected[level, 0] / count, rel=1e-4)

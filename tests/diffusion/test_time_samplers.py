@@ -58,19 +58,19 @@ def test_the_bound_does_not_depend_on_text_time_sampling(limit: float | None) ->
     """
     bound = objective(text_weight_limit=limit)
     sampler = TextConfig("mode").sampler
-    found = {"weighted": 0.0, "not": 0.0}
+    result = {"weighted": 0.0, "not": 0.0}
     steps = 40
     for step in range(steps):
         noise = draw_noise(PAIRS, 0, step, SIZE, mode_weights("l2t"), sampler)
-        for name in found:
+        for name in result:
             drawn = noise if name == "weighted" else replace(noise, importance=torch.ones_like(noise.importance))
             noised = bound.corrupt(PAIRS, drawn)
             nll = noised.t_text[noised.layout.sample_of_token[noised.positions]].square()
-            found[name] += float((noised.token_weight * nll).sum()) / len(PAIRS.tokens) / steps
+            result[name] += float((noised.token_weight * nll).sum()) / len(PAIRS.tokens) / steps
     tokens = steps * len(PAIRS.tokens)
     deviation = math.sqrt(2.29 / 4 / tokens)
-    assert found["weighted"] == pytest.approx(1 / 3, abs=4.5 * deviation)
-    assert found["not"] < 0.3
+    assert result["weighted"] == pytest.approx(1 / 3, abs=4.5 * deviation)
+    assert result["not"] < 0.3
 
 
 def test_masked_mean_has_no_importance_weights() -> None:

@@ -158,7 +158,7 @@ def test_loss_min_snr_gamma_affects_training_only() -> None:
     model = model_of(plain.config)
     noised = noised_by(plain, mode=mode_weights("t2l"))
     before, shown = plain(model, noised, noised.counts.tolist())
-    found = []
+    result = []
     for gamma in (5.0, 0.5):
         config = replace(plain.config, latent_time_weighting="min_snr", min_snr_gamma=gamma)
         weighted = Objective(config, plain.text, plain.latent)
@@ -168,8 +168,8 @@ def test_loss_min_snr_gamma_affects_training_only() -> None:
         losses = plain.latent.losses(model(*batch.inputs).latent, batch.latent_target)
         expected = (plain.latent.min_snr_weight(batch.t_latent, gamma) * losses).mean()
         torch.testing.assert_close(loss, expected)
-        found.append(float(loss))
-    assert len({round(value, 6) for value in (float(before), *found)}) == 3
+        result.append(float(loss))
+    assert len({round(value, 6) for value in (float(before), *result)}) == 3
     # A pinned latent has no weight, whatever its time says.
     l2t = noised_by(Objective(config, plain.text, plain.latent), mode=mode_weights("l2t"))
     assert l2t.trained_latent_weight is not None and not l2t.trained_latent_weight.any()
@@ -179,9 +179,9 @@ def test_loss_min_snr_gamma_affects_training_only() -> None:
 def test_loss_huber_delta(delta: float) -> None:
     error = torch.tensor([-4.0, -0.5, 0.0, 0.2, 1.5, 3.0])
     diffusion = GaussianDiffusion(LatentConfig(), "huber", huber_delta=delta)
-    found = diffusion.losses(error.view(1, 1, -1), torch.zeros(1, 1, 6))
+    result = diffusion.losses(error.view(1, 1, -1), torch.zeros(1, 1, 6))
     expected = torch.where(error.abs() <= delta, error**2 / 2, delta * (error.abs() - delta / 2)).mean()
-    torch.testing.assert_close(found, expected.view(1))
+    torch.testing.assert_close(result, expected.view(1))
 
 
 # ---- learned weights -----------------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ def test_first_of_many_failures_is_recorded(tmp_path: Path) -> None:
         write_exit(tmp_path, rank, 7, 65, "x" * 100_000)
 
     def read() -> int:
-        found = 0
+        result = 0
         while not ended.is_set():
             for path in tmp_path.glob("exit*.json"):
-                found += len(json.loads(path.read_text())["cause"]) == 100_000
-        return found
+                result += len(json.loads(path.read_text())["cause"]) == 100_000
+        return result
 
     with ThreadPoolExecutor(ranks + 1) as pool:
         reader = pool.submit(read)

@@ -28,7 +28,7 @@ SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16
 @pytest.mark.quick
 def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
     """In float16 the others would be lost; the optimizer gets the gradients themselves."""
-    found: dict[str, list[list[torch.Tensor]]] = {}
+    result: dict[str, list[list[torch.Tensor]]] = {}
     norms: dict[str, float] = {}
     for precision in ("fp32", "fp16"):
         settings = ["data.num_workers=0", f"precision={precision}", f"run.dir={tiny_config.parent / precision}"]
@@ -37,13 +37,13 @@ def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
             step, micro_batches = next(run.steps())
             (noised,) = run.corrupt(step, micro_batches)
             run.backward(run.loss(noised, run.sync(step, [noised])))
-            kept = found[precision] = []
+            kept = result[precision] = []
             parameters = list(run.engine.model.parameters())
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
             run.engine.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
             norms[precision] = float(run.engine.update(0.0, 0.0))
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
-    pairs = zip(found["fp32"], found["fp16"], strict=True)
+    pairs = zip(result["fp32"], result["fp16"], strict=True)
     for (exact, scaled), factor in zip(pairs, (INITIAL_SCALE, 1.0), strict=True):
         for ours, theirs in zip(scaled, exact, strict=True):
             assert (ours / factor - theirs).norm() <= 0.02 * theirs.norm()
@@ -75,10 +75,10 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     faults.append({"step": 4, "kind": "loss", "rank": 0, "micro_batch": 1})
     settings = ("train.steps=9", "guard.max_consecutive=2")
     folder = tmp_path / "run"
-    found = run_with_faults(
+    result = run_with_faults(
         forked, engine, folder, faults, parity_config, *settings, "precision=fp16", "validation.every=0"
     )
-    for rank in found:
+    for rank in result:
         changed = [after != before for before, after in zip(rank["digests"], rank["digests"][1:], strict=False)]
         assert [step for step, new in enumerate(changed) if not new] == [1, 2, 3, 4]
     skips = records(folder, "skip")

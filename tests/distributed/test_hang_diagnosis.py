@@ -37,18 +37,18 @@ def verdict(
 
 
 def test_silent_rank_is_named_before_stuck_ranks() -> None:
-    found = verdict(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
-    assert found.rank == 2 and [process.pid for process in found.silent] == [102, 103]
-    assert found.cause == (
+    result = verdict(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
+    assert result.rank == 2 and [process.pid for process in result.silent] == [102, 103]
+    assert result.cause == (
         "rank 2 (host far, pid 102) is not responding (no heartbeat for at least 4.0 s), last seen at step 7, "
         "in all-reduce (also ranks 3); rank 0 waited 5.0 s in all-reduce at step 7"
     )
 
 
 def test_rank_longest_out_of_collectives_is_stuck() -> None:
-    found = verdict(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
-    assert found.rank == 3 and found.silent == ()
-    assert "rank 3 (host far, pid 103) has been stuck outside of any collective for 9.0 s (step 7)" in found.cause
+    result = verdict(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
+    assert result.rank == 3 and result.silent == ()
+    assert "rank 3 (host far, pid 103) has been stuck outside of any collective for 9.0 s (step 7)" in result.cause
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_rank_longest_out_of_collectives_is_stuck() -> None:
     ],
 )
 def test_ranks_in_different_collectives(peers: list[PeerHeartbeat], rank: int | None, text: str) -> None:
-    found = verdict(*peers)
-    assert found.rank == rank and text in found.cause
+    result = verdict(*peers)
+    assert result.rank == rank and text in result.cause
 
 
 def test_broken_connection_does_not_blame_working_ranks() -> None:
-    found = verdict(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False))
-    assert found.rank is None and "the connection broke" in found.cause
+    result = verdict(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False))
+    assert result.rank is None and "the connection broke" in result.cause
 
 
 def test_rank_that_never_started() -> None:
@@ -75,8 +75,8 @@ def test_rank_that_never_started() -> None:
 
 
 def test_unreachable_store_blames_no_rank() -> None:
-    found = verdict(seen(1, ""), store_unreachable="the store at a:1")
-    assert found.rank is None and found.cause.startswith(
+    result = verdict(seen(1, ""), store_unreachable="the store at a:1")
+    assert result.rank is None and result.cause.startswith(
         "the store at a:1 does not respond; rank 0 or the launcher hosts it"
     )
 

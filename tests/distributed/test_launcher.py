@@ -108,10 +108,10 @@ def test_malformed_launcher_files(
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine.startswith("zero")])
 def test_auto_is_filled_from_the_run_config(engine: str) -> None:
     path = ROOT / "ds_configs" / f"{engine}.json"
-    found = resolve_deepspeed_config(read_deepspeed_config(path), str(path), PLAN)
-    assert '"auto"' not in json.dumps(found)
-    assert found["gradient_accumulation_steps"] == 4 and found["train_micro_batch_size_per_gpu"] == 2
-    assert found["train_batch_size"] == 16 and found["gradient_clipping"] == 1.0 and found["bf16"]["enabled"] is True
+    result = resolve_deepspeed_config(read_deepspeed_config(path), str(path), PLAN)
+    assert '"auto"' not in json.dumps(result)
+    assert result["gradient_accumulation_steps"] == 4 and result["train_micro_batch_size_per_gpu"] == 2
+    assert result["train_batch_size"] == 16 and result["gradient_clipping"] == 1.0 and result["bf16"]["enabled"] is True
 
 
 @pytest.mark.quick

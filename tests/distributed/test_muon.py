@@ -76,9 +76,9 @@ def test_a_resumed_run_with_muon_gives_the_same_bits(
     assert list(records(resumed)) == [6, 7, 8, 9, 10]
     assert all(records(resumed)[step][key] == records(whole)[step][key] for step in range(6, 11) for key in CURVE)
     for name in ("model", "optimizer"):
-        expected, found = saved_tensors(whole, name), saved_tensors(resumed, name)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in found.items())
+        expected, result = saved_tensors(whole, name), saved_tensors(resumed, name)
+        assert expected.keys() == result.keys()
+        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in result.items())
 
 
 def test_muon_run_resumes_under_other_engines(
@@ -189,7 +189,7 @@ def test_deepspeeds_adam_is_adamw(
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < 1e-5
         if source is whole and settings:
             for group in ("model", "optimizer"):
-                expected, found = saved_tensors(whole, group), saved_tensors(folder, group)
-                assert all(torch.equal(found[entry], expected[entry]) for entry in expected), "not the same bits"
+                expected, result = saved_tensors(whole, group), saved_tensors(folder, group)
+                assert all(torch.equal(result[entry], expected[entry]) for entry in expected), "not the same bits"
         steps = {float(tensor) for key, tensor in saved_tensors(folder, "optimizer").items() if key.endswith("/step")}
         assert steps == {20.0}

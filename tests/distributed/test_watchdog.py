@@ -28,10 +28,10 @@ def check_lost(run: WatchedRun, lost: int, text: str, survivors: list[int]) -> N
     """Each survivor says the same, once, and leaves its stacks; the first leaves exit.json."""
     first = run.record()
     name = rf"rank {lost} \(host \S+, pid {run.pids[lost]}\) "
-    found = re.fullmatch(name + text + WAITED, first["cause"])
-    assert found, first["cause"]
+    result = re.fullmatch(name + text + WAITED, first["cause"])
+    assert result, first["cause"]
     assert first["code"] == 76 and first["rank"] in survivors and first["step"] >= 7
-    assert int(found[found.lastindex or 0]) >= 7
+    assert int(result[result.lastindex or 0]) >= 7
     for rank in survivors:
         if rank != first["rank"]:
             assert run.record(f"exit.rank{rank}.json")["cause"] == first["cause"]

@@ -38,10 +38,10 @@ def test_invalid_requests_are_refused_before_any_evaluation(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str
 ) -> None:
     try:
-        found = cli.main(["evaluate", str(run_dir), *arguments])
+        result = cli.main(["evaluate", str(run_dir), *arguments])
     except SystemExit as error:
-        found = int(str(error.code))
-    assert found == code
+        result = int(str(error.code))
+    assert result == code
     assert expected in capsys.readouterr().err
     assert not (run_dir / "evaluation.json").exists()
 
@@ -60,11 +60,11 @@ def test_requested_metrics_are_measured(run_dir: Path, tmp_path: Path, capsys: p
     assert cli.main(["evaluate", str(run_dir), *asked]) == 0
     shown = capsys.readouterr().out
     assert "12 documents of split test" in shown and "STS Spearman" in shown and "BLEU" not in shown
-    found = json.loads((run_dir / "evaluation.json").read_text())
-    assert found["modes"] == ["t2l"] and found["modes_trained"] == ["l2t", "t2l", "joint"]
-    assert found["documents"] == found["t2l"]["candidates"] == 12 and found["t2l"]["sts_pairs"] == 3
-    assert not {"l2t", "joint", "bits_per_token"} & found.keys()
-    assert -1 <= found["t2l"]["sts_spearman"] <= 1
+    result = json.loads((run_dir / "evaluation.json").read_text())
+    assert result["modes"] == ["t2l"] and result["modes_trained"] == ["l2t", "t2l", "joint"]
+    assert result["documents"] == result["t2l"]["candidates"] == 12 and result["t2l"]["sts_pairs"] == 3
+    assert not {"l2t", "joint", "bits_per_token"} & result.keys()
+    assert -1 <= result["t2l"]["sts_spearman"] <= 1
     first = (run_dir / "evaluation.json").read_bytes()
     assert cli.main(["evaluate", str(run_dir), *asked]) == 0
     assert (run_dir / "evaluation.json").read_bytes() == first
@@ -73,9 +73,9 @@ def test_requested_metrics_are_measured(run_dir: Path, tmp_path: Path, capsys: p
 def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
     asked = ["--samples", "12", "--texts", "6", "--times", "2", "--batch", "4"]
     script = f"from mmldlm.evaluate import run; run({[str(run_dir), *asked]!r}, interval=0)"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert found.stdout.startswith("step 1") and "micro-batches" not in found.stdout
-    told = found.stderr
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("step 1") and "micro-batches" not in result.stdout
+    told = result.stderr
     assert "\r" not in told
     assert "loading the run ...\nopening documents and encoder ...\n" in told
     for phase, batches in (

@@ -94,15 +94,15 @@ def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
     fresh = fresh_run(
         tiny_store, "latent.prediction=epsilon"
     )  # which leaves its latents noise; of x0 they are the mean
-    found = evaluate(fresh, EvaluationConfig(split="train", samples=300, texts=20, times=2))
-    l2t, t2l, joint = found["l2t"], found["t2l"], found["joint"]
+    result = evaluate(fresh, EvaluationConfig(split="train", samples=300, texts=20, times=2))
+    l2t, t2l, joint = result["l2t"], result["t2l"], result["joint"]
     # The head's first logits are small: all but [MASK] and [PAD] are nearly as likely. Variance as in test_elbo.py.
     words = fresh.store.manifest.vocab_size - 2
-    for bits in (found["bits_per_token"], l2t["bits_per_token"]):
+    for bits in (result["bits_per_token"], l2t["bits_per_token"]):
         assert bits == pytest.approx(math.log2(words), rel=0.1)
     for control in ("bits_per_token_shuffled", "bits_per_token_mean_latent"):
         assert l2t[control] == pytest.approx(l2t["bits_per_token"], rel=1e-5)
-    assert found["controls"]["unigram_bits_per_token"] < l2t["bits_per_token"]
+    assert result["controls"]["unigram_bits_per_token"] < l2t["bits_per_token"]
     assert l2t["token_accuracy"] < 0.02 and l2t["exact_match"] == 0 and l2t["bleu"] < 3
     count, chance = 300, 10 / 300
     assert abs(t2l["recall_at_10"] - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
@@ -128,17 +128,17 @@ def test_bound_of_a_uniform_network_is_log_v(fresh: LoadedRun) -> None:
 
 def test_tables_sum_to_the_bound(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig())
-    for found in (likelihood_of_text(evaluation), likelihood_given_latents(evaluation)):
-        assert sum(row["bits_of_bound"] for row in found["by_t_text"]) == pytest.approx(found["bits_per_token"])
-        assert sum(row["draws"] for row in found["by_t_text"]) == 4 * len(evaluation.ids)
-        rows = found["by_length"]
+    for result in (likelihood_of_text(evaluation), likelihood_given_latents(evaluation)):
+        assert sum(row["bits_of_bound"] for row in result["by_t_text"]) == pytest.approx(result["bits_per_token"])
+        assert sum(row["draws"] for row in result["by_t_text"]) == 4 * len(evaluation.ids)
+        rows = result["by_length"]
         inside = [(evaluation.lengths >= row["tokens_from"]) & (evaluation.lengths <= row["tokens_to"]) for row in rows]
         assert np.sum(inside, axis=0).tolist() == [1] * len(evaluation.ids)
         tokens = [evaluation.lengths[own].sum() for own in inside]
         mean = np.average([row["bits_per_token"] for row in rows], weights=tokens)
-        assert mean == pytest.approx(found["bits_per_token"])
-        low, high = found["bits_per_token_ci95"]
-        assert low < found["bits_per_token"] < high
+        assert mean == pytest.approx(result["bits_per_token"])
+        low, high = result["bits_per_token_ci95"]
+        assert low < result["bits_per_token"] < high
 
 
 class GivesBack(torch.nn.Module):
@@ -166,8 +166,8 @@ def test_one_pass_of_a_perfect_network_recovers_the_latent(prediction: str, tiny
         perfect_run(tiny_store, "test", f"latent.prediction={prediction}"), EvaluationConfig(times=3)
     )
     count = len(evaluation.ids)
-    t, found = denoise_latents(evaluation, "own")
-    for latents in found:
+    t, result = denoise_latents(evaluation, "own")
+    for latents in result:
         assert latents == pytest.approx(evaluation.raw_latents, abs=1e-3)
     # Each draw has one time in each n-th part of [0, 1], and all conditions have the same.
     assert np.sort(np.floor(t * count)).tolist() == [list(range(count))] * 3
@@ -176,8 +176,8 @@ def test_one_pass_of_a_perfect_network_recovers_the_latent(prediction: str, tiny
 
 def test_rows_by_latent_noise_level_use_all_draws(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=30))
-    found = latent_metrics(evaluation)
-    rows = found["by_t_latent"]
+    result = latent_metrics(evaluation)
+    rows = result["by_t_latent"]
     assert [(row["t_from"], row["t_to"]) for row in rows] == [(n / 10, (n + 1) / 10) for n in range(10)]
     assert sum(row["draws"] for row in rows) == 4 * 30 and min(row["draws"] for row in rows) >= 4 * 2
     t, made = denoise_latents(evaluation, "own")
@@ -230,23 +230,23 @@ def test_nonfinite_latents_match_nothing(fresh: LoadedRun) -> None:
 
 def test_frechet_distance_needs_enough_samples(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig())
-    found = frechet_metrics(evaluation, evaluation.latents["shuffled"][:8])
-    assert found["frechet_distance"] is None and found["frechet_samples_needed"] == 9
-    found = frechet_metrics(evaluation, evaluation.latents["own"][:20])
-    assert found["frechet_distance"] == pytest.approx(0, abs=1e-5)
-    assert found["frechet_distance_noise"] > found["frechet_distance_true"] > 0.1
+    result = frechet_metrics(evaluation, evaluation.latents["shuffled"][:8])
+    assert result["frechet_distance"] is None and result["frechet_samples_needed"] == 9
+    result = frechet_metrics(evaluation, evaluation.latents["own"][:20])
+    assert result["frechet_distance"] == pytest.approx(0, abs=1e-5)
+    assert result["frechet_distance_noise"] > result["frechet_distance_true"] > 0.1
     shown = table(evaluate(fresh, EvaluationConfig(texts=8), modes=["joint"]))
     assert "the Frechet distance needs --texts 9 or more" in shown
 
 
 @pytest.mark.parametrize("modes", [["l2t"], ["t2l"], ["joint"]])
 def test_only_requested_metrics_are_measured(fresh: LoadedRun, modes: list[Any]) -> None:
-    found = evaluate(fresh, EvaluationConfig(samples=20, texts=10, times=1), modes=modes)
-    assert [mode for mode in ("l2t", "t2l", "joint") if mode in found] == found["modes"] == modes
-    assert ("bits_per_token" in found) == (modes == ["joint"])
-    assert modes[0] in table(found) and samples_markdown(found).startswith("# Samples at step 0")
+    result = evaluate(fresh, EvaluationConfig(samples=20, texts=10, times=1), modes=modes)
+    assert [mode for mode in ("l2t", "t2l", "joint") if mode in result] == result["modes"] == modes
+    assert ("bits_per_token" in result) == (modes == ["joint"])
+    assert modes[0] in table(result) and samples_markdown(result).startswith("# Samples at step 0")
     narrow = replace(fresh, config=replace(fresh.config, mode=modes[0]))
-    assert evaluate(narrow, EvaluationConfig(samples=20, texts=10, times=1)) == {**found, "modes_trained": modes}
+    assert evaluate(narrow, EvaluationConfig(samples=20, texts=10, times=1)) == {**result, "modes_trained": modes}
 
 
 def test_batch_size_changes_rounding_only(fresh: LoadedRun) -> None:

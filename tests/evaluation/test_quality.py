@@ -27,21 +27,21 @@ def test_quality_matches_the_checkpoint(samples: int, tiny_config: Path, tmp_pat
     assert train.main([str(tiny_config), *settings, "validation.every=0"]) == 0
     records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "quality"]
     assert [record["step"] for record in records] == [3, 5]
-    found = {key: value for key, value in records[-1].items() if key.startswith("quality/")}
+    result = {key: value for key, value in records[-1].items() if key.startswith("quality/")}
     run = load_run(tmp_path / "run")
     assert run.weights == "ema"
     ids = validation_ids(run.store.split("validation"), samples)
     assert len(ids) == samples
-    assert found == quality(run, ids, Collectives())
-    assert found != quality(load_run(tmp_path / "run", weights="trained"), ids, Collectives())
-    assert {f"quality/{mode}_{key}" for mode, key in MODES.items()} < found.keys()
+    assert result == quality(run, ids, Collectives())
+    assert result != quality(load_run(tmp_path / "run", weights="trained"), ids, Collectives())
+    assert {f"quality/{mode}_{key}" for mode, key in MODES.items()} < result.keys()
     # And the metrics are those of `mmldlm evaluate`.
     config = EvaluationConfig("validation", samples, samples, seed=SEED, batch=16)
     direct = latent_metrics(Evaluation(run, config, ids=ids))
-    assert found["quality/t2l_cosine"] == direct["cosine"]
+    assert result["quality/t2l_cosine"] == direct["cosine"]
     # Of eight channels, a Frechet distance needs nine samples.
-    assert ("quality/joint_frechet_distance" in found) == (samples >= 9)
-    assert all(map(math.isfinite, found.values()))
+    assert ("quality/joint_frechet_distance" in result) == (samples >= 9)
+    assert all(map(math.isfinite, result.values()))
 
 
 def test_only_trained_modes_are_measured_and_none_by_default(tiny_config: Path, tmp_path: Path) -> None:

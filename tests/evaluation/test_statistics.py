@@ -33,13 +33,13 @@ RANDOM = np.random.default_rng(0)
 
 def test_mean_interval_matches_scipy() -> None:
     values = RANDOM.normal(3, 2, 80)
-    found = ratio_of_sums(values, np.ones(80))
-    assert found.value == pytest.approx(values.mean(), rel=1e-12)
-    assert found.standard_error == pytest.approx(scipy.stats.sem(values), rel=1e-12)
-    assert found.interval == pytest.approx(scipy.stats.norm.interval(0.95, values.mean(), scipy.stats.sem(values)))
-    bits = found * 2.0
-    low, high = found.interval
-    assert bits == Ratio(2 * found.value, (2 * low, 2 * high), 2 * found.standard_error)
+    result = ratio_of_sums(values, np.ones(80))
+    assert result.value == pytest.approx(values.mean(), rel=1e-12)
+    assert result.standard_error == pytest.approx(scipy.stats.sem(values), rel=1e-12)
+    assert result.interval == pytest.approx(scipy.stats.norm.interval(0.95, values.mean(), scipy.stats.sem(values)))
+    bits = result * 2.0
+    low, high = result.interval
+    assert bits == Ratio(2 * result.value, (2 * low, 2 * high), 2 * result.standard_error)
 
 
 def test_the_interval_of_a_ratio_covers_the_truth_in_95_of_100_draws() -> None:
@@ -107,8 +107,8 @@ def test_cosine_matches_scipy() -> None:
     assert cosine(a, b) == pytest.approx(np.mean(expected, axis=1))
     a[2, 0, 0] = np.nan
     assert np.isnan(cosine(a, b)).tolist() == [False, False, True, False, False, False]
-    found = reencoding_metrics(a, b)
-    assert found["unencodable"] == 1 and found["reencoded_cosine"] == pytest.approx(
+    result = reencoding_metrics(a, b)
+    assert result["unencodable"] == 1 and result["reencoded_cosine"] == pytest.approx(
         np.delete(np.mean(expected, 1), 2).mean()
     )
     assert reencoding_metrics(np.full((2, 1, 4), np.nan), np.ones((2, 1, 4)))["reencoded_cosine"] is None
@@ -135,15 +135,15 @@ def test_text_scores_match_sacrebleu() -> None:
     texts = ["the cat sat on a mat .", "a second sentence, with birds", "Übung macht keinen Meister"]
     spelled = [[ord(letter) for letter in text.ljust(40)] for text in references]
     written = [[ord(letter) for letter in text.ljust(40)] for text in texts]
-    found = reference_metrics(written, texts, spelled, references)
-    assert found["bleu"] == sacrebleu.metrics.BLEU().corpus_score(texts, [references]).score
-    assert found["chrf"] == sacrebleu.metrics.CHRF().corpus_score(texts, [references]).score
-    assert 20 < found["bleu"] < 90 and 50 < found["chrf"] < 95
+    result = reference_metrics(written, texts, spelled, references)
+    assert result["bleu"] == sacrebleu.metrics.BLEU().corpus_score(texts, [references]).score
+    assert result["chrf"] == sacrebleu.metrics.CHRF().corpus_score(texts, [references]).score
+    assert 20 < result["bleu"] < 90 and 50 < result["chrf"] < 95
     pairs = [a == b for x, y in zip(written, spelled, strict=True) for a, b in zip(x, y, strict=True)]
-    assert found["token_accuracy"] == np.mean(pairs)
-    assert found["exact_match"] == 0
-    found = reference_metrics(spelled, [*references[:2], texts[2]], spelled, references)
-    assert found["exact_match"] == 2 / 3 and found["token_accuracy"] == 1
+    assert result["token_accuracy"] == np.mean(pairs)
+    assert result["exact_match"] == 0
+    result = reference_metrics(spelled, [*references[:2], texts[2]], spelled, references)
+    assert result["exact_match"] == 2 / 3 and result["token_accuracy"] == 1
 
 
 def test_perplexity_is_over_tokens_not_over_texts() -> None:

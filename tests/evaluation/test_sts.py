@@ -70,14 +70,14 @@ def test_too_long_sentence_is_refused(run: LoadedRun) -> None:
 def test_correlations_match_scipy(run: LoadedRun) -> None:
     evaluation = Evaluation(run, EvaluationConfig(samples=4))
     pairs = [*PAIRS, Pair("zzz qqq", "The wave.", 2.0)]  # of words that the encoder does not know
-    found = sts_metrics(evaluation, pairs)
-    assert found["sts_pairs"] == 5 and found["sts_unencodable"] == 1
+    result = sts_metrics(evaluation, pairs)
+    assert result["sts_pairs"] == 5 and result["sts_unencodable"] == 1
     a, b = (evaluation.encoder.encode([pair[side] for pair in PAIRS]) for side in (0, 1))
     scores = [pair.score for pair in pairs]
-    assert found["sts_spearman_encoder"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores[:4]).statistic)
+    assert result["sts_spearman_encoder"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores[:4]).statistic)
     sentences, tokens = tokenize_sentences(evaluation, pairs)
     made = run.store.restore(evaluation.generate_latents(tokens, run.config.sampling))
     a, b = (np.stack([made[sentences.index(pair[side])] for pair in pairs]) for side in (0, 1))
-    assert found["sts_spearman"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores).statistic)
+    assert result["sts_spearman"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores).statistic)
     other = scipy.stats.spearmanr(cosine(a, np.roll(b, -1, axis=0)), scores).statistic
-    assert found["sts_spearman_shuffled"] == pytest.approx(other)
+    assert result["sts_spearman_shuffled"] == pytest.approx(other)

@@ -92,14 +92,14 @@ def main() -> int:
                 subprocess.run(verify, check=True, stdout=subprocess.DEVNULL)
             head = Path(scratch) / "head"
             with worktree(options.head, head) if options.head else _here() as head:
-                found = list(pool.map(record, (base, head), folders, [tuple(options.only)] * 2))
+                result = list(pool.map(record, (base, head), folders, [tuple(options.only)] * 2))
                 opened = old_files(base, head, folders[2])
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
-        for name, values in zip(("base", "head"), found, strict=True):
+        for name, values in zip(("base", "head"), result, strict=True):
             (options.keep / f"{name}.json").write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
     expected = {"resumed curve is equal": True, "store is valid": 0, "samples are equal": True}
-    lines = [*differences(*found), *differences(expected, opened, "old files")]
+    lines = [*differences(*result), *differences(expected, opened, "old files")]
     print("\n".join(lines) or "no difference")
     return 1 if lines else 0
 

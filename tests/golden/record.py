@@ -186,13 +186,13 @@ class Recorder:
 
     def engines(self) -> dict[str, Any]:
         """The curve of the mixed run on two processes."""
-        found = {}
+        result = {}
         for engine in ENGINES:
             options = ["--num_processes", "2", "--main_process_port", str(_free_port())]
             file = f"accelerate_configs/{engine}.yaml"
             launcher = [str(BIN / "accelerate"), "launch", "--config_file", file, *options]
-            found[engine] = self.curve(f"engine-{engine}", ["distributed.timeout_s=300"], launcher)
-        return found
+            result[engine] = self.curve(f"engine-{engine}", ["distributed.timeout_s=300"], launcher)
+        return result
 
     def resumed(self) -> dict[str, Any]:
         """A run of 20 steps whose second half is resumed from step 10."""
@@ -231,13 +231,13 @@ class Recorder:
         documents = _documents(600)
         (self.folder / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         pq.write_table(pa.table({"text": documents}), self.folder / "c.parquet")
-        found = {}
+        result = {}
         inputs = {"text": self.text, "jsonl": self.folder / "c.jsonl", "parquet": self.folder / "c.parquet"}
         for kind, path in inputs.items():
             for processes in (1, 3):
                 out = self.folder / f"stores/{kind}-{processes}"
                 self.prepare(out, path, "--part-bytes", 4096, "--processes", processes)
-                found[f"{kind}, {processes} processes"] = _hashes(out)
+                result[f"{kind}, {processes} processes"] = _hashes(out)
         options = {
             "words": ["--tokenizer", "words"],
             "stretches": ["--latent-tokens", "2"],
@@ -248,26 +248,26 @@ class Recorder:
         for name, arguments in options.items():
             out = self.folder / f"stores/{name}"
             self.prepare(out, self.text, *arguments)
-            found[name] = _hashes(out)
-        return found
+            result[name] = _hashes(out)
+        return result
 
     def commands(self) -> dict[str, Any]:
         """What sample, evaluate and report compute from a run, and the keys of what they write."""
         self.curve("sampled", ["ema.decay=0.5"])
         run = self.folder / "runs/sampled"
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         sample = ["sample", run, "--seed", 1]
         for name, arguments in {
             "joint": ["--mode", "joint", "--count", 3],
             "l2t": ["--mode", "l2t", "--count", 3],
         }.items():
-            found[f"sample {name}"] = self.mmldlm(*sample, *arguments).stdout.splitlines()
+            result[f"sample {name}"] = self.mmldlm(*sample, *arguments).stdout.splitlines()
         self.succeed(self.mmldlm("evaluate", run, "--samples", 40, "--texts", 12))
-        found["evaluate"] = _hexed(json.loads((run / "evaluation.json").read_text()))
+        result["evaluate"] = _hexed(json.loads((run / "evaluation.json").read_text()))
         self.succeed(self.mmldlm("report", run, "--out", self.folder / "report.html"))
-        found["final_metrics keys"] = _keys(json.loads((run / "final_metrics.json").read_text())) if (
+        result["final_metrics keys"] = _keys(json.loads((run / "final_metrics.json").read_text())) if (
             run / "final_metrics.json").exists() else None  # fmt: skip
-        return found
+        return result
 
     def configs(self) -> dict[str, Any]:
         """Values and origins of all presets."""
@@ -277,7 +277,7 @@ class Recorder:
 
     def helps(self) -> dict[str, list[str]]:
         """The options of all commands, without their descriptions."""
-        found = {}
+        result = {}
         for verb in VERBS.split(","):
             words = (
                 self.mmldlm(*verb.split(), "--help")
@@ -286,8 +286,8 @@ class Recorder:
                 .replace(",", " ")
                 .split()
             )
-            found[verb] = sorted({word for word in words if word.startswith("--")})
-        return found
+            result[verb] = sorted({word for word in words if word.startswith("--")})
+        return result
 
     def errors(self) -> dict[str, Any]:
         """Exit codes of bad commands, and how many lines of complaint each had."""
@@ -375,11 +375,11 @@ def record(tree: Path, folder: Path, parts: tuple[str, ...] = PARTS) -> dict[str
     """Record `parts` of the source tree `tree`, with scratch files in `folder`."""
     recorder = Recorder(tree, folder)
     recorder.prepare(recorder.store, recorder.text)
-    found = {}
+    result = {}
     for part in parts:
         print(f"{tree.name}: {part}", flush=True)
-        found[part] = getattr(recorder, part)()
-    return found
+        result[part] = getattr(recorder, part)()
+    return result
 
 
 def main() -> None:
@@ -389,8 +389,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = record(options.tree, Path(folder), tuple(options.only))
-    options.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        result = record(options.tree, Path(folder), tuple(options.only))
+    options.out.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

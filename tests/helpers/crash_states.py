@@ -115,16 +115,16 @@ class _Eye:
         return observed
 
     def look(self) -> None:
-        found: dict[int, dict[str, int]] = {}
+        result: dict[int, dict[str, int]] = {}
         contents: dict[int, bytes] = {}
         seen: dict[int, int] = {}
 
         def visit(path: Path, number: int) -> None:
-            found[number] = {}
+            result[number] = {}
             for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
                 inode = entry.inode()
                 child = seen[inode] = self.numbers.get(inode) or next(self.fresh)
-                found[number][entry.name] = child
+                result[number][entry.name] = child
                 if entry.is_dir(follow_symlinks=False):
                     visit(Path(entry.path), child)
                 else:
@@ -132,9 +132,9 @@ class _Eye:
 
         visit(self.folder, ROOT)
         gone, come = [], []
-        for number in {**self.names, **found}:
-            old, new = self.names.get(number, {}), found.get(number, {})
-            gone += [(number, name, old[name]) for name in old if new.get(name) != old[name] and number in found]
+        for number in {**self.names, **result}:
+            old, new = self.names.get(number, {}), result.get(number, {})
+            gone += [(number, name, old[name]) for name in old if new.get(name) != old[name] and number in result]
             come += [(number, name, new[name]) for name in new if new[name] != old.get(name)]
         for folder, name, node in come:
             left = [(where, what, None) for where, what, before in gone if before == node]
@@ -148,7 +148,7 @@ class _Eye:
             if content != self.contents.get(file):
                 self.events.append(Write(file, content))
         root = {self.folder.stat().st_ino: ROOT}
-        self.numbers, self.names, self.contents = {**seen, **root}, found, contents
+        self.numbers, self.names, self.contents = {**seen, **root}, result, contents
 
 
 # --- what may be left of it -----------------------------------------------------------------------------------

@@ -65,11 +65,11 @@ def finish(process: subprocess.Popen[str]) -> Report:
         process.kill()
     assert "Traceback" not in errors, errors
     assert out, errors
-    found = json.loads(out)
-    assert found["ok"] == (process.returncode == 0)
-    findings = {finding["name"]: finding for finding in found["findings"]}
+    result = json.loads(out)
+    assert result["ok"] == (process.returncode == 0)
+    findings = {finding["name"]: finding for finding in result["findings"]}
     assert all(bool(f["remedy"]) == (f["status"] != "ok") for f in findings.values()), findings
-    return Report(process.returncode, found["node"], findings, errors)
+    return Report(process.returncode, result["node"], findings, errors)
 
 
 def one(*arguments: object, **place: object) -> Report:

@@ -20,12 +20,12 @@ def read_or_refused(read: Callable[[], Any]) -> Any:
     """Return the result of `read`, or None if it raises a DataError; asserts one short line and little CPU time."""
     began = time.process_time()
     try:
-        found = read()
+        result = read()
     except DataError as error:
         assert len(str(error).splitlines()) == 1 and len(str(error)) <= 2000, str(error)[:3000]
-        found = None
+        result = None
     assert time.process_time() - began < SECONDS
-    return found
+    return result
 
 
 def seal(path: Path, body: dict[str, Any]) -> None:

@@ -35,8 +35,8 @@ def make_samples(folder: Path, count: int = 120) -> Samples:
     rows = tokenizer.encode_batch(texts)
     ids = np.full((count, LENGTH), tokenizer.pad_id, np.int32)
     masks = np.zeros((count, LENGTH), np.int32)
-    for row, found in enumerate(rows):
-        ids[row, : len(found)], masks[row, : len(found)] = found, 1
+    for row, result in enumerate(rows):
+        ids[row, : len(result)], masks[row, : len(result)] = result, 1
     latents = np.random.default_rng(0).normal(size=(count, 6)).astype(np.float32)
     return Samples(texts, folder / "tokenizer", ids, masks, latents)
 

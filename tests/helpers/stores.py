@@ -38,14 +38,14 @@ def random_letters_store(
 
 def change_manifest(store: Path, **values: Any) -> None:
     """Set `group__key` or `key` in the manifest of a store."""
-    found = json.loads((store / MANIFEST_NAME).read_text())
+    result = json.loads((store / MANIFEST_NAME).read_text())
     for key, value in values.items():
         *groups, leaf = key.split("__")
-        place = found
+        place = result
         for group in groups:
             place = place[group]
         place[leaf] = value
-    (store / MANIFEST_NAME).write_text(json.dumps(found))
+    (store / MANIFEST_NAME).write_text(json.dumps(result))
 
 
 def many_shards_store(path: Path, shards: int, samples: int) -> Path:

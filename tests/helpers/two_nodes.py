@@ -109,7 +109,7 @@ class TwoNodes:
     def launch(self, *arguments: object, **variables: object) -> list[subprocess.Popen[bytes]]:
         """scripts/launch_node.sh on both nodes, a process on each; `variables` are of its environment."""
         place = {"NNODES": 2, "NPROC_PER_NODE": 1, "MASTER_ADDR": self.addresses[0], "MASTER_PORT": PORT, **variables}
-        found = [
+        result = [
             subprocess.Popen(
                 [*_enter(machine), *LAUNCH, *map(str, arguments)],
                 env=environment(self.logs, NODE_RANK=node, **place),
@@ -119,8 +119,8 @@ class TwoNodes:
             )
             for node, machine in enumerate(self.machines)
         ]
-        self.started += found
-        return found
+        self.started += result
+        return result
 
     def cut(self) -> None:
         _ip("-n", self.names[1], "link", "set", "wire", "down")

@@ -119,7 +119,7 @@ class LaunchedRun(WatchedRun):
         return self.process.poll() is not None
 
     def codes(self) -> list[int | None]:
-        found = self.process.wait(PATIENCE_S)
+        result = self.process.wait(PATIENCE_S)
         left = [pid for pid in self.pids if psutil.pid_exists(pid)]
         assert not left, f"left running: {left}"
-        return [found]
+        return [result]

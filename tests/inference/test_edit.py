@@ -44,8 +44,8 @@ def test_span_in_brackets(marked: str, text: str | None, span: str | None) -> No
         with pytest.raises(UsageError, match=r"--edit: expected one \[span\] to rewrite, found .*\\\["):
             SpanEdit.parse(marked)
     else:
-        found = SpanEdit.parse(marked)
-        assert (found.text, found.text[found.start : found.stop]) == (text, span)
+        result = SpanEdit.parse(marked)
+        assert (result.text, result.text[result.start : result.stop]) == (text, span)
 
 
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -106,7 +106,7 @@ def test_versions_differ_in_the_span_only(short_run: LoadedRun) -> None:
 
 def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--out` writes the latents that the text was generated from."""
-    found = []
+    result = []
     for name, more in (("own", []), ("like", ["--like", "The wave."]), ("read", ["--latents", tmp_path / "like.npy"])):
         out = tmp_path / f"{name}.npy"
         arguments = ["sample", short_run_dir, "--edit", MARKED, "-n", "2", *more, "--out", out]
@@ -114,8 +114,8 @@ def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pyt
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"edit: {MARKED}" and len(lines) == (4 if name != "read" else 6)
         assert all(line.startswith("  The rose of") and line.endswith(" water.") for line in lines[1:-1])
-        found.append(np.load(out))
-    own, like, read = found
+        result.append(np.load(out))
+    own, like, read = result
     assert not np.allclose(own, like) and np.allclose(read, like.repeat(2, axis=0), atol=1e-6)
 
 

@@ -25,9 +25,9 @@ A, B = "The rose of soil and water.", "The choir of tune and note."
 
 
 def random_latents(norms: tuple[float, float], tokens: int = 3, channels: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    found = np.random.default_rng(0).normal(size=(2, tokens, channels))
-    found *= np.asarray(norms)[:, None, None] / np.linalg.norm(found, axis=-1, keepdims=True)
-    return found[0].astype(np.float32), found[1].astype(np.float32)
+    result = np.random.default_rng(0).normal(size=(2, tokens, channels))
+    result *= np.asarray(norms)[:, None, None] / np.linalg.norm(result, axis=-1, keepdims=True)
+    return result[0].astype(np.float32), result[1].astype(np.float32)
 
 
 def test_steps_are_equal_angles_on_the_great_circle() -> None:

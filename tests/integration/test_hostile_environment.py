@@ -101,9 +101,9 @@ def test_arguments_are_passed_unchanged(place: Path) -> None:
     for value in hostile:
         (place / "arguments").unlink()
         run(place, [*LAUNCH, "ddp", "config.yaml"], DOCTOR=value)
-        found = (place / "arguments").read_text().split("\0")
+        result = (place / "arguments").read_text().split("\0")
         assert (
-            found[found.index("--processes") + 2 :][: len(value.splitlines()[0].split())]
+            result[result.index("--processes") + 2 :][: len(value.splitlines()[0].split())]
             == value.split("\n")[0].split()
         )
         run(place, [*LAUNCH, "ddp", "config.yaml"], LOG_DIR=value)

@@ -42,7 +42,7 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that still exist and are not zombies."""
-    return [found for found in processes if state(found) not in ("", psutil.STATUS_ZOMBIE)]
+    return [result for result in processes if state(result) not in ("", psutil.STATUS_ZOMBIE)]
 
 
 def state(process: psutil.Process) -> str:
@@ -132,8 +132,8 @@ def test_restart_resumes_from_the_last_checkpoint(tiny_config: Path, tmp_path: P
     arguments += ["checkpoint.every_steps=2", "validation.every=0", "distributed.timeout_s=5"]
     process = launch(tmp_path / "logs", arguments, NPROC_PER_NODE=2, DOCTOR="skip", MAX_RESTARTS=1)
     wait_until(lambda: bool(kinds(run, "checkpoint")), "a checkpoint")
-    workers = [found for found in descendants(process) if "mmldlm.train" in found.cmdline()[:4]]
-    ranks = {found.environ()["RANK"]: found for found in workers if "RANK" in found.environ()}
+    workers = [result for result in descendants(process) if "mmldlm.train" in result.cmdline()[:4]]
+    ranks = {result.environ()["RANK"]: result for result in workers if "RANK" in result.environ()}
     os.kill(ranks["1"].pid, signal.SIGKILL)
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out

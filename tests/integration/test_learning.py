@@ -106,8 +106,8 @@ def test_learning_gate_passes_and_detects_random_decoding(
 
     monkeypatch.setattr("mmldlm.diffusion.sampling.draw_tokens", at_random)
     run = load_run(tmp_path / "run")
-    found = quality(run, range(100), Collectives())
-    assert missed({name: found[f"quality/{name}"] for name in BARS}) == {"l2t_token_accuracy"}
+    result = quality(run, range(100), Collectives())
+    assert missed({name: result[f"quality/{name}"] for name in BARS}) == {"l2t_token_accuracy"}
 
 
 class WithSkip(MMDiT):

@@ -88,20 +88,20 @@ def test_resumed_run_is_bitwise_equal(run: Callable[..., Path], tmp_path: Path) 
 def test_the_report_and_the_validation_name_each_store(
     run: Callable[..., Path], capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    found = run("run", "validation.every=4", "validation.samples=20")
-    report = json.loads((found / "startup.json").read_text())["mixture"]
+    result = run("run", "validation.every=4", "validation.samples=20")
+    report = json.loads((result / "startup.json").read_text())["mixture"]
     assert [(each["name"], each["share"], each["samples"]) for each in report] == [
         (name, pytest.approx(share), SIZES[name]) for name, share in SHARES.items()
     ]
     assert [each["epochs"] for each in report] == [45 / 90, 13 / 25, 6 / 6]
     shown = capsys.readouterr().out
     assert "70.00% from one: 90 samples, read 0.5 times" in shown and "10.00% from three: 6 samples" in shown
-    for record in records(found, "validation"):
+    for record in records(result, "validation"):
         own = [record[f"validation/{name}/text"] for name in SHARES]
         assert min(own) < record["validation/text"] < max(own)
-    (start,) = records(found, "start")
+    (start,) = records(result, "start")
     assert start["samples"]["train"] == sum(SIZES.values())
-    config = load_config(found / "config.yaml")
+    config = load_config(result / "config.yaml")
     assert check_store(config)[1].status == "ok" and "121 samples" in check_store(config)[1].found
 
 
@@ -109,21 +109,21 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
     run: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The scale also holds after a change of shares, and with one of the stores alone."""
-    found = run("run")
-    pooled = open_data(load_config(found / "config.yaml").data.location).manifest
+    result = run("run")
+    pooled = open_data(load_config(result / "config.yaml").data.location).manifest
     for data in (None, str(folder / "three"), str(folder / "one")):
-        loaded = load_run(found, data=data)
+        loaded = load_run(result, data=data)
         assert loaded.store.manifest.latent == pooled.latent != Store.open(folder / "three").manifest.latent
         assert loaded.store.manifest.max_length == pooled.max_length
-    arguments = ["sample", str(found), "--mode", "joint", "--count", "2", "--data", str(folder / "three")]
+    arguments = ["sample", str(result), "--mode", "joint", "--count", "2", "--data", str(folder / "three")]
     assert cli.main(arguments) == 0
     capsys.readouterr()
     run("run", "train.steps=12", shares={"one": 0.1, "two": 0.2, "three": 0.7})
     assert "latents are standardized as in the checkpoint" in capsys.readouterr().out
-    saved = json.loads((found / "checkpoints/step-00000012" / LATENTS_NAME).read_text())
+    saved = json.loads((result / "checkpoints/step-00000012" / LATENTS_NAME).read_text())
     assert saved == {**asdict(pooled.latent), "mean": list(pooled.latent.mean)}
     run("run", "train.steps=12", shares={"one": 0.1, "two": 0.2, "three": 0.7})
-    assert load_run(found).store.manifest.latent == pooled.latent
+    assert load_run(result).store.manifest.latent == pooled.latent
 
 
 def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> None:
@@ -138,9 +138,9 @@ def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(run: Callable[
             return super().corrupt(step, micro_batches)
 
     shares = {"one": 0.1, "two": 0.2, "three": 0.7}
-    found = run("run", "train.steps=3", shares=shares, trainer_cls=RecordingTrainer)
-    store = open_data(load_config(found / "config.yaml").data.location)
-    scale = load_run(found).store.manifest.latent
+    result = run("run", "train.steps=3", shares=shares, trainer_cls=RecordingTrainer)
+    store = open_data(load_config(result / "config.yaml").data.location)
+    scale = load_run(result).store.manifest.latent
     assert scale != store.manifest.latent and len(seen) == 1
     for rows, latents in seen:
         raw = store.split("train").gather(rows.numpy())[2]
@@ -170,8 +170,8 @@ def test_a_scale_that_is_none_is_refused(content: str, folder: Path, tmp_path: P
 
 def test_skipped_steps_name_stores_and_rows(run: Callable[..., Path]) -> None:
     explosion = ("optim.lr=1e38", "optim.warmup_steps=0", "guard.max_consecutive=3", "train.steps=50")
-    found = run("run", *explosion, code=70)
-    lines = [json.loads(line) for line in (found / "skipped_steps.jsonl").read_text().splitlines()]
+    result = run("run", *explosion, code=70)
+    lines = [json.loads(line) for line in (result / "skipped_steps.jsonl").read_text().splitlines()]
     skips = [part["samples"] for line in lines if line["kind"] == "skip" for rank in line["ranks"] for part in rank]
     assert len(skips) >= 3
     for samples in skips:
@@ -188,7 +188,7 @@ def test_bad_samples_of_any_store_are_left_out_by_name(
     shares = {"one": 0.7, str(bad): 0.3}
     run("refused", code=65, shares=shares)
     assert f"{bad}/train-00000.latents.npy: sample 3 (row 3 of split train)" in capsys.readouterr().err
-    found = run("run", "data.max_bad_samples=1", shares=shares)
-    (left_out,) = json.loads((found / "startup.json").read_text())["skipped_samples"]
+    result = run("run", "data.max_bad_samples=1", shares=shares)
+    (left_out,) = json.loads((result / "startup.json").read_text())["skipped_samples"]
     assert f"{bad}/train-00000.latents.npy: sample 3 (row 3 of split train)" in left_out
-    assert records(found)[-1]["data/epoch/bad"] == 19 / 24
+    assert records(result)[-1]["data/epoch/bad"] == 19 / 24

@@ -106,11 +106,11 @@ class KilledRun:
 
     def _check(self, toll: Toll) -> None:
         """Every checkpoint is whole, and the newest as recent as it has to be."""
-        found = [self.store.open(path).step for path in self.store.paths()]
-        newest = max(found, default=0)
+        result = [self.store.open(path).step for path in self.store.paths()]
+        newest = max(result, default=0)
         last = max((record["step"] for record in self.records()), default=0)
         assert not list(self.store.folder.glob("damaged-*"))
-        assert self.safe <= newest and last - newest <= self.may_lose, self._story((self.safe, found, last))
+        assert self.safe <= newest and last - newest <= self.may_lose, self._story((self.safe, result, last))
         self.safe = newest
         toll.lost = max(toll.lost, last - newest)
 

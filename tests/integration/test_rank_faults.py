@@ -89,10 +89,10 @@ def test_nonfinite_numbers_on_one_rank(engine: str, parity_config: Path, forked:
     """All ranks skip that step and go on together: the weights stay finite and equal to those of a run without it."""
     folder, fault = tmp_path / "run", {"FAULT": "nan", "FAULT_STEP": "3"}
     forked.succeed(engine, folder, 2, parity_config, "train.steps=6", "validation.every=0", script=SCRIPT, **fault)
-    found = records(folder)
-    assert sorted(found) == [1, 2, 3, 5, 6] and found[6]["health/skipped_steps"] == 1
+    result = records(folder)
+    assert sorted(result) == [1, 2, 3, 5, 6] and result[6]["health/skipped_steps"] == 1
     assert list(records(folder, "skip")) == [4]
-    assert all(abs(found[step][key]) < float("inf") for step in found for key in CURVE)
+    assert all(abs(result[step][key]) < float("inf") for step in result for key in CURVE)
 
 
 @pytest.mark.slow

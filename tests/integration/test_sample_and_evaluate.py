@@ -76,12 +76,12 @@ def test_l2t_generates_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], 
 
 
 def test_latents_are_exported_and_read(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = tmp_path / "latents.npy"
-    arguments = ["sample", str(run_dir), "--mode", "t2l", "--text", TEXT, "--text", "The wave.", "--out", str(found)]
+    result = tmp_path / "latents.npy"
+    arguments = ["sample", str(run_dir), "--mode", "t2l", "--text", TEXT, "--text", "The wave.", "--out", str(result)]
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.count("cosine") == 2
-    assert np.load(found).shape == (2, 1, 8)
-    assert cli.main(["sample", str(run_dir), "--latents", str(found), "--length", "5"]) == 0
+    assert np.load(result).shape == (2, 1, 8)
+    assert cli.main(["sample", str(run_dir), "--latents", str(result), "--length", "5"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 

@@ -49,8 +49,8 @@ def site(tmp_path: Path) -> dict[str, str]:
         (programs / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "4321", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
     job |= {"SLURM_GPUS_ON_NODE": "1", "MASTER_PORT": str(free_port()), "REQUEUED": str(tmp_path / "requeued")}
-    found = environment(tmp_path / "logs", **job)
-    return {**found, "PATH": f"{programs}{os.pathsep}{found['PATH']}"}
+    result = environment(tmp_path / "logs", **job)
+    return {**result, "PATH": f"{programs}{os.pathsep}{result['PATH']}"}
 
 
 def submit(site: dict[str, str], *arguments: object, script: str = "train.sbatch") -> subprocess.Popen[str]:
@@ -115,7 +115,7 @@ def test_both_scripts_ask_slurm_for_the_same() -> None:
     for name in ("train.sbatch", "train_one_node.sbatch"):
         lines = (ROOT / "scripts" / "slurm" / name).read_text(encoding="utf-8").splitlines()
         first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
-        found = [line for line in lines[:first_command] if line.startswith("#SBATCH")]
-        assert len(found) == len([line for line in lines if line.startswith("#SBATCH")]) > 5
-        directives.append([line for line in found if "--nodes" not in line])
+        result = [line for line in lines[:first_command] if line.startswith("#SBATCH")]
+        assert len(result) == len([line for line in lines if line.startswith("#SBATCH")]) > 5
+        directives.append([line for line in result if "--nodes" not in line])
     assert directives[0] == directives[1]

@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(*found) for found in re.findall(r"^```(\w[\w -]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
+    return [Block(*result) for result in re.findall(r"^```(\w[\w -]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)]
 
 
 def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
@@ -95,18 +95,18 @@ class Reader:
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
     (tmp_path / "scratch").mkdir()
-    found = Reader(tmp_path / "scratch")
-    yield found
-    (tmp_path / "told").write_text(found.told)
-    found.close()
+    result = Reader(tmp_path / "scratch")
+    yield result
+    (tmp_path / "told").write_text(result.told)
+    result.close()
 
 
 @pytest.mark.slow
 def test_tutorial_runs(reader: Reader) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    found = blocks(page)
-    assert len(found) > 12 and {block.kind for block in found} == {"bash", "bash goes-on", "text", "text by chance"}
-    for kind, text in found:
+    result = blocks(page)
+    assert len(result) > 12 and {block.kind for block in result} == {"bash", "bash goes-on", "text", "text by chance"}
+    for kind, text in result:
         if kind == "bash":
             reader.interrupt()
             reader.run(text)
@@ -136,12 +136,12 @@ def runs_are_as_told(runs: Path) -> None:
     records = [json.loads(line) for line in (runs / "tutorial" / "metrics.jsonl").read_text().splitlines()]
     trained = [record["step"] for record in records if record["kind"] == "train"]
     assert trained == list(range(5, 301, 5)) and "resume" in {record["kind"] for record in records}
-    found = json.loads((runs / "report" / "final_metrics.json").read_text())
-    assert found["groups"] == {
+    result = json.loads((runs / "report" / "final_metrics.json").read_text())
+    assert result["groups"] == {
         "tutorial": ["tutorial", "tutorial-seed1"],
         "low-rate": ["low-rate", "low-rate-seed1"],
     }
-    compared = {entry["metric"]: entry for entry in found["comparison"]}
+    compared = {entry["metric"]: entry for entry in result["comparison"]}
     entry = compared["validation/total"]
     assert entry["value"]["n"] == entry["baseline"]["n"] == 2 and entry["interval"] is not None
     # And as the page says: the first writes from latents, the one with the lower rate finds them as well.

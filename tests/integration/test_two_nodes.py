@@ -20,8 +20,8 @@ TIMEOUT_S = 5
 def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
     if reason := unavailable():
         pytest.skip(reason)
-    with TwoNodes(tmp_path / "logs") as found:
-        yield found
+    with TwoNodes(tmp_path / "logs") as result:
+        yield result
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:
@@ -90,7 +90,7 @@ def test_dead_process_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Pa
     settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", f"run.dir={tmp_path / 'run'}"]
     started = nodes.launch("ddp", tiny_config, *settings, DOCTOR="skip", MAX_RESTARTS=1)
     wait_until(lambda: (run / "checkpoints" / "step-00000002").is_dir(), "a checkpoint")
-    (trainer,) = [found for found in nodes.processes(1) if "RANK" in found.environ()]
+    (trainer,) = [result for result in nodes.processes(1) if "RANK" in result.environ()]
     trainer.kill()
     assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
     assert [step for step, _, _ in curve(run)] == list(range(1, 61))

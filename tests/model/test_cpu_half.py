@@ -30,9 +30,9 @@ class Rows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            found = {size for each in args if each.dim() == 2 for size in each.shape}
-            self.found |= found
-            self.in_half |= found if args[-1].dtype != torch.float32 else set()
+            result = {size for each in args if each.dim() == 2 for size in each.shape}
+            self.found |= result
+            self.in_half |= result if args[-1].dtype != torch.float32 else set()
         return func(*args, **(kwargs or {}))
 
 
@@ -41,10 +41,10 @@ def step(model: MMDiT, inputs: Inputs, predicted: int) -> list[Tensor]:
     model.zero_grad()
     positions = torch.arange(len(inputs.tokens))[:predicted]
     targets = torch.arange(predicted) % (VOCAB - 2)
-    found = model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, inputs.layout, positions, targets)
-    assert found.text.shape == (predicted,)
+    result = model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, inputs.layout, positions, targets)
+    assert result.text.shape == (predicted,)
     generator = torch.Generator().manual_seed(2)
-    outputs = [found.text, found.latent, found.length_logits]
+    outputs = [result.text, result.latent, result.length_logits]
     sum((each * torch.randn(each.shape, generator=generator)).sum() for each in outputs).backward()  # type: ignore[union-attr]
     return [each.detach() for each in outputs] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -89,11 +89,11 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
     lengths, latent_tokens = (16, 16, 16, 7, 12, 12), 2
     inputs = random_inputs(lengths, latent_tokens)
     model = small_model(latent_tokens, precision=precision)
-    found = step(model, inputs, predicted)
+    result = step(model, inputs, predicted)
     monkeypatch.setattr("mmldlm.model.cpu_half.ROW_MULTIPLE", 1)
     without = step(model, inputs, predicted)
     exact = step(small_model(latent_tokens), inputs, predicted)
-    for one, other, truth in zip(found, without, exact, strict=True):
+    for one, other, truth in zip(result, without, exact, strict=True):
         assert one.shape == truth.shape
         assert (one - other).norm() <= 0.03 * truth.norm()
         assert (one - truth).norm() <= 0.1 * truth.norm()
@@ -133,8 +133,8 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1][:tokens], theirs[1])
     assert not ours[1][tokens:].any() and not our_grads[1][tokens:].any()
 
-    def error(found: list[Tensor]) -> float:
-        pairs = zip((found[0], found[1][:tokens]), exact, strict=True)
+    def error(result: list[Tensor]) -> float:
+        pairs = zip((result[0], result[1][:tokens]), exact, strict=True)
         return sum(float((one.float() - truth).abs().sum()) for one, truth in pairs)
 
     assert error(our_grads) < 0.9 * error(their_grads)

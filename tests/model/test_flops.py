@@ -29,8 +29,8 @@ def test_forward_flops_match_the_closed_form(latent_tokens: int, config: dict[st
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # whose products are counted one by one
             model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, layout, masked)
-        found = of.step_flops(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
-        assert found == 3 * counter.get_total_flops()
+        result = of.step_flops(layout.num_tokens, len(masked), layout.num_samples, latent_tokens, layout.num_pairs)
+        assert result == 3 * counter.get_total_flops()
         counted.append(counter.get_total_flops())
     last_block = sum(
         module.weight.numel() for module in (model.blocks[-1].text.out, *model.blocks[-1].text.mlp.children())

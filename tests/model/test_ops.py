@@ -101,8 +101,8 @@ def values_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_plain_formula_and_its_gradient(case: str) -> None:
     fused, plain, inputs = CASES[case]
-    found, expected = values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
-    for one, other in zip(found, expected, strict=True):
+    result, expected = values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -128,11 +128,11 @@ def test_bfloat16_elementwise_operations_run_in_float32(case: str) -> None:
     if case.startswith("add_gated"):
         low[0] = inputs[0]  # and so is the stream
     with torch.autocast("cpu", torch.bfloat16):  # products take bfloat16, as in training
-        found = values_and_gradients(fused, low)
+        result = values_and_gradients(fused, low)
     expected = values_and_gradients(plain, [value.float() for value in low])
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         assert (one.float() - other).norm() <= 8e-3 * other.norm()
-    for one, given in zip(found[1:], low, strict=True):
+    for one, given in zip(result[1:], low, strict=True):
         assert one.dtype == given.dtype
 
 

@@ -70,7 +70,7 @@ def test_ema_decay_over_100_steps_is_that_of_float64(
     pids = forked.start(engine, run, processes, log, script="ema_reference.py", **facts)
     codes = forked.wait(pids)
     assert [codes.get(pid) for pid in pids] == [0] * processes, log.read_text()[-3000:]
-    found, weights, expected = (
+    result, weights, expected = (
         saved_tensors(folder, "ema"),
         saved_tensors(folder),
         load_file(folder / "reference.safetensors"),
@@ -78,12 +78,12 @@ def test_ema_decay_over_100_steps_is_that_of_float64(
     assert list(records(folder, "skip")) == [step + 1 for step in SKIPPED]
     assert list(records(folder, "validation")) == [45, 90, 100]
     trained = {entry.rpartition("/")[0] for entry in saved_tensors(folder, "optimizer")}
-    assert found.keys() == expected.keys() == trained
-    for name, tensor in found.items():
+    assert result.keys() == expected.keys() == trained
+    for name, tensor in result.items():
         assert tensor.dtype == torch.float32
         assert torch.allclose(tensor, expected[name], rtol=2e-6, atol=2e-7), name
         assert not torch.equal(tensor, weights[name]), name
-    assert max(float((found[name] - weights[name]).abs().max()) for name in found) > 1e-3
+    assert max(float((result[name] - weights[name]).abs().max()) for name in result) > 1e-3
 
 
 @pytest.mark.quick
@@ -103,9 +103,9 @@ def test_ema_follows_accepted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def averages() -> list[torch.Tensor]:
         followed.swap()
-        found = [weight.clone() for weight in weights]
+        result = [weight.clone() for weight in weights]
         followed.swap()
-        return found
+        return result
 
     for step in range(60):
         taken, decay = step % 7 != 0, 0.9 if step % 5 else 0.0
@@ -145,11 +145,11 @@ def measured(folder: Path, weights: str) -> float:
     """The validation loss of the run's last checkpoint, from its files."""
     run = load_run(folder, weights=weights)  # type: ignore[arg-type]
     assert run.weights == weights and run.has_ema
-    runtime = start_engine(run.config.distributed, read_launcher_env({}), step_plan(run.config, 1))
-    runtime.model = run.model
+    engine = start_engine(run.config.distributed, read_launcher_env({}), step_plan(run.config, 1))
+    engine.model = run.model
     ids = validation_ids(run.store.split("validation"), run.config.validation.samples)
     with torch.no_grad():
-        return validation_losses(run.objective, run.store, ids, run.config, runtime).values["validation/total"]
+        return validation_losses(run.objective, run.store, ids, run.config, engine).values["validation/total"]
 
 
 def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_config: Path, tmp_path: Path) -> None:
@@ -161,13 +161,13 @@ def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_
     curves = {name: records(folder) for name, folder in runs.items()}
     for curve in curves.values():
         assert all(curve[step][key] == curves["none"][step][key] for step in range(1, 21) for key in CURVE)
-    found = {name: records(folder, "validation") for name, folder in runs.items()}
-    assert {name: record[20]["weights"] for name, record in found.items()} == {
+    result = {name: records(folder, "validation") for name, folder in runs.items()}
+    assert {name: record[20]["weights"] for name, record in result.items()} == {
         "averaged": "ema",
         "not": "trained",
         "none": "trained",
     }
-    totals = {name: record[20]["validation/total"] for name, record in found.items()}
+    totals = {name: record[20]["validation/total"] for name, record in result.items()}
     assert totals["not"] == totals["none"] != totals["averaged"]
     assert measured(averaged, "ema") == pytest.approx(totals["averaged"], rel=1e-6)
     assert measured(averaged, "trained") == pytest.approx(totals["none"], rel=1e-6)
@@ -209,16 +209,16 @@ def test_ema_may_be_switched_between_starts(
     assert "the checkpoint has no EMA of the weights; it starts here from the present weights" in shown
     assert "ema          decay 0.75; validations use the EMA" in shown
     weights, next_ones, begun = at(2), at(3), at(3, "ema")
-    for name, found in begun.items():
-        assert torch.allclose(found, 0.75 * weights[name] + 0.25 * next_ones[name], rtol=1e-5, atol=1e-7), name
+    for name, result in begun.items():
+        assert torch.allclose(result, 0.75 * weights[name] + 0.25 * next_ones[name], rtol=1e-5, atol=1e-7), name
 
     # Those that are frozen have none; it begins anew for those that thaw.
     frozen = go(4, "ema={decay: 0.75, warmup: false}", "freeze=[latent_stream]")
     assert "starts from their present values" not in frozen and not any(".latent." in name for name in at(4, "ema"))
     assert "the EMA of parameters that train from here on starts" in go(5, "ema={decay: 0.75, warmup: false}")
-    for name, found in at(5, "ema").items():
+    for name, result in at(5, "ema").items():
         first = at(4)[name] if ".latent." in name else at(4, "ema")[name]
-        assert torch.allclose(found, 0.75 * first + 0.25 * at(5)[name], rtol=1e-5, atol=1e-7), name
+        assert torch.allclose(result, 0.75 * first + 0.25 * at(5)[name], rtol=1e-5, atol=1e-7), name
     assert "EMA of the weights ends here (ema.decay: 0)" in go(6)
     assert not (tmp_path / "checkpoints/step-00000006/ema.safetensors").exists()
 

@@ -187,8 +187,8 @@ def test_optim_lr_scaling_and_its_lr_reference_batch() -> None:
 @quick
 def test_optim_warmup_bounds_hold_a_fraction() -> None:
     bounded = OptimConfig(warmup_steps=0.02, warmup_bounds=(1000, 5000))
-    found = [resolved_warmup(bounded, total) for total in (10_000, 100_000, 10**6)]
-    assert found == [1000, 2000, 5000]
+    result = [resolved_warmup(bounded, total) for total in (10_000, 100_000, 10**6)]
+    assert result == [1000, 2000, 5000]
     assert resolved_warmup(OptimConfig(warmup_steps=0.02), 10_000) == 200
     assert lr_at(499, 10_000, bounded, ScheduleConfig()) == pytest.approx(bounded.lr / 2)
     config = load_config(None, ["optim.warmup_bounds=[1000, 5000]"])

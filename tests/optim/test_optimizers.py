@@ -164,11 +164,11 @@ def test_muon_matches_pytorch(settings: dict[str, object]) -> None:
 def test_muon_has_the_matrices_of_the_blocks_and_nothing_else() -> None:
     model = small_model(latent_tokens=2, tie_embeddings=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {names[id(parameter)] for parameter in muon_matrices(model)}
+    result = {names[id(parameter)] for parameter in muon_matrices(model)}
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert found == {name for name in linear if name.startswith("blocks.")}
+    assert result == {name for name in linear if name.startswith("blocks.")}
     maps = ("qkv", "out", "mlp.up", "mlp.down", "modulation.down", "modulation.up")
-    assert {name for name in found if name.startswith("blocks.0.text")} == {f"blocks.0.text.{m}.weight" for m in maps}
+    assert {name for name in result if name.startswith("blocks.0.text")} == {f"blocks.0.text.{m}.weight" for m in maps}
     optimizer = build_optimizer(model, OptimConfig(name="muon"), "cpu")
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(held) == sorted(names.values())

@@ -190,10 +190,10 @@ def test_malformed_state_files_are_refused(run: Run, kind: str) -> None:
 
 def load_all(run: Run) -> int:
     config, store, model, path = run
-    found = restore_checkpoint(path, model, config, store)
-    assert found.moments is not None
-    load_optimizer_state(build_optimizer(model, config.optim, "cpu"), model, found.moments)
-    return found.state.step
+    result = restore_checkpoint(path, model, config, store)
+    assert result.moments is not None
+    load_optimizer_state(build_optimizer(model, config.optim, "cpu"), model, result.moments)
+    return result.state.step
 
 
 SHAPES = [(0,), (2, 2), (1,) * 60]

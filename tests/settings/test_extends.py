@@ -201,8 +201,8 @@ def test_empty_paths_and_words_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert with_absolute_paths(RunConfig()) == RunConfig()
     chosen = build(RunConfig, {"resume": "runs/a/../step", "data": {"path": "/x"}})
-    found = with_absolute_paths(chosen)
-    assert (found.resume, found.data.path) == (f"{tmp_path}/runs/a/../step", "/x")
+    result = with_absolute_paths(chosen)
+    assert (result.resume, result.data.path) == (f"{tmp_path}/runs/a/../step", "/x")
     mixed = build(RunConfig, {"data": {"mixture": {"one": 0.7, "/two": 0.3}}})
     assert with_absolute_paths(mixed).data.mixture == {f"{tmp_path}/one": 0.7, "/two": 0.3}
     odd = tmp_path / "two\nlines"

@@ -35,13 +35,13 @@ SETTINGS = [
 
 
 def test_each_setting_changes_the_first_gradient(tiny_config: Path, tmp_path: Path) -> None:
-    found: dict[tuple[str, ...], float] = {}
+    result: dict[tuple[str, ...], float] = {}
     common = [str(tiny_config), "train.steps=1", "validation.every=0", "data.num_workers=0", "data.verify=sizes"]
     common.append("loss.latent_weight=0.1")  # or the first gradient is nearly that of the latent loss alone
     for number, settings in enumerate([(), *SETTINGS]):
         folder = tmp_path / str(number)
         assert train.main([*common, f"run.dir={folder}", *settings]) == 0
         (record,) = (each for each in read_metrics(folder / "metrics.jsonl") if each["kind"] == "train")
-        found[settings] = record["optim/grad_norm"]
+        result[settings] = record["optim/grad_norm"]
     for settings in SETTINGS:
-        assert found[settings] != pytest.approx(found[settings[:-1]], rel=1e-7), settings
+        assert result[settings] != pytest.approx(result[settings[:-1]], rel=1e-7), settings

@@ -62,7 +62,7 @@ class Reads:
     def __init__(self, cls: type = RunConfig, package: Path = PACKAGE):
         self.keys: set[str] = set()
         self.classes, self.package = list(classes(cls)), str(package)
-        assert len({found for found, _ in self.classes}) == len(self.classes), "one class stands for two groups"
+        assert len({result for result, _ in self.classes}) == len(self.classes), "one class stands for two groups"
 
     def __enter__(self) -> Reads:
         for cls, keys in self.classes:

@@ -244,9 +244,9 @@ def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> N
     texts = loaded.tokenizer.decode_batch([split.tokens(int(row)).tolist() for row in ids])
     assert [label.split("\t")[1] for label in labels[:10]] == [" ".join(text.split()) for text in texts]
     # The found latents are those that the quality is of.
-    found = loaded.store.restore(points[10:20].astype(np.float32).reshape(10, 1, -1)).reshape(10, -1)
+    result = loaded.store.restore(points[10:20].astype(np.float32).reshape(10, 1, -1)).reshape(10, -1)
     raw = loaded.store.restore(truth.reshape(10, 1, -1)).reshape(10, -1)
-    cosine = (found * raw).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(raw, axis=1)
+    cosine = (result * raw).sum(1) / np.linalg.norm(result, axis=1) / np.linalg.norm(raw, axis=1)
     assert record["quality/figures_t2l_cosine"] == pytest.approx(cosine.mean(), abs=2e-3)
     # In the table of joint texts, a held-out latent is nearest to itself.
     data = replace(collect_figure_data(loaded, Collectives()), joint_latents=truth)

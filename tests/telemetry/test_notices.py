@@ -79,8 +79,8 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_memory_of_the_host_and_of_a_control_group(tmp_path: Path) -> None:
-    found = host_memory.host_memory_mib()
-    assert found is not None and 0 < found[1] < found[0]
+    result = host_memory.host_memory_mib()
+    assert result is not None and 0 < result[1] < result[0]
     names = ("memory.max", "memory.current", "inactive_file")
     (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {20 * 2**20}\n")

@@ -42,8 +42,8 @@ def test_a_resumed_run_shows_each_step_once(tmp_path, reader):
         return
     assert [event.step for event in events.Tensors("loss/total")] == list(range(1, 15))  # TensorBoard's own
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/l2t/text_summary")]
-    found = [re.search(r"from (\d+) at (\d+)", text).groups() for text in texts]
-    assert found == [(str(1 if s < 7 else 7 if s < 9 else 9), str(s)) for s in range(1, 15)]
+    result = [re.search(r"from (\d+) at (\d+)", text).groups() for text in texts]
+    assert result == [(str(1 if s < 7 else 7 if s < 9 else 9), str(s)) for s in range(1, 15)]
 
 
 @pytest.mark.quick

@@ -62,16 +62,16 @@ def test_the_command_shows_every_step(tmp_path: Path) -> None:
     )
     url = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run=run/tensorboard&tag=loss/total"
     try:
-        deadline, found = time.monotonic() + PATIENCE_S, []
-        while len(found) < steps and time.monotonic() < deadline:
+        deadline, result = time.monotonic() + PATIENCE_S, []
+        while len(result) < steps and time.monotonic() < deadline:
             assert server.poll() is None, "TensorBoard ended"
             time.sleep(0.5)
             try:
                 with urllib.request.urlopen(url, timeout=5) as answer:
-                    found = json.load(answer)
+                    result = json.load(answer)
             except OSError:
                 continue
-        assert [point[1] for point in found] == list(range(1, steps + 1))
+        assert [point[1] for point in result] == list(range(1, steps + 1))
         assert compared_runs(port) == [{"loss/total": pytest.approx(1 / steps), "validation/total": 2.5}]
     finally:
         server.terminate()

@@ -56,8 +56,8 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def origins(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
-    found: dict[str, Any] = json.loads(shown(capsys, "--json", *arguments))
-    return {key: told["origin"] for key, told in found.items()}
+    result: dict[str, Any] = json.loads(shown(capsys, "--json", *arguments))
+    return {key: told["origin"] for key, told in result.items()}
 
 
 def test_origins_of_values(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +65,8 @@ def test_origins_of_values(mine: Path, capsys: pytest.CaptureFixture[str]) -> No
         mine.with_name("base.yaml"),
         ["model.depth=2", "mode.joint=0.5", "optim.eps=1e-6", "log={every: 2}"],
     )
-    found = origins(capsys, mine, *overrides)
-    assert list(found) == KEYS
+    result = origins(capsys, mine, *overrides)
+    assert list(result) == KEYS
     expected = {
         "optim.lr": f"{mine}:9",
         "optim.muon.momentum": f"{base}:5",
@@ -79,12 +79,12 @@ def test_origins_of_values(mine: Path, capsys: pytest.CaptureFixture[str]) -> No
         "checkpoint.keep_every": f"{mine}:7",
         **dict.fromkeys(["model.depth", "mode", "optim.eps", "log.every"], "command line"),
     }
-    assert {key: origin for key, origin in found.items() if origin != "default"} == expected
+    assert {key: origin for key, origin in result.items() if origin != "default"} == expected
 
 
 def test_command_line_group_replaces_the_files(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = origins(capsys, mine, "optim={betas: [0.5, 0.9]}")
-    assert found["optim.betas"] == "command line" and found["optim.lr"] == found["optim.muon.momentum"] == "default"
+    result = origins(capsys, mine, "optim={betas: [0.5, 0.9]}")
+    assert result["optim.betas"] == "command line" and result["optim.lr"] == result["optim.muon.momentum"] == "default"
 
 
 def test_the_tree_reads_back_as_the_config(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,8 +100,8 @@ def test_the_tree_reads_back_as_the_config(mine: Path, capsys: pytest.CaptureFix
 
 def test_changed_hides_defaults(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(mine, ["log.every=10"])
-    found = json.loads(shown(capsys, "--changed", "--json", mine, "log.every=10"))
-    assert found.keys() == {
+    result = json.loads(shown(capsys, "--changed", "--json", mine, "log.every=10"))
+    assert result.keys() == {
         "run.dir", "mode_schedule", "optim.name", "optim.lr", "optim.muon.momentum", "train.steps",
         "checkpoint.keep_last", "checkpoint.keep_every",
     }  # fmt: skip

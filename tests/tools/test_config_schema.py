@@ -32,11 +32,11 @@ def is_valid(tree: dict[Any, Any]) -> bool:
 
 
 def property_of(key: str) -> dict[str, Any]:
-    found: dict[str, Any] = SCHEMA
+    result: dict[str, Any] = SCHEMA
     for part in key.split("."):
-        found = found["properties"][part]
-        found = {**SCHEMA["$defs"][found["$ref"].rpartition("/")[2]], **found} if "$ref" in found else found
-    return found
+        result = result["properties"][part]
+        result = {**SCHEMA["$defs"][result["$ref"].rpartition("/")[2]], **result} if "$ref" in result else result
+    return result
 
 
 def test_the_file_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

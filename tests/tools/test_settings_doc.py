@@ -15,8 +15,8 @@ PAGE = ROOT / "docs" / "settings.md"
 
 
 def test_page_is_up_to_date() -> None:
-    found = PAGE.read_text(encoding="utf-8")
-    assert found == settings_markdown(), "run: python -m mmldlm.tools.settings_doc > docs/settings.md"
+    result = PAGE.read_text(encoding="utf-8")
+    assert result == settings_markdown(), "run: python -m mmldlm.tools.settings_doc > docs/settings.md"
 
 
 def test_every_setting_has_one_row_of_four_cells() -> None:

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.quick
 
 
 def test_fingerprint_covers_settings_data_and_versions(tiny_config: Path, tiny_store: Path) -> None:
-    found = fingerprint(load_config(tiny_config), Store.open(tiny_store))
+    result = fingerprint(load_config(tiny_config), Store.open(tiny_store))
     keys = {f"config.{key}" for key, _ in leaves(RunConfig)} - {"config.data.path", "config.data.mixture"}
     versions = {f"version.{name}" for name in ("python", "mmldlm", "torch", "accelerate", "deepspeed", "numpy")}
-    assert set(found) == keys | versions | {"git", "data.manifest", "data.tokenizer"}
-    assert all(isinstance(value, str) for value in found.values())
-    assert found["config.optim.lr"] == "0.003" and found["version.mmldlm"] == mmldlm.__version__
-    assert found["config.mode"] == '{"joint": 0.25, "l2t": 0.5, "t2l": 0.25}'
+    assert set(result) == keys | versions | {"git", "data.manifest", "data.tokenizer"}
+    assert all(isinstance(value, str) for value in result.values())
+    assert result["config.optim.lr"] == "0.003" and result["version.mmldlm"] == mmldlm.__version__
+    assert result["config.mode"] == '{"joint": 0.25, "l2t": 0.5, "t2l": 0.25}'
 
 
 def test_fingerprint_is_cheap(tiny_config: Path, tiny_store: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_copy_of_the_store_elsewhere_is_the_same_and_a_changed_one_is_not(
     manifest.write_text(manifest.read_text() + "\n")
     prints[1] = fingerprint(load_config(tiny_config, [f"data.path={copy}"]), Store.open(copy))
     (line,) = disagreements(prints)
-    first, second = (found["data.manifest"][:12] for found in prints)
+    first, second = (result["data.manifest"][:12] for result in prints)
     assert line == f"rank 1: data.manifest is {second}, {first} on rank 0"
 
 
@@ -74,8 +74,8 @@ def test_disagreement_names_the_deviating_rank(tiny_config: Path, tiny_store: Pa
 )
 def test_majority_wins_and_the_first_rank_on_a_tie(values: str, line: str | None) -> None:
     prints = [{} if value == "-" else {"key": value.strip(), "same": "x"} for value in values]
-    found = [found for found in disagreements(prints) if "key" in found]
-    assert found == ([line] if line else [])
+    result = [result for result in disagreements(prints) if "key" in result]
+    assert result == ([line] if line else [])
 
 
 def test_revision_shows_changed_files(tmp_path: Path) -> None:

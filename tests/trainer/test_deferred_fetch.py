@@ -63,10 +63,10 @@ def test_deferred_fetch_does_not_change_the_run(
     at_once, late = tmp_path / "at-once", tmp_path / "late"
     arguments = (parity_config, *SETTINGS, *settings)
     expected = run_with_faults(forked, engine, at_once, faults, *arguments)
-    found = run_with_faults(forked, engine, late, faults, *arguments, LATE="1")
-    assert [rank["settled"] for rank in expected] == [list(range(1, 24))] * len(found)
-    assert [rank["settled"] for rank in found] == [SETTLED] * len(found)
-    assert [rank["digests"] for rank in found] == [rank["digests"] for rank in expected]
+    result = run_with_faults(forked, engine, late, faults, *arguments, LATE="1")
+    assert [rank["settled"] for rank in expected] == [list(range(1, 24))] * len(result)
+    assert [rank["settled"] for rank in result] == [SETTLED] * len(result)
+    assert [rank["digests"] for rank in result] == [rank["digests"] for rank in expected]
     assert history(late) == history(at_once)
     planted = [fault["step"] + 1 for fault in faults]
     assert list(records(late, "skip")) == planted and len(records(late)) == 5
@@ -86,7 +86,7 @@ def test_no_host_reads_between_records(engine: str, parity_config: Path, forked:
     forked.succeed(engine, folder, count, parity_config, *settings, script="host_reads.py", FACTS=str(folder))
     for rank in range(count):
         reads = json.loads((folder / f"reads.rank{rank}.json").read_text())
-        assert {int(step): bool(found) for step, found in reads.items()} == {
+        assert {int(step): bool(result) for step, result in reads.items()} == {
             step: step in (5, 10) for step in range(1, 11)
         }, reads
 
@@ -138,12 +138,12 @@ def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns
     ]
     hook = "distributed.ddp={comm_hook: powersgd, powersgd_rank: 2, powersgd_start_step: 2}"
     settings = ("train={steps: 12, global_batch_size: 4, micro_batch_size: 1}", "validation.every=0", hook)
-    found = run_with_faults(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
+    result = run_with_faults(forked, "ddp", tmp_path / "run", faults, parity_config, *settings)
     assert list(records(tmp_path / "run", "skip")) == [6, 9]
     curve = records(tmp_path / "run")
     assert sorted(curve) == [1, 2, 3, 4, 5, 7, 8, 10, 11, 12]
     assert all(math.isfinite(record["loss/total"]) for record in curve.values())
-    assert found[0]["digests"] == found[1]["digests"], "the ranks drew other matrices"
+    assert result[0]["digests"] == result[1]["digests"], "the ranks drew other matrices"
 
 
 @pytest.mark.quick
@@ -155,16 +155,16 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_con
         loss = run.loss(noised, run.sync(step, [noised]))
         run.backward(loss + value)
         gradients = {name: parameter.grad for name, parameter in run.engine.model.named_parameters()}
-        assert {name for name, found in gradients.items() if found is None or not found.isnan().any()} == set()
+        assert {name for name, result in gradients.items() if result is None or not result.isnan().any()} == set()
 
 
 @pytest.mark.quick
 def test_a_finite_loss_is_left_as_it_is() -> None:
     for value in (0.1, -3.0, 0.0, 3e38, 1e-45):
         loss = torch.tensor(value, requires_grad=True)
-        found = propagate_nonfinite(loss)
-        found.backward()
-        assert found == loss and loss.grad == 1
+        result = propagate_nonfinite(loss)
+        result.backward()
+        assert result == loss and loss.grad == 1
 
 
 @pytest.mark.quick

@@ -154,8 +154,8 @@ def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path
     config, store = load_config(None, [f"data.path={tiny_store}", *settings, "mode=l2t"]), Store.open(tiny_store)
     loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
     tokens = [sum(batch.lengths) for _, (batch,) in loader.steps(0, 40, 0)]
-    found = _largest_step(loader, (0, 40), 0)
-    assert tokens[found] == max(tokens) > tokens[0]
+    result = _largest_step(loader, (0, 40), 0)
+    assert tokens[result] == max(tokens) > tokens[0]
     first = dry_run(tiny_store, *settings, "mode=l2t", "train.steps=1")
     assert estimate(config, store, 1, steps_per_stage=1).activations_mib > first.activations_mib
 
@@ -245,7 +245,7 @@ def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> N
         of("mode=l2t", "mode_schedule={1: t2l, 9: joint}"),
         of("mode=joint", "mode_schedule={0: t2l, 1: l2t}"),
     )
-    assert len({found.flops_per_step for found in (l2t, t2l, first, second)}) == 4
+    assert len({result.flops_per_step for result in (l2t, t2l, first, second)}) == 4
     assert first.flops_per_step + second.flops_per_step == pytest.approx(l2t.flops_per_step + t2l.flops_per_step)
     assert max(first.activations_mib, second.activations_mib) == max(l2t.activations_mib, t2l.activations_mib)
 

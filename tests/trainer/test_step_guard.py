@@ -54,20 +54,20 @@ def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, forked
     for rank in facts:
         changed = [after != before for before, after in zip(rank["digests"], rank["digests"][1:], strict=False)]
         assert [step for step, new in enumerate(changed, 1) if not new] == list(REASONS)
-    found = records(folder)
-    assert sorted(found) == [step for step in range(1, 34) if step not in REASONS]
-    assert found[33]["health/skipped_steps"] == len(REASONS)
-    assert all(abs(found[step][key]) < math.inf for step in found for key in CURVE)
+    result = records(folder)
+    assert sorted(result) == [step for step in range(1, 34) if step not in REASONS]
+    assert result[33]["health/skipped_steps"] == len(REASONS)
+    assert all(abs(result[step][key]) < math.inf for step in result for key in CURVE)
     events = records(folder, "skip")
     assert {step: event["reason"] for step, event in events.items()} == REASONS
-    check_record(skipped_steps(folder), facts, found)
+    check_record(skipped_steps(folder), facts, result)
 
     # All that follows is what it would be if the engine had never seen those steps.
     reference = guarded(forked, engine, parity_config, tmp_path / "reference", FAULTS, *settings, REFERENCE="1")
     assert [rank["digests"] for rank in facts] == [rank["digests"] for rank in reference]
 
 
-def check_record(lines: dict[int, dict[str, Any]], facts: list[Any], found: dict[int, dict[str, float]]) -> None:
+def check_record(lines: dict[int, dict[str, Any]], facts: list[Any], result: dict[int, dict[str, float]]) -> None:
     """The record names reason, norm and limit, and exactly the planted samples as those without a finite loss."""
     assert {step: line["reason"] for step, line in lines.items()} == REASONS
     planted = {int(step): sample for rank in facts for step, sample in rank["planted"].items()}
@@ -78,7 +78,7 @@ def check_record(lines: dict[int, dict[str, Any]], facts: list[Any], found: dict
         assert broken == ([planted[step]] if step in planted else [])
         assert (line["norm"] is None) == (line["reason"] == "loss")
     assert lines[6]["norm"] in ("inf", "nan") and lines[8]["limit"] is None
-    norms = [record["optim/grad_norm"] for step, record in found.items() if step < 31]
+    norms = [record["optim/grad_norm"] for step, record in result.items() if step < 31]
     assert lines[31]["norm"] > lines[31]["limit"] == 50 * statistics.median(norms)
 
 
@@ -166,9 +166,9 @@ def test_when_a_run_must_not_go_on(tmp_path: Path) -> None:
     guard = StepGuard(GuardConfig(max_consecutive=3), TrainState())
 
     def skip(guard: StepGuard, norm: float, reason: Literal["loss", "norm", "spike"]) -> None:
-        found = Skip(7, norm, reason)
-        guard.skip(found, [])
-        guard.check(found, tmp_path)
+        result = Skip(7, norm, reason)
+        guard.skip(result, [])
+        guard.check(result, tmp_path)
 
     skip(guard, math.nan, "loss")
     skip(guard, math.inf, "norm")

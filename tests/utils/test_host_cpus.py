@@ -136,9 +136,9 @@ def test_others_may_have_the_cpus_that_no_thread_needs(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1000, 1000 + cpus)))
     for load, is_short in ((most + 0.4, False), (most + 0.6, True)):
-        found = dict(environment)
-        configure_openmp_spinning(found, lambda load=load: load)  # type: ignore[misc]
-        assert ("GOMP_SPINCOUNT" in found) == is_short, load
+        result = dict(environment)
+        configure_openmp_spinning(result, lambda load=load: load)  # type: ignore[misc]
+        assert ("GOMP_SPINCOUNT" in result) == is_short, load
 
 
 @quick
@@ -215,8 +215,8 @@ def test_beside_busy_loops_every_entry_point_chooses_before_torch_comes(
 ) -> None:
     with all_cores_busy():
         for entry in ENTRIES:
-            found = when_torch_comes(*entry)
-            assert found.get("GOMP_SPINCOUNT") == SHORT_SPIN, (entry, found.get(SPIN_CHOICE_ENV))
+            result = when_torch_comes(*entry)
+            assert result.get("GOMP_SPINCOUNT") == SHORT_SPIN, (entry, result.get(SPIN_CHOICE_ENV))
         assert when_torch_comes("-m", "mmldlm.train", GOMP_SPINCOUNT="5")["GOMP_SPINCOUNT"] == "5"
         library = when_torch_comes("-c", "import mmldlm.cli, mmldlm.train")
         assert "GOMP_SPINCOUNT" not in library and SPIN_CHOICE_ENV not in library

@@ -79,5 +79,5 @@ def test_environment_variables_take_precedence() -> None:
 
 @pytest.mark.setting("memory.keep_freed")
 def test_keep_freed_setting(tiny_config: Path, tmp_path: Path) -> None:
-    found = faults("train", tiny_config, tmp_path)
-    assert found["true"] < 500 <= found["false"]
+    result = faults("train", tiny_config, tmp_path)
+    assert result["true"] < 500 <= result["false"]

@@ -52,12 +52,12 @@ def test_lines_are_rare(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_calls_report_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    found: list[str] = []
+    result: list[str] = []
     with Progress(interval=0) as progress:
         progress.phase("fitting")
-        wait_until(lambda: bool(found.extend(capsys.readouterr().err.splitlines()) or len(found) > 1), "a line")
-    assert found[0] == "fitting ..."
-    assert re.fullmatch(r"fitting: \d+s", found[1])
+        wait_until(lambda: bool(result.extend(capsys.readouterr().err.splitlines()) or len(result) > 1), "a line")
+    assert result[0] == "fitting ..."
+    assert re.fullmatch(r"fitting: \d+s", result[1])
 
 
 def test_disabled_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,17 +95,17 @@ class Job:
         Raises:
             DataError: It holds work of another plan, and `--overwrite` is not set.
         """
-        if (found := self.staged_plan()) not in ("", self.plan.to_json()):
+        if (result := self.staged_plan()) not in ("", self.plan.to_json()):
             if not self.config.overwrite:
-                other = ", ".join(_differing(found, self))
+                other = ", ".join(_differing(result, self))
                 raise DataError(
                     f"{self.staging}: left unfinished with other {other}; expected the same to continue, or "
                     "--overwrite to start anew"
                 )
             (self.staging / _PLAN).unlink()
-            found = ""
+            result = ""
         for folder in self.staging.iterdir():
-            if folder.is_dir() and (not found or folder.name.startswith(".")):
+            if folder.is_dir() and (not result or folder.name.startswith(".")):
                 shutil.rmtree(folder)
         write_atomically(self.staging / _PLAN, self.plan.to_json())
 

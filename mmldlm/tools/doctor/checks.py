@@ -53,19 +53,19 @@ class Finding:
     exit_code: int = ExitCode.DONE
 
 
-def ok(name: str, found: str) -> Finding:
+def ok(name: str, result: str) -> Finding:
     """Return a finding with status "ok"."""
-    return Finding(name, "ok", found)
+    return Finding(name, "ok", result)
 
 
-def warn(name: str, found: str, remedy: str) -> Finding:
+def warn(name: str, result: str, remedy: str) -> Finding:
     """Return a finding with status "warn"."""
-    return Finding(name, "warn", found, remedy)
+    return Finding(name, "warn", result, remedy)
 
 
-def fail(name: str, found: str, remedy: str, exit_code: int = ExitCode.CONFIG) -> Finding:
+def fail(name: str, result: str, remedy: str, exit_code: int = ExitCode.CONFIG) -> Finding:
     """Return a finding with status "fail"."""
-    return Finding(name, "fail", found, remedy, int(exit_code))
+    return Finding(name, "fail", result, remedy, int(exit_code))
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -121,17 +121,17 @@ def check_gpus(processes: int) -> Finding:
     torch_build = (
         f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
     )
-    found = f"{count} for {processes} process{'es' * (processes > 1)}, driver {driver or 'none'}, {torch_build}"
+    result = f"{count} for {processes} process{'es' * (processes > 1)}, driver {driver or 'none'}, {torch_build}"
     if not usable:
         reason = str(caught[0].message).splitlines()[0] if caught else ""
         remedy = "install a torch that is built for CUDA" if not torch.version.cuda else "install the NVIDIA driver"
-        return fail("GPUs", found, reason or (remedy if driver else f"no GPU driver found; {remedy}"))
+        return fail("GPUs", result, reason or (remedy if driver else f"no GPU driver found; {remedy}"))
     if count < processes:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = f"; CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else ""
-        return fail("GPUs", found, f"start at most {count} processes on this node{hidden}")
+        return fail("GPUs", result, f"start at most {count} processes on this node{hidden}")
     properties = torch.cuda.get_device_properties(0)
-    return ok("GPUs", f"{found}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    return ok("GPUs", f"{result}, {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
 
 
 def driver_version() -> str | None:
@@ -147,16 +147,16 @@ def driver_version() -> str | None:
 def check_cores(processes: int) -> Finding:
     """Check that there is one core per process, and no GPU that torch cannot use."""
     cores = len(os.sched_getaffinity(0))
-    found = f"{cores} for {processes} process{'es' * (processes > 1)}, no GPU"
+    result = f"{cores} for {processes} process{'es' * (processes > 1)}, no GPU"
     if not torch.cuda.is_available() and (driver := driver_version()):
         return warn(
             "cores",
-            f"{found} that torch can use, but the machine has NVIDIA driver {driver}",
+            f"{result} that torch can use, but the machine has NVIDIA driver {driver}",
             "install a torch that is built for CUDA" if not torch.version.cuda else "try `mmldlm doctor --device cuda`",
         )
     if processes > cores:
-        return warn("cores", found, f"start {cores} or fewer: processes that share a core wait for each other")
-    return ok("cores", found)
+        return warn("cores", result, f"start {cores} or fewer: processes that share a core wait for each other")
+    return ok("cores", result)
 
 
 def check_backend(device: str) -> Finding:
@@ -185,11 +185,11 @@ def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Find
 def check_open_files() -> Finding:
     """Check the limit of open files per process."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed per process"
+    result = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} allowed per process"
     if limit != resource.RLIM_INFINITY and limit < _MIN_OPEN_FILES:
         advice = _MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MIN_OPEN_FILES)
-        return warn("open files", f"{found}, {_MIN_OPEN_FILES:,} advised", f"ulimit -n {advice}")
-    return ok("open files", found)
+        return warn("open files", f"{result}, {_MIN_OPEN_FILES:,} advised", f"ulimit -n {advice}")
+    return ok("open files", result)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------
@@ -237,10 +237,10 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
         if checkpoints > needed:
             needed, reason = checkpoints, f"{count} checkpoints"
-    found = f"{free / _GIB:,.1f} GiB free at {folder}, {needed / _GIB:,.1f} needed for {reason}"
+    result = f"{free / _GIB:,.1f} GiB free at {folder}, {needed / _GIB:,.1f} needed for {reason}"
     if free < needed:
-        return fail("disk", found, "free some, set run.dir to another disk, or lower checkpoint.keep_last")
-    return ok("disk", found)
+        return fail("disk", result, "free some, set run.dir to another disk, or lower checkpoint.keep_last")
+    return ok("disk", result)
 
 
 def check_folder(run_dir: Path) -> Finding:

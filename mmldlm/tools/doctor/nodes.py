@@ -231,8 +231,8 @@ def check_clocks(clocks: Sequence[float]) -> Finding:
     first, last = clocks.index(min(clocks)), clocks.index(max(clocks))
     difference = clocks[last] - clocks[first]
     if difference > _MAX_CLOCK_DIFFERENCE_S:
-        found = f"node {last} is {difference:,.1f} s ahead of node {first}"
-        return warn("clocks", found, "synchronize them: timedatectl set-ntp true")
+        result = f"node {last} is {difference:,.1f} s ahead of node {first}"
+        return warn("clocks", result, "synchronize them: timedatectl set-ntp true")
     return ok("clocks", f"at most {difference:.3f} s apart")
 
 
@@ -297,10 +297,10 @@ def check_all_reduce(rendezvous: NodeRendezvous, device: torch.device) -> Findin
     except PeerLostError as error:
         remedy = "let the nodes reach each other on all ports; set the interface by GLOO_/NCCL_SOCKET_IFNAME"
         return fail(name, str(error), f"{remedy}; NCCL_DEBUG=INFO says more" if device.type == "cuda" else remedy)
-    found = f"{speed.latency_us:,.0f} us for 4 bytes, {speed.gigabytes_per_s:.2f} GB/s"
+    result = f"{speed.latency_us:,.0f} us for 4 bytes, {speed.gigabytes_per_s:.2f} GB/s"
     if speed.gigabytes_per_s < _MIN_GB_PER_S:
-        return warn(name, found, "slower than gigabit Ethernet: is this the right interface?")
-    return ok(name, found)
+        return warn(name, result, "slower than gigabit Ethernet: is this the right interface?")
+    return ok(name, result)
 
 
 def failures_on_other_nodes(node: int, failed: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:

@@ -82,10 +82,10 @@ def test_texts_get_the_latents_of_their_ids(
     file, ids = write(tmp_path, *shuffled(tmp_path, latents))
     config = config_for(tmp_path, path, file, ids, latents_of="SONAR")
     manifest = prepare(config, progress=False)
-    found = dict(pairs_of(Store.open(tmp_path / "store")))
-    assert found.keys() == names.keys()
+    result = dict(pairs_of(Store.open(tmp_path / "store")))
+    assert result.keys() == names.keys()
     for text, name in names.items():
-        assert np.array_equal(found[text][0], latents[int(name.removeprefix("doc-"))])
+        assert np.array_equal(result[text][0], latents[int(name.removeprefix("doc-"))])
     assert manifest.encoder["name"] == "SONAR" and str(file) in str(manifest.sources)
     assert verify_store(tmp_path / "store") == []
     if file.suffix == ".npy":

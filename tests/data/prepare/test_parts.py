@@ -46,8 +46,8 @@ def test_parts_together_are_the_file(tmp_path: Path, format: str) -> None:
             assert [part.start for part in parts] + [size] == [0, *(part.stop for part in parts)] if size else not parts
             assert all(part.stop - part.start >= target for part in parts[:-1])
             order = draw.sample(parts, len(parts)) if trial % 2 else parts
-            found = {part: list(read_text(part, "text", format)) for part in order}  # type: ignore[arg-type]
-            assert [item for part in parts for item in found[part]] == whole
+            result = {part: list(read_text(part, "text", format)) for part in order}  # type: ignore[arg-type]
+            assert [item for part in parts for item in result[part]] == whole
     path.write_bytes(b"x")
     assert [item.line for item in read_text(Part(str(path), 0, 1), "text")] == [1], "lines of the file as it was"
 
@@ -86,9 +86,9 @@ def test_cached_documents_come_back(tmp_path: Path) -> None:
     assert len(cache) == 5
     for numbers in (None, [4, 1, 2], []):
         wanted = documents if numbers is None else [documents[number] for number in numbers]
-        found = list(cache.documents(numbers))
-        assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
+        result = list(cache.documents(numbers))
+        assert len(result) == len(wanted)
+        for one, other in zip(result, wanted, strict=True):
             assert (one.text, one.source, one.line, one.key) == (other.text, other.source, other.line, other.key)
             for array, before in ((one.tokens, other.tokens), (one.latents, other.latents)):
                 assert (array is None) is (before is None)
@@ -136,10 +136,10 @@ def test_statistics_do_not_cancel(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s", Tokenizer.characters(), encoder, "float32", 7) as writer:
         for split in ("train", "validation", "test"):
             writer.add(split, [np.array([1])] * 300, latents, [1] * 300)
-        found = writer.finish([], {}, {}, {}).latent
+        result = writer.finish([], {}, {}, {}).latent
     exact = latents.astype(np.longdouble)
-    assert np.allclose(found.mean, exact.mean(axis=(0, 1)).astype(float), rtol=1e-15)
-    assert found.rms == pytest.approx(float(np.sqrt(np.square(exact - exact.mean(axis=(0, 1))).mean())), rel=1e-9)
+    assert np.allclose(result.mean, exact.mean(axis=(0, 1)).astype(float), rtol=1e-15)
+    assert result.rms == pytest.approx(float(np.sqrt(np.square(exact - exact.mean(axis=(0, 1))).mean())), rel=1e-9)
 
 
 @quick
@@ -167,10 +167,10 @@ def test_a_store_of_before_these_options_counts_as_of_their_defaults(store_path:
     config = small_config(tmp_path / "store", corpus)
     prepare(config, progress=False)
     path = tmp_path / "store/manifest.json"
-    found = json.loads(path.read_text())
-    del found["options"]["part_bytes"], found["options"]["fit_documents"]
-    path.write_text(json.dumps(found))
-    assert prepare(config, progress=False).options == found["options"]
+    result = json.loads(path.read_text())
+    del result["options"]["part_bytes"], result["options"]["fit_documents"]
+    path.write_text(json.dumps(result))
+    assert prepare(config, progress=False).options == result["options"]
     with pytest.raises(DataError, match="a store with other fit_documents"):
         prepare(replace(config, fit_documents=5000), progress=False)
 
@@ -212,9 +212,9 @@ def peak_mib(arguments: list[str]) -> float:
     answer = FORKING.Queue()
     process = FORKING.Process(target=_peak, args=(arguments, answer))
     process.start()
-    found = answer.get(timeout=300) / 1024
+    result = answer.get(timeout=300) / 1024
     process.join()
-    return found
+    return result
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:

@@ -38,17 +38,17 @@ def test_every_document_is_in_one_split_with_its_own_latent(store: Store, store_
     verify_part(store)
     lines = (store_path.parent / "corpus.txt").read_text().splitlines()
     encoder = load_encoder(store_path / "encoder")
-    found: dict[str, list[str]] = {split: texts_of(store, split) for split in store.manifest.splits}
-    assert sorted(text for texts in found.values() for text in texts) == sorted(lines)
-    keys = [set(map(str.casefold, texts)) for texts in found.values()]
+    result: dict[str, list[str]] = {split: texts_of(store, split) for split in store.manifest.splits}
+    assert sorted(text for texts in result.values() for text in texts) == sorted(lines)
+    keys = [set(map(str.casefold, texts)) for texts in result.values()]
     assert not (keys[0] & keys[1] or keys[0] & keys[2] or keys[1] & keys[2])
-    for split, texts in found.items():
+    for split, texts in result.items():
         part = store.split(split)
         latents = np.stack([part.latents(i) for i in range(len(part))])
         assert np.allclose(latents, encoder.encode(texts), atol=1e-3)
         assert part.characters.tolist() == [len(text) for text in texts]
         assert store.manifest.splits[split].characters == sum(map(len, texts))
-    assert encoder.identity == LsaEncoder.fit(found["train"], 8).identity, "fitted on more than the training split"
+    assert encoder.identity == LsaEncoder.fit(result["train"], 8).identity, "fitted on more than the training split"
 
 
 @quick
@@ -71,9 +71,9 @@ def test_near_duplicates_and_copies_lie_on_one_side(tmp_path: Path) -> None:
     for near in (False, True):
         out = tmp_path / f"near-{near}"
         manifest = prepare(replace(config, out=str(out), near_duplicates=near), progress=False)
-        found = [{t for t in texts_of(Store.open(out), s) if "birds" in t} for s in manifest.splits]
-        assert sum(len(texts) for texts in found) == 12 * 2 * len(names), "copies of a text lie in two splits"
-        assert (sum(bool(texts) for texts in found) == 1) is near
+        result = [{t for t in texts_of(Store.open(out), s) if "birds" in t} for s in manifest.splits]
+        assert sum(len(texts) for texts in result) == 12 * 2 * len(names), "copies of a text lie in two splits"
+        assert (sum(bool(texts) for texts in result) == 1) is near
     assert manifest.grouping["largest_group"] >= len(lines)
 
 

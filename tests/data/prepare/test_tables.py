@@ -101,11 +101,11 @@ def test_every_row_comes_once_in_order_from_any_parts(kind: str, pa: Any, tmp_pa
     path = write(pa, tmp_path, rows)
     columns = Columns(latents="vector", key="id")
     for target in (1, 5000, 1 << 30):
-        found = [item for part in parts(str(path), target) for item in read(part, "text", columns)]
-        assert [item.text for item in found] == rows["text"]
-        assert [item.key for item in found] == rows["id"]
-        assert np.array_equal(np.concatenate([item.latents for item in found]), np.float32(rows["vector"]))
-        assert len({(item.source, item.line) for item in found}) == 300
+        result = [item for part in parts(str(path), target) for item in read(part, "text", columns)]
+        assert [item.text for item in result] == rows["text"]
+        assert [item.key for item in result] == rows["id"]
+        assert np.array_equal(np.concatenate([item.latents for item in result]), np.float32(rows["vector"]))
+        assert len({(item.source, item.line) for item in result}) == 300
     assert len(parts(str(path), 1)) > len(parts(str(path), 1 << 30))
     part = parts(str(path), 1 << 30)[0]
     some = list(read(replace(part, start=part.start + 7, stop=part.start + 61), "text", columns))
@@ -117,9 +117,11 @@ def test_a_store_is_the_same_as_from_lines_of_text(kind: str, pa: Any, tmp_path:
     rows = rows_of(tmp_path)
     path = TABLES[kind][0](pa, tmp_path, rows)
     expected = prepare(small_config(tmp_path / "lines", tmp_path / "corpus.txt"), progress=False)
-    found = prepare(small_config(tmp_path / "store", path), progress=False)
-    assert found.splits == expected.splits and found.tokenizer == expected.tokenizer and found.latent == expected.latent
-    (source,) = found.sources
+    result = prepare(small_config(tmp_path / "store", path), progress=False)
+    assert (
+        result.splits == expected.splits and result.tokenizer == expected.tokenizer and result.latent == expected.latent
+    )
+    (source,) = result.sources
     assert source.get("file", source.get("folder")) == str(path) and len(source["sha256"]) == 64
 
 
@@ -142,16 +144,16 @@ def test_tokens_latents_and_keys_of_any_column_type(pa: Any, tmp_path: Path) -> 
         )  # fmt: skip
         manifest = prepare(config, progress=False)
         assert (manifest.latent.tokens, manifest.latent.channels) == (2, 6)
-        store, found = Store.open(tmp_path / "store"), {}
+        store, result = Store.open(tmp_path / "store"), {}
         for name in manifest.splits:
             split = store.split(name)
             for row in range(len(split)):
-                found[tokenizer.decode_batch([split.tokens(row).tolist()])[0]] = split.latents(row)
+                result[tokenizer.decode_batch([split.tokens(row).tolist()])[0]] = split.latents(row)
         # Copies of a text have latents of their own: the last one counts here.
         expected = {text: np.stack([vector, -vector]) for text, vector in zip(texts, vectors, strict=True)}
-        assert found.keys() == expected.keys()
+        assert result.keys() == expected.keys()
         unique = [text for text in expected if texts.count(text) == 1]
-        assert len(unique) > 100 and all(np.array_equal(found[text], expected[text]) for text in unique)
+        assert len(unique) > 100 and all(np.array_equal(result[text], expected[text]) for text in unique)
 
 
 def problems(pa: Any, tmp_path: Path, rows: dict, columns: Columns, **types: Any) -> list:
@@ -236,13 +238,15 @@ def test_what_the_library_saves_is_read_as_it_reads_it(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_dict(rows).shuffle(seed=0)
     whole.save_to_disk(str(tmp_path / "set"), num_shards=4)
     columns = Columns(latents="vector", key="id")
-    found = [item for part in datasets_parts(str(tmp_path / "set"), 5000) for item in read_arrow(part, "text", columns)]
+    result = [
+        item for part in datasets_parts(str(tmp_path / "set"), 5000) for item in read_arrow(part, "text", columns)
+    ]
     library = datasets.load_from_disk(str(tmp_path / "set"))
-    assert [(item.text, item.key) for item in found] == [(row["text"], row["id"]) for row in library]
+    assert [(item.text, item.key) for item in result] == [(row["text"], row["id"]) for row in library]
     assert all(
-        np.array_equal(item.latents[0], np.float64(row["vector"])) for item, row in zip(found, library, strict=True)
+        np.array_equal(item.latents[0], np.float64(row["vector"])) for item, row in zip(result, library, strict=True)
     )
     halves = whole.train_test_split(0.5, seed=0)
     halves.save_to_disk(str(tmp_path / "sets"))
-    found = [item for part in datasets_parts(str(tmp_path / "sets"), 5000) for item in read_arrow(part, "text")]
-    assert [item.text for item in found] == [*halves["train"]["text"], *halves["test"]["text"]]
+    result = [item for part in datasets_parts(str(tmp_path / "sets"), 5000) for item in read_arrow(part, "text")]
+    assert [item.text for item in result] == [*halves["train"]["text"], *halves["test"]["text"]]

@@ -157,8 +157,8 @@ def test_lsa_gives_nan_where_it_knows_no_word(tmp_path: Path) -> None:
 
 def read(path: Path, content: bytes, *options: object) -> list[tuple[int, str]]:
     path.write_bytes(content)
-    found = read_file(path, *options)  # type: ignore[arg-type]
-    return [(item.line, item.text if isinstance(item, Document) else f"<{item.kind}>") for item in found]
+    result = read_file(path, *options)  # type: ignore[arg-type]
+    return [(item.line, item.text if isinstance(item, Document) else f"<{item.kind}>") for item in result]
 
 
 def test_lines(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def collectives() -> list[dict[str, Any]]:
     return json.loads(_dump_fr_trace_json(True, False) or "{}").get("entries", [])
 
 
-def large(found: list[dict[str, Any]]) -> int:
+def large(result: list[dict[str, Any]]) -> int:
     """Return the number of collectives of more than a few values: parameters and gradients."""
-    sizes = [entry["input_sizes"] + entry["output_sizes"] for entry in found]
+    sizes = [entry["input_sizes"] + entry["output_sizes"] for entry in result]
     return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
 
 

@@ -48,16 +48,16 @@ def tensors(engine: Engine) -> Iterator[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found.detach().reshape(-1)
+    result = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return result.detach().reshape(-1)
 
 
 def digest(engine: Engine) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for tensor in map(local, tensors(engine)):
         if tensor.any():  # moments begin as zeros: the same as none
-            found.update(tensor.view(torch.uint8).numpy())
-    return found.hexdigest()
+            result.update(tensor.view(torch.uint8).numpy())
+    return result.hexdigest()
 
 
 def poison(module: torch.nn.Module, inputs: Any) -> None:

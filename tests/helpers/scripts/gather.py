@@ -29,28 +29,28 @@ class Canary:
 
 def main() -> None:
     plan = StepPlan(micro_batch_size=1, accumulation=1, global_batch_size=2, clip_norm=0.0, precision="fp32")
-    runtime = start_engine(DistributedConfig(timeout_s=60), read_launcher_env(os.environ), plan)
+    engine = start_engine(DistributedConfig(timeout_s=60), read_launcher_env(os.environ), plan)
     for value in VALUES:
-        mine = value if runtime.rank else "y"
-        assert runtime.gather(mine) == ["y", value], value
-        assert runtime.gather((runtime.rank, (mine,))) == [[0, ["y"]], [1, [value]]]
+        mine = value if engine.rank else "y"
+        assert engine.gather(mine) == ["y", value], value
+        assert engine.gather((engine.rank, (mine,))) == [[0, ["y"]], [1, [value]]]
     for more in ({1: 2}, {1, 2}, b"x", Path("x"), torch.ones(1)):
         try:
-            runtime.gather({"a": [more]})
+            engine.gather({"a": [more]})
         except AssertionError:
             continue
         raise SystemExit(f"{more!r} was sent")
     pickled = pickle.dumps(Canary(Path(sys.argv[1])))
-    if runtime.rank:
+    if engine.rank:
         for tensor in (torch.tensor([len(pickled)]), torch.frombuffer(bytearray(pickled), dtype=torch.uint8)):
             dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor)  # as `gather` does
     else:
         try:
-            found: Any = runtime.gather("y")
+            result: Any = engine.gather("y")
         except ValueError as error:
-            found = error
-        assert isinstance(found, ValueError), found
-    runtime.close()
+            result = error
+        assert isinstance(result, ValueError), result
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def main() -> None:
         loop(watchdog, rank)
     except Finished:
         pass
-    except BaseException as found:
-        error = found
+    except BaseException as caught:
+        error = caught
         raise
     finally:
         code, cause = exit_code_and_cause(error)

@@ -57,18 +57,18 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
 
 
 def test_without_a_config_only_the_machine_is_checked(command: Command) -> None:
-    found = command("mmldlm.cli", "doctor", "--device", "cpu")
-    assert found.returncode == 0, found.stderr
-    first, *lines, verdict = found.stdout.splitlines()
+    result = command("mmldlm.cli", "doctor", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    first, *lines, verdict = result.stdout.splitlines()
     assert first == "mmldlm doctor: one node, 1 process" and verdict.startswith("ready")
     assert [line.split()[1] for line in lines if "->" not in line] == ["cores", "backend", "shared", "open"]
 
 
 def test_ready_run_passes(command: Command, tiny_config: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    found = command("mmldlm.cli", "doctor", tiny_config, "--device", "cpu", "train.steps=9")
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert re.search(r"^  ok    data store +\S+store, \d+ samples to train on$", found.stdout, re.MULTILINE)
+    result = command("mmldlm.cli", "doctor", tiny_config, "--device", "cpu", "train.steps=9")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^  ok    data store +\S+store, \d+ samples to train on$", result.stdout, re.MULTILINE)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -107,12 +107,12 @@ def test_a_wrong_setting_is_a_finding() -> None:
 
 def test_full_disk(tiny_config: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", mib=16) as disk:
-        found = one(tiny_config, f"run.dir={disk / 'run'}", "--min-free-gib", 0.001)
-        assert found.code == 0  # room for the checkpoints of a tiny network
+        result = one(tiny_config, f"run.dir={disk / 'run'}", "--min-free-gib", 0.001)
+        assert result.code == 0  # room for the checkpoints of a tiny network
         (disk / "ballast").write_bytes(bytes(15 << 20))
-        found = one(tiny_config, f"run.dir={disk / 'run'}", "--min-free-gib", 0.001)
-    assert found.code == 64 and list(found.failed) == ["disk"]
-    assert found.failed["disk"].startswith(f"0.0 GiB free at {disk / 'run'}, ")
+        result = one(tiny_config, f"run.dir={disk / 'run'}", "--min-free-gib", 0.001)
+    assert result.code == 64 and list(result.failed) == ["disk"]
+    assert result.failed["disk"].startswith(f"0.0 GiB free at {disk / 'run'}, ")
 
 
 @pytest.mark.quick
@@ -122,9 +122,9 @@ def test_room_for_checkpoints_is_reckoned_from_the_network(tiny_config: Path, ti
     assert parameters == sum(count_parameters(build_model(config, store.manifest, "cpu")).values())
     assert check_disk(config, store, 0).status == "ok"
     many = load_config(tiny_config, ["checkpoint.keep_last=999999999"])
-    found = check_disk(many, store, 0)
-    assert found.status == "fail"
-    assert f"{1e9 * parameters * 12 / 2**30:,.1f} needed for 1000000000 checkpoints" in found.found
+    result = check_disk(many, store, 0)
+    assert result.status == "fail"
+    assert f"{1e9 * parameters * 12 / 2**30:,.1f} needed for 1000000000 checkpoints" in result.found
     # What is there already needs no more room.
     saved = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"
     saved.parent.mkdir(parents=True)
@@ -136,15 +136,15 @@ def test_room_for_checkpoints_is_reckoned_from_the_network(tiny_config: Path, ti
 def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert check_folder(tmp_path / "new" / "run").status == "ok" and not (tmp_path / "new").exists()
     (tmp_path / "file").touch()
-    found = check_folder(tmp_path / "file" / "run")
-    assert found.status == "fail" and found.found == f"cannot write {tmp_path / 'file' / 'run'}: Not a directory"
+    result = check_folder(tmp_path / "file" / "run")
+    assert result.status == "fail" and result.found == f"cannot write {tmp_path / 'file' / 'run'}: Not a directory"
 
 
 @pytest.mark.quick
 def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
     with small_disk(tmp_path / "shm", mib=64) as folder:
-        found = check_shared_memory(2, folder)
-    assert found.status == "warn" and found.found == f"64 MiB free in {folder}, 512 advised"
+        result = check_shared_memory(2, folder)
+    assert result.status == "warn" and result.found == f"64 MiB free in {folder}, 512 advised"
     assert check_shared_memory(1, tmp_path / "none").status == "warn"
 
 
@@ -154,17 +154,17 @@ def test_few_open_files_is_a_warning() -> None:
         "import resource; from mmldlm.tools.doctor.checks import check_open_files as check\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); found = check(); print(found.status, found.remedy)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.startswith("warn ulimit -n ")
-    advice = int(found.rsplit(maxsplit=1)[1])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert result.startswith("warn ulimit -n ")
+    advice = int(result.rsplit(maxsplit=1)[1])
     assert 256 < advice <= 4096 and check_open_files().name == "open files"
 
 
 def test_port_taken_names_who_has_it() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        found = one(NNODES=2, NODE_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        assert found.code == 64 and found.failed["port"].startswith(f"{port}: in use by process {os.getpid()}: ")
+        result = one(NNODES=2, NODE_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert result.code == 64 and result.failed["port"].startswith(f"{port}: in use by process {os.getpid()}: ")
         # accelerate launch takes another port by itself, on one node.
         alone = one("--processes", 2, MASTER_PORT=port)
     assert alone.code == 0 and alone.findings["port"]["status"] == "warn"
@@ -172,15 +172,15 @@ def test_port_taken_names_who_has_it() -> None:
 
 def test_node_0_does_not_answer() -> None:
     port = free_port()
-    found = one("--timeout", 0.5, NNODES=2, NODE_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    assert found.code == 64 and found.failed == {"master": f"127.0.0.1:{port} refused"}
-    assert "this node itself" in found.findings["master"]["remedy"]
+    result = one("--timeout", 0.5, NNODES=2, NODE_RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert result.code == 64 and result.failed == {"master": f"127.0.0.1:{port} refused"}
+    assert "this node itself" in result.findings["master"]["remedy"]
 
 
 def test_unresolved_host() -> None:
-    found = one("--timeout", 0.5, NNODES=2, NODE_RANK=1, MASTER_ADDR="node0.invalid", MASTER_PORT=29500)
-    assert found.code == 64 and found.failed["master"] == "node0.invalid:29500 name not resolved"
-    assert found.failed["interface"] == "none leads to node0.invalid: name not resolved"
+    result = one("--timeout", 0.5, NNODES=2, NODE_RANK=1, MASTER_ADDR="node0.invalid", MASTER_PORT=29500)
+    assert result.code == 64 and result.failed["master"] == "node0.invalid:29500 name not resolved"
+    assert result.failed["interface"] == "none leads to node0.invalid: name not resolved"
 
 
 @pytest.mark.quick
@@ -232,4 +232,4 @@ def test_the_report_and_its_verdict() -> None:
         "                   -> do that",
         "not ready: 1 failed, 1 warning",
     ]
-    assert [exit_code(found) for found in ([good, doubtful], [bad], [bad, fail("d", "", "r")])] == [0, 65, 64]
+    assert [exit_code(result) for result in ([good, doubtful], [bad], [bad, fail("d", "", "r")])] == [0, 65, 64]

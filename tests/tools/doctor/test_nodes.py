@@ -24,13 +24,13 @@ def test_two_good_nodes_are_ready_and_leave_nothing_behind(tiny_config: Path, tm
     assert [(report.code, report.node, report.failed) for report in reports] == [(0, 0, {}), (0, 1, {})]
     assert sorted(tmp_path.rglob("*")) == before
     for report in reports:
-        found = {name: finding["found"] for name, finding in report.findings.items()}
-        assert found["nodes"] == "2 connected, all on one machine"
-        assert found["interface"] == "lo leads to 127.0.0.1"
-        equal = {name for name, value in found.items() if value == "on all nodes"}
+        result = {name: finding["found"] for name, finding in report.findings.items()}
+        assert result["nodes"] == "2 connected, all on one machine"
+        assert result["interface"] == "lo leads to 127.0.0.1"
+        equal = {name for name, value in result.items() if value == "on all nodes"}
         assert equal == {f"{what} equal" for what in ("launch", "versions", "config", "data")}
-        assert found["run.dir"] == f"{tmp_path / 'run'}, one folder for all nodes"
-        latency, speed = found["all-reduce, gloo"].split(" us for 4 bytes, ")
+        assert result["run.dir"] == f"{tmp_path / 'run'}, one folder for all nodes"
+        latency, speed = result["all-reduce, gloo"].split(" us for 4 bytes, ")
         assert float(latency.replace(",", "")) > 0 and float(speed.removesuffix(" GB/s")) > 0
     assert {"port"} <= set(reports[0].findings) and {"master"} <= set(reports[1].findings)
 
@@ -128,8 +128,8 @@ def test_clocks_within_two_seconds_are_good() -> None:
 @pytest.mark.quick
 def test_a_loopback_address_fails_only_where_the_nodes_are_different_machines() -> None:
     facts = [NodeFacts(machine, True, node == 0, 0.0, None, {}) for node, machine in enumerate("ab")]
-    found = check_machines(NodeEnv(nodes=2, host="node0"), facts)
-    assert found.status == "fail" and found.found == "node0 is a loopback address on node 0"
+    result = check_machines(NodeEnv(nodes=2, host="node0"), facts)
+    assert result.status == "fail" and result.found == "node0 is a loopback address on node 0"
     assert check_machines(NodeEnv(nodes=2), [facts[0], facts[0]]).status == "warn"
     assert check_machines(NodeEnv(nodes=2), [NodeFacts("c", True, False, 0.0, None, {}), facts[1]]).status == "ok"
 
@@ -139,5 +139,5 @@ def test_common_failures_are_reported_once() -> None:
     shared = {"name": "config equal", "found": "x", "remedy": "r", "exit_code": 64}
     own = {"name": "disk", "found": "full", "remedy": "r", "exit_code": 64}
     assert failures_on_other_nodes(1, [[shared], [shared, own]]) == []
-    (found,) = failures_on_other_nodes(0, [[shared], [shared, own]])
-    assert (found.name, found.found, found.exit_code) == ("node 1", "disk: full", 64)
+    (result,) = failures_on_other_nodes(0, [[shared], [shared, own]])
+    assert (result.name, result.found, result.exit_code) == ("node 1", "disk: full", 64)

@@ -33,14 +33,14 @@ def steps(run: Path) -> list[int]:
     return sorted({record["step"] for record in History(run).by_kind("train")})
 
 
-def advice(found: list[Alert], name: str) -> str:
-    return next(f"{alert.found}; {alert.advice}" for alert in found if alert.name == name)
+def advice(result: list[Alert], name: str) -> str:
+    return next(f"{alert.found}; {alert.advice}" for alert in result if alert.name == name)
 
 
 def test_healthy_run_has_no_alert(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run = tmp_path / "healthy"
     forked.succeed("single", run, 1, tiny_config, *HEALTHY, OFTEN)
-    assert {step: found for step in steps(run) if (found := alerts_at(run, step, **BUSY_MACHINE))} == {}
+    assert {step: result for step in steps(run) if (result := alerts_at(run, step, **BUSY_MACHINE))} == {}
     look = seen_at(run, 90)
     assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait_share is not None
     finished = Snapshot(History(run), 10.0)
@@ -61,8 +61,8 @@ def test_healthy_run_has_no_alert(forked: ForkedRuns, tiny_config: Path, tmp_pat
 def test_a_run_that_diverges(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     forked.succeed("single", run, 1, tiny_config, *BARE, "train.steps=26", "optim.lr=0.1")
-    found = alerts(seen_at(run, 14))
-    assert "more than at the start" in advice(found, "rising loss") and "optim.lr" in advice(found, "rising loss")
+    result = alerts(seen_at(run, 14))
+    assert "more than at the start" in advice(result, "rising loss") and "optim.lr" in advice(result, "rising loss")
     assert "times optim.clip_norm" in advice(alerts(seen_at(run, 25)), "gradient norm")
 
 
@@ -95,9 +95,9 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
     assert alerts_at(run, 8, **BUSY_MACHINE, skip_steps=2) == set(), "it is long ago"
     ended = Snapshot(History(run), 10.0)
     assert ended.state.name == "failed" and ended.state.code == 70
-    found = alerts(ended)
-    assert [alert.name for alert in found] == ["failed", "skipped steps"]
-    assert "the loss was not finite (11)" in advice(found, "skipped steps") and "exit code 70" in found[0].found
+    result = alerts(ended)
+    assert [alert.name for alert in result] == ["failed", "skipped steps"]
+    assert "the loss was not finite (11)" in advice(result, "skipped steps") and "exit code 70" in result[0].found
 
 
 def test_overfitting_run(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_overfitting_run(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) 
     often = ("loss.text=masked_mean", "validation={every: 20, samples: 64, text_samples: 0}", "log.every=2")
     forked.succeed("single", run, 1, tiny_config, *BARE, *learns, *often, f"data.path={tmp_path / 'few'}")
     assert alerts_at(run, 60, **BUSY_MACHINE) == set() and alerts_at(run, 100, **BUSY_MACHINE) == {"rising loss"}
-    found = advice(alerts(seen_at(run, 100)), "rising loss")
-    assert "validation/total rose three times in a row" in found and "checkpoint.keep_best" in found
+    result = advice(alerts(seen_at(run, 100)), "rising loss")
+    assert "validation/total rose three times in a row" in result and "checkpoint.keep_best" in result
 
 
 def test_an_fp16_run_that_overflows_again_and_again(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def read_until(monitor: subprocess.Popen[str], state: str) -> tuple[dict[str, ob
     """The first look that finds the run in `state`, and when it came."""
     assert monitor.stdout is not None
     for line in monitor.stdout:
-        (found,) = json.loads(line)
-        if found["state"] == state:
-            return found, time.time()
+        (result,) = json.loads(line)
+        if result["state"] == state:
+            return result, time.time()
     raise AssertionError(f"the monitor ended, and no look was {state}")
 
 
@@ -186,22 +186,22 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
     endless = ("train.steps=100000", "distributed.timeout_s=60", f"run.dir={run}")
     pids = forked.start("ddp", [tiny_config, *BARE, *endless], 2, log)
 
-    def found() -> dict[str, str]:
+    def result() -> dict[str, str]:
         look = Snapshot(History(run), 1.0)
         return {alert.name: alert.found for alert in alerts(look)}
 
     try:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 5, "steps")
         os.kill(pids[1], signal.SIGSTOP)
-        wait_until(lambda: "no news" in found(), "news of the hang")
-        assert f"stopped by a signal: process {pids[1]}" in found()["no news"]
+        wait_until(lambda: "no news" in result(), "news of the hang")
+        assert f"stopped by a signal: process {pids[1]}" in result()["no news"]
         os.kill(pids[0], signal.SIGSTOP)  # so that it cannot tell of the loss
         os.kill(pids[1], signal.SIGKILL)
-        wait_until(lambda: "rank lost" in found(), "news of the loss")
-        assert f"rank 1 (process {pids[1]})" in found()["rank lost"]
+        wait_until(lambda: "rank lost" in result(), "news of the loss")
+        assert f"rank 1 (process {pids[1]})" in result()["rank lost"]
         os.kill(pids[0], signal.SIGCONT)
         assert forked.wait(pids[:1]) == {pids[0]: 76}, log.read_text()[-3000:]
-        assert "exit code 76" in found()["failed"] and "rank 1" in found()["rank lost"]
+        assert "exit code 76" in result()["failed"] and "rank 1" in result()["rank lost"]
     finally:
         forked.kill(pids)
 

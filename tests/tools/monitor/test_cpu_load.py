@@ -17,7 +17,7 @@ Phase = tuple[int, float, float | None]  # records, tokens a second, cores of ot
 QUIET, BESIDE, SLOW = (40, 5000.0, 0.1), (10, 500.0, 2.0), (10, 500.0, 0.2)
 
 
-def found(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, str]:
+def alerts_of(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, str]:
     """Alerts at the end of a session of `phases`, a record each tenth step."""
     file = MetricsFile(folder / "metrics.jsonl", None)
     file.write("start", 0, {"total_steps": 10_000})
@@ -31,7 +31,7 @@ def found(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, str]:
 
 
 def test_new_load_explains_lower_speed(tmp_path: Path) -> None:
-    (words,) = found(tmp_path, QUIET, BESIDE).values()
+    (words,) = alerts_of(tmp_path, QUIET, BESIDE).values()
     assert "500 tokens/s (median of 10 records), before 5000; other processes keep 2.0 cores" in words
     assert "before 0.1" in words and "OMP_NUM_THREADS" in words and "start it again" in words
 
@@ -51,9 +51,9 @@ def test_new_load_explains_lower_speed(tmp_path: Path) -> None:
     ],
 )
 def test_cause_of_lower_speed(tmp_path: Path, phases: list[Phase], names: set[str]) -> None:
-    assert set(found(tmp_path, *phases)) == names
+    assert set(alerts_of(tmp_path, *phases)) == names
 
 
 def test_its_threshold(tmp_path: Path) -> None:
-    assert set(found(tmp_path, QUIET, BESIDE, cores_of_others=1.8)) == {"busy cores"}
-    assert set(found(tmp_path / "more", QUIET, BESIDE, cores_of_others=2.0)) == {"low speed"}
+    assert set(alerts_of(tmp_path, QUIET, BESIDE, cores_of_others=1.8)) == {"busy cores"}
+    assert set(alerts_of(tmp_path / "more", QUIET, BESIDE, cores_of_others=2.0)) == {"low speed"}

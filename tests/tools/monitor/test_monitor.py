@@ -57,19 +57,19 @@ def monitor(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
     """Several runs at once; the exit code says whether any of them needs someone."""
     done, lost = ended(tmp_path / "done", 0, "finished"), ended(tmp_path / "lost", 74, "cannot write x\x1b[2J: full")
-    found = monitor(going_on, done, "--once", "--json")
-    assert found.returncode == 0 and found.stderr == ""
-    first, second = json.loads(found.stdout)
+    result = monitor(going_on, done, "--once", "--json")
+    assert result.returncode == 0 and result.stderr == ""
+    first, second = json.loads(result.stdout)
     assert (first["state"], first["step"], first["total_steps"], first["alerts"]) == ("running", 20, 40, [])
     assert first["values"] == {"loss/total": 3.0, "speed/step_s": 2.0, "speed/tokens_per_s": 1234.0}
     assert (second["state"], second["code"], second["checkpoint"]["step"]) == ("finished", 0, 20)
 
-    found = monitor(done, lost, "--once")
-    assert found.returncode == 69 and "done  finished  step 20/40 (50%)" in found.stdout
-    assert "! failed: exit code 74: cannot write x?[2J: full" in found.stdout, (
+    result = monitor(done, lost, "--once")
+    assert result.returncode == 69 and "done  finished  step 20/40 (50%)" in result.stdout
+    assert "! failed: exit code 74: cannot write x?[2J: full" in result.stdout, (
         "what files say is no order to a terminal"
     )
-    assert "-> make room on the disk" in found.stdout and "\x1b" not in found.stdout
+    assert "-> make room on the disk" in result.stdout and "\x1b" not in result.stdout
 
     slow = monitor(going_on, "--once", "--json", "--threshold", "disk_gib=1e9")
     assert slow.returncode == 69 and [alert["name"] for alert in json.loads(slow.stdout)[0]["alerts"]] == ["disk"]
@@ -85,9 +85,9 @@ def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
-    found = monitor(tmp_path, *arguments)
-    assert found.returncode == code and found.stdout == ""
-    assert found.stderr.count("\n") == 1 and said in found.stderr
+    result = monitor(tmp_path, *arguments)
+    assert result.returncode == code and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and said in result.stderr
 
 
 def test_into_a_file_it_ends_with_the_run(going_on: Path) -> None:

@@ -22,27 +22,27 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_interval_is_fiellers(x: list[float], y: list[float]) -> None:
-    found = ratio_of_means(SeedStats.from_values(x), SeedStats.from_values(y))
-    assert found.value == pytest.approx(np.mean(x) / np.mean(y))
-    assert found.interval == pytest.approx(fieller(x, y))
-    assert found.interval[0] < found.value < found.interval[1]
+    result = ratio_of_means(SeedStats.from_values(x), SeedStats.from_values(y))
+    assert result.value == pytest.approx(np.mean(x) / np.mean(y))
+    assert result.interval == pytest.approx(fieller(x, y))
+    assert result.interval[0] < result.value < result.interval[1]
 
 
 def test_interval_has_its_coverage() -> None:
     rng = np.random.default_rng(7)
     held = 0
     for _ in range(2000):
-        found = ratio_of_means(
+        result = ratio_of_means(
             SeedStats.from_values(rng.normal(8, 0.4, 4)), SeedStats.from_values(rng.normal(10, 0.8, 5))
         ).interval
-        held += found[0] <= 0.8 <= found[1]
+        held += result[0] <= 0.8 <= result[1]
     assert 0.935 <= held / 2000 <= 0.97
 
 
 def test_no_interval_without_enough_data() -> None:
     one, several = SeedStats.from_values([2.0]), SeedStats.from_values([4.0, 4.2, 3.9])
-    for found in (ratio_of_means(one, several), ratio_of_means(several, one), ratio_of_means(one, one)):
-        assert found.no_interval_reason == "n = 1" and np.isnan(found.interval).all() and found.value > 0
+    for result in (ratio_of_means(one, several), ratio_of_means(several, one), ratio_of_means(one, one)):
+        assert result.no_interval_reason == "n = 1" and np.isnan(result.interval).all() and result.value > 0
     assert np.isnan(ratio_of_means(several, SeedStats.from_values([0.0])).value)
     doubtful = ratio_of_means(several, SeedStats.from_values([-1.0, 1.5, 0.2]))
     assert np.isnan(doubtful.interval).all() and doubtful.no_interval_reason == "interval without bound"

@@ -56,8 +56,8 @@ def made(*runs: Path, out: Path, **options: Path) -> dict[str, Any]:
     """final_metrics.json of a report of these runs in `out`."""
     arguments = [f"--{name}={value}" for name, value in options.items()]
     assert cli.main(["report", *map(str, runs), f"--out={out}", *arguments]) == 0
-    found: dict[str, Any] = json.loads((out / "final_metrics.json").read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads((out / "final_metrics.json").read_text(encoding="utf-8"))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def rows(page: str, section: str) -> dict[str, list[str]]:
 
 
 def test_ratios_equal_those_worked_out_from_the_records(runs: Path, reported: tuple[Path, dict[str, Any]]) -> None:
-    out, found = reported
+    out, result = reported
     base, slow = ([report_numbers.values(runs / name) for name in names(kind)] for kind in ("base", "slow"))
     table = rows((out / "report.html").read_text(encoding="utf-8"), "comparison")
-    compared = {entry["metric"]: entry for entry in found["comparison"]}
+    compared = {entry["metric"]: entry for entry in result["comparison"]}
     for key in KEYS:
         x, y = [each[key] for each in slow], [each[key] for each in base]
         ratio, interval, entry, cell = sum(x) / sum(y), report_numbers.fieller(x, y), compared[key], table[key][-1]
@@ -94,16 +94,16 @@ def test_ratios_equal_those_worked_out_from_the_records(runs: Path, reported: tu
             assert f"[{interval[0]:.3f}, {interval[1]:.3f}]" in cell, key
         assert interval is not None or "validation" not in key
         for name, numbers in zip(names("slow"), slow, strict=True):
-            assert found["runs"][name]["metrics"][key] == pytest.approx(numbers[key], rel=1e-12)
+            assert result["runs"][name]["metrics"][key] == pytest.approx(numbers[key], rel=1e-12)
 
 
 def test_seeds_are_one_group_and_only_what_was_changed_differs(reported: tuple[Path, dict[str, Any]]) -> None:
-    out, found = reported
-    assert found["groups"] == {"base-1": names("base"), "slow-1": names("slow")} and found["baseline"] == "base-1"
-    assert found["config_differences"] == {"optim.lr": {"base-1": 0.003, "slow-1": 0.0003}}
+    out, result = reported
+    assert result["groups"] == {"base-1": names("base"), "slow-1": names("slow")} and result["baseline"] == "base-1"
+    assert result["config_differences"] == {"optim.lr": {"base-1": 0.003, "slow-1": 0.0003}}
     assert rows((out / "report.html").read_text(encoding="utf-8"), "differences") == {"optim.lr": ["0.003", "0.0003"]}
-    assert found["runs"]["base-2"]["events"] == {"start": 1, "checkpoint": 2, "finish": 1}
-    assert (found["runs"]["base-2"]["state"], found["runs"]["base-2"]["step"], found["runs"]["base-2"]["seed"]) == (
+    assert result["runs"]["base-2"]["events"] == {"start": 1, "checkpoint": 2, "finish": 1}
+    assert (result["runs"]["base-2"]["state"], result["runs"]["base-2"]["step"], result["runs"]["base-2"]["seed"]) == (
         "finished",
         20,
         2,
@@ -125,13 +125,13 @@ def lean(run: Path, copy: Path, last: int = 10**6) -> Path:
 
 def test_one_seed_has_no_interval_and_the_shortest_run_says_how_far_is_compared(runs: Path, tmp_path: Path) -> None:
     base, short = lean(runs / "base-1", tmp_path / "base-1"), lean(runs / "slow-1", tmp_path / "short", last=13)
-    found = made(base, short, out=tmp_path / "out", baseline=short)
-    assert (found["baseline"], found["compared_to_step"]) == ("short", 13)
+    result = made(base, short, out=tmp_path / "out", baseline=short)
+    assert (result["baseline"], result["compared_to_step"]) == ("short", 13)
     theirs, ours = report_numbers.values(base, 13), report_numbers.values(short)
-    compared = {entry["metric"]: entry for entry in found["comparison"]}
+    compared = {entry["metric"]: entry for entry in result["comparison"]}
     ratios = {key: compared[key]["ratio"] for key in KEYS}
     assert ratios == pytest.approx({key: theirs[key] / ours[key] for key in KEYS}, rel=1e-12)
-    assert found["runs"]["base-1"]["metrics"]["loss/total"] == pytest.approx(report_numbers.values(base)["loss/total"])
+    assert result["runs"]["base-1"]["metrics"]["loss/total"] == pytest.approx(report_numbers.values(base)["loss/total"])
     table = rows((tmp_path / "out" / "report.html").read_text(encoding="utf-8"), "comparison")
     assert {entry["interval"] for entry in compared.values()} == {None}
     assert all("(n = 1)" in cells[-1] and "[" not in cells[-1] for cells in table.values())
@@ -205,17 +205,17 @@ def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[byte
 def test_running_and_killed_run(endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, "the first steps")
-    found = made(run, lean(runs / "base-1", tmp_path / "base-1"), out=tmp_path / "out")
-    alive = found["runs"]["run"]
+    result = made(run, lean(runs / "base-1", tmp_path / "base-1"), out=tmp_path / "out")
+    alive = result["runs"]["run"]
     assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5
-    assert 0 < found["compared_to_step"] <= 20 and not (run / "report").exists()
+    assert 0 < result["compared_to_step"] <= 20 and not (run / "report").exists()
 
     endless.kill()
     endless.wait()
     with metrics.open("ab") as torn:
         torn.write(b'{"kind": "train", "step": 99999, "ti')
-    found = made(run, out=run / "report")
-    dead = found["runs"]["run"]
+    result = made(run, out=run / "report")
+    dead = result["runs"]["run"]
     assert dead["state"] == "killed" and alive["step"] <= dead["step"] < 99_999
     page = (run / "report" / "report.html").read_text(encoding="utf-8")
     assert "failure" in str(rows(page, "events")) and "left no exit.json" in page
@@ -241,10 +241,10 @@ def test_events_are_marked_and_told(tmp_path: Path) -> None:
             file.write("micro_batch", step + 1, {"before": 8, "micro_batch_size": 4})
     words = {"code": 70, "rank": 0, "step": 30, "cause": "the loss is not finite", "time": 2e9}
     (run / "exit.json").write_text(json.dumps(words))
-    found = made(run, out=tmp_path / "out")
+    result = made(run, out=tmp_path / "out")
     once = ("start", "skip", "checkpoint", "stop", "resume", "micro_batch", "failure")
-    assert found["runs"]["run"]["events"] == dict.fromkeys(once, 1)
-    assert found["runs"]["run"]["metrics"]["quality/l2t_bleu"] == 30.0
+    assert result["runs"]["run"]["events"] == dict.fromkeys(once, 1)
+    assert result["runs"]["run"]["metrics"]["quality/l2t_bleu"] == 30.0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert ">l2t bleu</text>" in page
     for told in (
@@ -305,6 +305,6 @@ def test_a_browser_finds_no_page_in_what_a_folder_holds(tmp_path: Path) -> None:
 def test_run_without_records(tmp_path: Path, content: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text(content)
-    found = made(tmp_path / "run", tmp_path / "run", out=tmp_path / "out")
-    assert list(found["runs"]) == ["run"] and found["runs"]["run"]["metrics"] == {}
+    result = made(tmp_path / "run", tmp_path / "run", out=tmp_path / "out")
+    assert list(result["runs"]) == ["run"] and result["runs"]["run"]["metrics"] == {}
     assert "No training record yet" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")

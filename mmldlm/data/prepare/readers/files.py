@@ -79,10 +79,10 @@ def _find_url(name: str) -> list[str]:
         if "*" not in name and system.isfile(path):
             return [name]
         is_folder = "*" not in name and system.isdir(path)
-        found = system.find(path) if is_folder else system.glob(path) if "*" in name else []
+        result = system.find(path) if is_folder else system.glob(path) if "*" in name else []
         files = sorted(
             system.unstrip_protocol(file)
-            for file in found
+            for file in result
             if (PurePosixPath(file).suffix in SUFFIXES if is_folder else system.isfile(file))
         )
     return files or _no_file(name, is_folder)
