@@ -46,7 +46,7 @@ def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[
 
 
 def started(corpus: Path, store: Path, processes: int, *options: object) -> psutil.Popen:
-    """A preparation that leads a process group of its own, and writes what it says to a file beside the store."""
+    """A preparation that leads a process group of its own, and writes what it says to a file next to the store."""
     command = [
         sys.executable,
         "-m",

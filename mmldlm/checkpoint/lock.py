@@ -37,7 +37,7 @@ class RunLock:
     """Exclusive lock on `run_dir`, held from `__enter__` to `__exit__` or until the process dies.
 
     The file `run.lock` names the holder and is never deleted. Only the kernel's lock on it counts, so the file of a
-    killed run blocks nobody.
+    killed run leaves no lock.
 
     Attributes:
         previous: `host`, `pid` and `started` of the last holder if it was killed, else None.

@@ -93,8 +93,8 @@ class NodeRendezvous:
     def close(self) -> None:
         """Leave. Returns once node 0 no longer listens on the port, so that the training can use it."""
         with suppress(RuntimeError):  # raised by the end of the store, for which all but node 0 wait
-            self.store.set(f"farewell/{self.node}", "")
-            keys = [f"farewell/{node}" for node in range(self.nodes)] if self.node == 0 else ["never"]
+            self.store.set(f"leave/{self.node}", "")
+            keys = [f"leave/{node}" for node in range(self.nodes)] if self.node == 0 else ["never"]
             self._wait_for(keys, self._leave_timeout_s)
         self._store = None
 

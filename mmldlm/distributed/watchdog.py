@@ -63,7 +63,7 @@ class _Phase(NamedTuple):
 class Watchdog:
     """The watchdog of one rank. Calls from the main thread cost no more than an assignment.
 
-    Two threads run beside the main thread: one talks to the store and may block in it forever; the other ends the
+    Two threads run next to the main thread: one talks to the store and may block in it forever; the other ends the
     process where the main thread cannot.
     """
 

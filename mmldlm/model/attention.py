@@ -7,7 +7,7 @@ All backends compute the same function:
   kernel and no backward of FlexAttention.
 - `varlen`: one call of `torch.nn.attention.varlen` for the whole micro-batch; CUDA in half precision.
 - `math`: one masked softmax over all rows. The reference for tests; quadratic in S.
-- `cpu_half`: `sdpa` in half precision on a CPU, in `cpu_half.py`; nobody has to ask for it.
+- `cpu_half`: `sdpa` in half precision on a CPU, in `cpu_half.py`; chosen automatically.
 
 Shape letters: B samples, N text tokens, M latent tokens of a sample, H heads, K width of a head,
 S = B*M + N rows of the joint sequence.

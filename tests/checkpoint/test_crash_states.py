@@ -104,8 +104,8 @@ def fault(folder: Path, kept: int, tree: Tree, after: Sequence[Any]) -> str:
         for repair in (False, True):
             if (result := content(store, repair)) not in after[kept : kept + 2]:
                 return f"newest is {result and result[0]}, {kept} promises kept: {tree}"
-        store.save(1000, {"file": b"x"}, {})  # and the run goes on
-        return "" if content(store) == (1000, {"file": b"x"}) else f"cannot go on: {tree}"
+        store.save(1000, {"file": b"x"}, {})  # and the run continues
+        return "" if content(store) == (1000, {"file": b"x"}) else f"cannot continue: {tree}"
     except DataError as error:
         return f"{error}: {tree}"
     finally:

@@ -149,7 +149,7 @@ def test_damaged_newest_is_set_aside_and_the_previous_used(tmp_path, caplog):
     (tmp_path / "step-00000003" / "model.bin").unlink()
     assert store.newest().step == 1 and (tmp_path / "damaged-step-00000003-1").is_dir()
     (tmp_path / "step-00000001" / "model.bin").unlink()
-    for _ in range(2):  # not "None", from which a run would start anew
+    for _ in range(2):  # not "None", from which a run would start again
         with pytest.raises(DataError, match=r"no good checkpoint.*damaged-step-00000001"):
             store.newest()
 

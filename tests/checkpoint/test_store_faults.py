@@ -61,7 +61,7 @@ def test_killed_writer_leaves_a_valid_checkpoint(tmp_path):
         before = set(tmp_path.iterdir())
         child = os.fork()
         if not child:
-            # A fresh child goes on from what it finds, as a restarted run does.
+            # A fresh child resumes from what it finds, as a restarted run does.
             try:
                 writer = CheckpointStore(tmp_path, Retention(last=1))
                 step = writer.newest().step

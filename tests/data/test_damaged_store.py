@@ -146,7 +146,7 @@ def test_bad_samples_are_left_out_up_to_the_number_allowed(shards: Path) -> None
 
 @quick
 def test_the_order_without_bad_samples_is_what_it_was() -> None:
-    """Runs of earlier versions go on with the samples that they would have read."""
+    """Runs of earlier versions continue with the samples that they would have read."""
     assert SampleOrder(np.arange(1, 101), 3, 32, 4).take(95, 10).tolist() == [84, 30, 31, 52, 93, 56, 62, 64, 68, 92]
 
 

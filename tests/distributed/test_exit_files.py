@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmldlm.distributed import exit_files as last_words
+from mmldlm.distributed import exit_files
 from mmldlm.distributed.exit_files import ProcessInfo, clear_exit_files, dump_stacks, kill_processes, write_exit
 from tests.helpers.waiting import PATIENCE_S
 
@@ -107,7 +107,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_only_the_identified_process_is_killed(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_words, "KILL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(exit_files, "KILL_TIMEOUT_S", 0.2)
     stat = Path(f"/proc/{sleeper.pid}/stat").read_text()
     start_time = int(stat.rpartition(")")[2].split()[19])
     assert (

@@ -29,7 +29,7 @@ def seen(
     return PeerHeartbeat(beat, 50.0, 50.0 + silent_s)
 
 
-def verdict(
+def diagnose_with(
     *peers: PeerHeartbeat, wait: PendingCollective = WAIT, world_size: int | None = None, store_unreachable: str = ""
 ) -> Failure:
     by_rank = {peer.heartbeat.rank: peer for peer in peers}
@@ -37,7 +37,7 @@ def verdict(
 
 
 def test_silent_rank_is_named_before_stuck_ranks() -> None:
-    result = verdict(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
+    result = diagnose_with(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
     assert result.rank == 2 and [process.pid for process in result.silent] == [102, 103]
     assert result.cause == (
         "rank 2 (host far, pid 102) is not responding (no heartbeat for at least 4.0 s), last seen at step 7, "
@@ -46,7 +46,7 @@ def test_silent_rank_is_named_before_stuck_ranks() -> None:
 
 
 def test_rank_longest_out_of_collectives_is_stuck() -> None:
-    result = verdict(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
+    result = diagnose_with(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
     assert result.rank == 3 and result.silent == ()
     assert "rank 3 (host far, pid 103) has been stuck outside of any collective for 9.0 s (step 7)" in result.cause
 
@@ -61,21 +61,21 @@ def test_rank_longest_out_of_collectives_is_stuck() -> None:
     ],
 )
 def test_ranks_in_different_collectives(peers: list[PeerHeartbeat], rank: int | None, text: str) -> None:
-    result = verdict(*peers)
+    result = diagnose_with(*peers)
     assert result.rank == rank and text in result.cause
 
 
 def test_broken_connection_does_not_blame_working_ranks() -> None:
-    result = verdict(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False))
+    result = diagnose_with(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False))
     assert result.rank is None and "the connection broke" in result.cause
 
 
 def test_rank_that_never_started() -> None:
-    assert "rank 2 never connected, nor did ranks [3]" in verdict(seen(1), world_size=4).cause
+    assert "rank 2 never connected, nor did ranks [3]" in diagnose_with(seen(1), world_size=4).cause
 
 
 def test_unreachable_store_blames_no_rank() -> None:
-    result = verdict(seen(1, ""), store_unreachable="the store at a:1")
+    result = diagnose_with(seen(1, ""), store_unreachable="the store at a:1")
     assert result.rank is None and result.cause.startswith(
         "the store at a:1 does not respond; rank 0 or the launcher hosts it"
     )
@@ -92,7 +92,7 @@ def test_heartbeats_are_read_until_conclusive() -> None:
 
 
 def test_heartbeat_round_trip() -> None:
-    failure = verdict(seen(1, silent_s=4.0))
+    failure = diagnose_with(seen(1, silent_s=4.0))
     assert Failure.parse(json.dumps(asdict(failure)).encode()) == failure
     beat = seen(1).heartbeat
     assert Heartbeat.parse(json.dumps(asdict(beat)).encode()) == beat

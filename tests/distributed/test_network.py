@@ -26,7 +26,7 @@ def test_own_address_uses_its_interface() -> None:
         if entry.family == socket.AF_INET and not is_loopback(entry.address)
     ]
     if not own:
-        pytest.skip("this machine has no network beside lo")
+        pytest.skip("this machine has no network besides lo")
     assert [(interface_for(address), address) for _, address in own] == own
 
 

@@ -72,7 +72,7 @@ def test_latents_of_a_perfect_run(perfect: dict[str, Any], tiny_store: Path) -> 
     t2l, truth = perfect["t2l"], Evaluation(perfect_run(tiny_store), EvaluationConfig()).raw_latents
     assert t2l["cosine"] == pytest.approx(1, abs=1e-4)
     own = retrieval_ranks(unit_vectors(truth) @ unit_vectors(truth).T)
-    assert t2l["recall_at_1"] == (own <= 1).mean() > 0.8  # equal documents are told apart by nobody
+    assert t2l["recall_at_1"] == (own <= 1).mean() > 0.8  # equal documents are told apart by nothing
     assert t2l["recall_at_10"] == 1 and t2l["median_rank"] == 1
     assert t2l["cosine_shuffled"] < t2l["cosine_mean_latent"] < 0.9
     assert t2l["sts_spearman"] > 0.999 and t2l["sts_spearman_encoder"] > 0.999
@@ -156,7 +156,7 @@ def test_network_that_only_reads_the_latent_degrades_with_noise(fresh: LoadedRun
         cosines == sorted(cosines, reverse=True) and cosines[0] > 0.98 and cosines[-1] < rows[-1]["cosine_mean_latent"]
     )
     assert recall[0] > 0.7 and recall[-1] < 0.2
-    # Another text beside the latent changes nothing.
+    # Another text next to the latent changes nothing.
     assert [row["cosine_shuffled"] for row in rows] == pytest.approx(cosines, abs=0.03)
 
 

@@ -79,7 +79,7 @@ class KnowsAll(torch.nn.Module):
         inputs = zip(visible, noised_latents, t_text.tolist(), t_latent.tolist(), strict=True)
         seen = [self.seen(*sample) for sample in inputs]
         written = [self.texts[row] for row in seen]
-        # A text of another length than the one asked for is cut, or begins anew.
+        # A text of another length than the one asked for is cut, or starts again.
         text = [
             own[place % len(own)] for own, size in zip(written, layout.lengths, strict=True) for place in range(size)
         ]

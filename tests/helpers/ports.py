@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens, on any address."""
+    """Return a port on which nothing listens, on any address."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

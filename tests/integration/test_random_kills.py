@@ -192,5 +192,5 @@ def test_many_kills(
     toll = kill_runs(forked, engine, kills, tmp_path, tiny_store, span)
     with capsys.disabled():
         print(f"\n{toll}")
-    # The starts of the others are long beside their saves.
+    # The starts of the others are long compared with their saves.
     assert toll.inside > (kills / 10 if engine == "ddp" else 0)

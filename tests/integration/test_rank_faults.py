@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_outside_of_collectives(
 
 @pytest.mark.parametrize("engine", some("ddp", "fsdp2", "zero2", "zero3"))
 def test_nonfinite_numbers_on_one_rank(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
-    """All ranks skip that step and go on together: the weights stay finite and equal to those of a run without it."""
+    """All ranks skip that step and continue: the weights stay finite and equal to those of a run without it."""
     folder, fault = tmp_path / "run", {"FAULT": "nan", "FAULT_STEP": "3"}
     forked.succeed(engine, folder, 2, parity_config, "train.steps=6", "validation.every=0", script=SCRIPT, **fault)
     result = records(folder)

@@ -13,7 +13,7 @@ from tests.helpers.forked_runs import ForkedRuns
 
 PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2}
 SETTINGS = ("train.global_batch_size=12", "train.steps=14", "validation.every=0")
-WHOLE = ("single", "ddp", "fsdp2", "zero2")  # whose checkpoints other tests go on from
+WHOLE = ("single", "ddp", "fsdp2", "zero2")  # whose checkpoints other tests resume from
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.helpers.waiting import PATIENCE_S, wait_until
 
 SRUN = """\
 #!/usr/bin/env bash
-# The command on each node; SIGTERM goes on to all of them; the exit code is the highest.
+# The command on each node; SIGTERM is passed to all of them; the exit code is the highest.
 while [[ "$1" == -* ]]; do shift; done
 nodes=()
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do

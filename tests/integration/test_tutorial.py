@@ -84,7 +84,15 @@ class Reader:
 
     def _start(self, commands: str) -> tuple[subprocess.Popen[bytes], Path]:
         log = self.folder.with_name(f"log{len(list(self.folder.parent.glob('log*')))}")
-        shell = ["env", "--default-signal=INT", "bash", "-euo", "pipefail", "-c", commands]  # whoever started us
+        shell = [
+            "env",
+            "--default-signal=INT",
+            "bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            commands,
+        ]  # however this process was started
         with log.open("wb") as out:
             process = subprocess.Popen(
                 shell, stdout=out, stderr=out, cwd=self.folder, env=self.environment, start_new_session=True

@@ -208,11 +208,11 @@ def test_ema_may_be_switched_between_starts(
     shown = go(3, "ema={decay: 0.75, warmup: false}")
     assert "the checkpoint has no EMA of the weights; it starts here from the present weights" in shown
     assert "ema          decay 0.75; validations use the EMA" in shown
-    weights, next_ones, begun = at(2), at(3), at(3, "ema")
-    for name, result in begun.items():
+    weights, next_ones, first_ema = at(2), at(3), at(3, "ema")
+    for name, result in first_ema.items():
         assert torch.allclose(result, 0.75 * weights[name] + 0.25 * next_ones[name], rtol=1e-5, atol=1e-7), name
 
-    # Those that are frozen have none; it begins anew for those that thaw.
+    # Those that are frozen have none; it starts again for those that thaw.
     frozen = go(4, "ema={decay: 0.75, warmup: false}", "freeze=[latent_stream]")
     assert "starts from their present values" not in frozen and not any(".latent." in name for name in at(4, "ema"))
     assert "the EMA of parameters that train from here on starts" in go(5, "ema={decay: 0.75, warmup: false}")

@@ -179,7 +179,7 @@ def test_run_is_reproducible_from_its_folder(
     assert curve(again) == curve(first) and len(curve(first)) == 8
     assert (again / "config.yaml").read_text() == (first / "config.yaml").read_text().replace(str(first), str(again))
     assert load_run(first).store.path == tmp_path / "stores" / "tiny", "nor is it sampled from there alone"
-    # From the same config into the same folder it goes on, from wherever.
+    # From the same config into the same folder it continues, from anywhere.
     capsys.readouterr()
     assert train.main([str(first / "config.yaml"), "train.steps=9", "schedule.lr=constant"]) == 0
     shown = capsys.readouterr().out

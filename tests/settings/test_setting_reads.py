@@ -33,7 +33,7 @@ FUNCTIONS = ("__post_init__", "require_paths", "with_absolute_paths", "load_with
 # Settings under which a key is read that is not read in `BASE`, each a run of its own. Add to it where the test asks.
 RUNS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.every_steps=2", "profile.steps=[2, 2]", "data.num_workers=1"),
-    ("checkpoint.every_steps=2", "train.steps=4"),  # which goes on from the one before
+    ("checkpoint.every_steps=2", "train.steps=4"),  # which resumes from the one before
     ("resume=never", *EXPLODING),
     ("resume=never", "schedule.lr=cosine_restarts", "latent.time_sampling=logit_normal", "loss.latent=huber"),
     ("resume=never", "schedule.lr=wsd", "text.time_sampling=mode", "latent.time_sampling=mode", "train.steps=2"),

@@ -35,7 +35,7 @@ def sizes(processes: int) -> tuple[str, str]:
     return f"train.global_batch_size={whole}", f"train.micro_batch_size={micro}"
 
 
-def rehearsals(folder: Path, rank: int) -> list[int]:
+def trial_sizes(folder: Path, rank: int) -> list[int]:
     return json.loads((folder / f"facts.rank{rank}.json").read_text())
 
 
@@ -62,7 +62,7 @@ def same_bits(one: Path, other: Path) -> bool:
 def test_a_rank_without_memory_halves_all_ranks_micro_batches(
     engine: str, limited: int, workers: int, parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """No sample is lost, the curve stays, and a run that goes on elsewhere keeps the size, to the bits."""
+    """No sample is lost, the curve stays, and a run that continues elsewhere keeps the size, to the bits."""
     processes, run = limited + 1, tmp_path / "run"
     given = (parity_config, *SETTINGS, *sizes(processes), f"data.num_workers={workers}")
     forked.succeed(engine, tmp_path / "unlimited", processes, *given)
@@ -76,7 +76,7 @@ def test_a_rank_without_memory_halves_all_ranks_micro_batches(
     assert events[0]["before"] == 128 and events[0]["micro_batch_size"] == 64
     assert [record["data/micro_batch_size"] for record in records(run).values()] == [64] * 4
     assert "micro_batch_size 64" in (tmp_path / "run.log").read_text()
-    again = rehearsals(run, limited)
+    again = trial_sizes(run, limited)
     assert again[0] == 128 and set(again[1:]) == {64} and len(again) >= 3  # once more with the optimizer's state beside
 
     resumed, kept = tmp_path / "resumed", Path("checkpoints", "step-00000002")
@@ -89,7 +89,7 @@ def test_a_rank_without_memory_halves_all_ranks_micro_batches(
     assert same_bits(run, resumed)
 
 
-@pytest.mark.slow  # now and then memory runs out within the first step, behind the rehearsal
+@pytest.mark.slow  # now and then memory runs out within the first step, behind the trial pass
 def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(
     parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_where_all_fits_rehearsals_are_few_and_leave_no_trace(
     assert len(ours) == 20 and all(ours[step][key] == theirs[step][key] for step in ours for key in CURVE)
     assert same_bits(run, tmp_path / "plain")
     # The first step's count for nothing: the optimizer's state came after it.
-    assert all(2 <= len(rehearsals(run, rank)) <= 10 for rank in range(processes))
+    assert all(2 <= len(trial_sizes(run, rank)) <= 10 for rank in range(processes))
 
 
 @quick

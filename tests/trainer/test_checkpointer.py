@@ -1,4 +1,4 @@
-"""Checkpoints beside the training: what waits for what, who may ask for one, and what a failing writer does."""
+"""Asynchronous checkpoints: what waits for what, who may ask for one, and what a failing writer does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_async_and_sync_saves_are_equal(
 ) -> None:
     """What is saved is the state of its moment, although training went on before it was written."""
     settings = ("train.steps=12", "checkpoint.every_steps=3", "checkpoint.keep_last=9", "validation.every=0")
-    waiting, beside = single(*settings, "checkpoint.async=false"), tmp_path / "run"
+    waiting, asynchronous = single(*settings, "checkpoint.async=false"), tmp_path / "run"
     steps_done: list[int] = []
     at_once = saving.write_files
 
@@ -62,11 +62,11 @@ def test_async_and_sync_saves_are_equal(
         return at_once(folder, files)
 
     monkeypatch.setattr(saving, "write_files", later)
-    arguments = [str(parity_config), f"run.dir={beside}", *settings]
+    arguments = [str(parity_config), f"run.dir={asynchronous}", *settings]
     assert train.main(arguments, trainer_cls=CountingTrainer) == 0
-    assert steps_of(beside) == steps_of(waiting) == [3, 6, 9, 12]
-    assert all(files_of(beside, step) == files_of(waiting, step) for step in (3, 6, 9, 12))
-    assert difference(beside, waiting) == 0
+    assert steps_of(asynchronous) == steps_of(waiting) == [3, 6, 9, 12]
+    assert all(files_of(asynchronous, step) == files_of(waiting, step) for step in (3, 6, 9, 12))
+    assert difference(asynchronous, waiting) == 0
     saves = records(waiting, "checkpoint")
     assert all(saves[step]["stall_s"] >= 0.9 * saves[step]["seconds"] for step in saves)
 
@@ -98,7 +98,7 @@ def test_a_writer_that_fails_ends_the_run_on_all_ranks(
 
 
 def test_a_disk_that_fills_up(parity_config: Path, tmp_path: Path) -> None:
-    """The run ends with code 74 and says what it lacks; what was saved is whole, and the run goes on from it."""
+    """The run ends with code 74 and says what it lacks; what was saved is whole, and the run resumes from it."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=10m none {disk}"

@@ -31,7 +31,7 @@ SETTINGS = (
     "validation={every: 12, samples: 8, text_samples: 0}",
 )
 # Steps whose numbers somebody wants: the log, a save, a validation, the fourth that waits, the last.
-SETTLED = [4, 5, 8, 10, 12, 15, 16, 20, 23]
+FETCHED = [4, 5, 8, 10, 12, 15, 16, 20, 23]
 GROWING = "train.batch_schedule={3: {global_batch_size: 12}, 12: {global_batch_size: 16}}"
 UNTIL_SPIKE = [fault for fault in FAULTS if fault["kind"] != "huge"]
 
@@ -64,8 +64,8 @@ def test_deferred_fetch_does_not_change_the_run(
     arguments = (parity_config, *SETTINGS, *settings)
     expected = run_with_faults(forked, engine, at_once, faults, *arguments)
     result = run_with_faults(forked, engine, late, faults, *arguments, LATE="1")
-    assert [rank["settled"] for rank in expected] == [list(range(1, 24))] * len(result)
-    assert [rank["settled"] for rank in result] == [SETTLED] * len(result)
+    assert [rank["fetched"] for rank in expected] == [list(range(1, 24))] * len(result)
+    assert [rank["fetched"] for rank in result] == [FETCHED] * len(result)
     assert [rank["digests"] for rank in result] == [rank["digests"] for rank in expected]
     assert history(late) == history(at_once)
     planted = [fault["step"] + 1 for fault in faults]

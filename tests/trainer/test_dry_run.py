@@ -183,7 +183,7 @@ def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_s
 
 
 def test_ema_decay_is_in_the_dry_run(tiny_store: Path) -> None:
-    """4 bytes a trained parameter: beside the weights, and once more on the host, where checkpoints come from."""
+    """4 bytes a trained parameter: next to the weights, and once more on the host, where checkpoints come from."""
     settings = ("train.steps=2", "freeze=[latent_stream]")
     without, with_it = (dry_run(tiny_store, *settings, f"ema.decay={decay}") for decay in (0, 0.9))
     more = 4 * with_it.trainable

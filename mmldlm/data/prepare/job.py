@@ -90,7 +90,7 @@ class Job:
         return [self.result(stage, chunk) for chunk in self.chunks]
 
     def open_staging(self) -> None:
-        """Continue in the staging folder if it holds work of this plan; else begin anew.
+        """Continue in the staging folder if it holds work of this plan; else start over.
 
         Raises:
             DataError: It holds work of another plan, and `--overwrite` is not set.
@@ -100,7 +100,7 @@ class Job:
                 other = ", ".join(_differing(result, self))
                 raise DataError(
                     f"{self.staging}: left unfinished with other {other}; expected the same to continue, or "
-                    "--overwrite to start anew"
+                    "--overwrite to start over"
                 )
             (self.staging / _PLAN).unlink()
             result = ""

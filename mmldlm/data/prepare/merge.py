@@ -18,7 +18,7 @@ from mmldlm.utils.files import fsync
 
 
 def merge(job: Job) -> None:
-    """Make the store of a job whose other stages are finished. An interrupted merge begins anew.
+    """Make the store of a job whose other stages are finished. An interrupted merge starts over.
 
     Raises:
         DataError: All latents are equal.

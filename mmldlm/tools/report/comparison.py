@@ -64,7 +64,7 @@ class MetricComparison:
     others: Mapping[str, tuple[SeedStats, Ratio]]
 
     def significance(self, name: str) -> Literal["better", "worse", ""]:
-        """Return "better" or "worse" if the interval of group `name`'s ratio lies on one side of 1, otherwise ""."""
+        """Return "better" or "worse" if the interval of group `name`'s ratio is on one side of 1, otherwise ""."""
         stats, ratio = self.others[name]
         direction = better_direction(self.key)
         if not direction or ratio.no_interval_reason or ratio.interval[0] <= 1 <= ratio.interval[1]:

@@ -81,7 +81,7 @@ class Thread(threading.Thread):
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_workers(job: PrepareJob, tmp_path: Path, rounds: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """A worker that is killed at a random moment ends the command with code 76; the next goes on to the same bytes."""
+    """A worker killed at a random moment ends the command with code 76; the next one continues to the same bytes."""
     began = time.monotonic()
     assert Thread(job.arguments(tmp_path / "first", processes=3)).wait() == 0
     duration, draw = time.monotonic() - began, random.Random(rounds)
@@ -111,7 +111,7 @@ def test_killed_workers(job: PrepareJob, tmp_path: Path, rounds: int, capfd: pyt
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 26))])
 def test_killed_commands(job: PrepareJob, tmp_path: Path, seed: int) -> None:
-    """A command that is killed at random moments goes on to the same bytes, with any number of processes."""
+    """A command that is killed at random moments continues to the same bytes, with any number of processes."""
     draw, store = random.Random(seed), tmp_path / "store"
     moments = sorted(draw.sample(range(1, 3 * job.chunks + 3), 2))
     for moment in moments:

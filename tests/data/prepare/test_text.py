@@ -287,8 +287,8 @@ def shared_words(one: list[str], other: list[str]) -> int:
     row = [0] * (len(other) + 1)
     for word in one:
         above, row = row, [0]
-        for place, beside in enumerate(other):
-            row.append(above[place] + 1 if word == beside else max(above[place + 1], row[-1]))
+        for place, other_word in enumerate(other):
+            row.append(above[place] + 1 if word == other_word else max(above[place + 1], row[-1]))
     return row[-1]
 
 

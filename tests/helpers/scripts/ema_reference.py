@@ -1,4 +1,4 @@
-"""`mmldlm.train` beside a reference of the weights' average in float64, made of the weights after each step.
+"""`mmldlm.train` with a reference of the weights' average in float64, made of the weights after each step.
 
 SKIPPED=[step, ...], counted from 0, are steps whose loss becomes NaN. Rank 0 writes the reference, whole and by name,
 to FACTS=folder. Within a validation and behind it, it is checked which weights the network computes with.

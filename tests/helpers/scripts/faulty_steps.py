@@ -1,9 +1,9 @@
 """`mmldlm.train` with planted faults: FAULTS=[{"step", "kind", "rank", "micro_batch"}, ...], FACTS=folder.
 
 Kinds are nan, inf and -inf in one latent, a loss that is infinite although its gradients are not (loss), and a gradient
-of one parameter that becomes nan (bad_gradient) or huge. With REFERENCE=1 the engine hears nothing of those steps: no
-forward pass, no skip. With LATE=1 steps are settled as on a GPU. Each rank writes down the digests of its weights and
-moments after each step, which sample it planted something in, and after which steps it settled.
+of one parameter that becomes nan (bad_gradient) or huge. With REFERENCE=1 the engine does not see those steps: no
+forward pass, no skip. With LATE=1 numbers of steps are fetched as on a GPU. Each rank records the digests of its weights
+and moments after each step, which sample it planted something in, and after which steps it fetched numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
 REFERENCE, LATE = "REFERENCE" in os.environ, "LATE" in os.environ
 FACTORS = {"bad_gradient": math.nan, "huge": 1e6}
-facts: dict[str, Any] = {"digests": [], "planted": {}, "settled": []}
+facts: dict[str, Any] = {"digests": [], "planted": {}, "fetched": []}
 fault: dict[str, Any] = {}  # of this rank in the step at hand
 
 
@@ -72,7 +72,7 @@ def poison(module: torch.nn.Module, inputs: Any) -> None:
 
 class WatchedStats(StepStats):
     def fetch(self) -> list[StepNumbers]:
-        facts["settled"].append(self.pending[-1].step)
+        facts["fetched"].append(self.pending[-1].step)
         return super().fetch()
 
 

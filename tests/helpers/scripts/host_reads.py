@@ -1,7 +1,7 @@
-"""`mmldlm.train`, settled as on a GPU, which writes down where the host reads a tensor in a step: FACTS=folder.
+"""`mmldlm.train` that fetches numbers of steps as on a GPU and records where the host reads a tensor: FACTS=folder.
 
-On a GPU each of those reads would wait for all that the device still has to do. What comes before the forward pass is
-left out: there all tensors are the host's own.
+On a GPU each of those reads would wait for all that the device still has to do. What precedes the forward pass is left
+out: there all tensors are the host's own.
 """
 
 from __future__ import annotations

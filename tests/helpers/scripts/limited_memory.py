@@ -1,8 +1,8 @@
-"""`mmldlm.train`, in which rank LIMITED may take SHARE of the memory that its first rehearsal takes.
+"""`mmldlm.train`, in which rank LIMITED may take SHARE of the memory that its first trial pass takes.
 
-That is measured, for it depends on the CPU's kernels. A step may take SLACK MiB more than its rehearsal.
+That is measured, for it depends on the CPU's kernels. A step may take SLACK MiB more than its trial pass.
 
-FACTS=folder: each rank writes how often it rehearsed, with which numbers of samples.
+FACTS=folder: each rank writes how often it tried, with which numbers of samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 libc = ctypes.CDLL(None)  # memory that is freed goes back at once, so that the limit is one of what is held
 assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
 SLACK = 12
-rehearsed: list[int] = []
+tried: list[int] = []
 limit: int | None = None
 _try_in_memory = AutoMicroBatch._try_in_memory
 
@@ -40,7 +40,7 @@ def memory(kind: str) -> int:
 def most_pages(action: Callable[[], object]) -> int:
     """Bytes that `action` adds at its peak."""
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
     action()
     return memory("VmHWM") - before
 
@@ -50,14 +50,14 @@ def allow(slack: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit + slack * 2**20, limit + SLACK * 2**20))
 
 
-def rehearse(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
+def try_in_memory(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
     global limit
     if LIMITED and limit is None:
         threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
         needed = most_pages(lambda: _try_in_memory(self, batch, accumulating))
-        # What the engine takes beside is addresses without pages here.
+        # What the engine takes besides is addresses without pages here.
         limit = memory("VmSize") + self.engine.comm_buffer_bytes + int(float(os.environ["SHARE"]) * needed)
-    rehearsed.append(len(batch.lengths))
+    tried.append(len(batch.lengths))
     allow(0)
     try:
         return _try_in_memory(self, batch, accumulating)
@@ -65,10 +65,10 @@ def rehearse(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
         allow(SLACK)
 
 
-AutoMicroBatch._try_in_memory = rehearse  # type: ignore[method-assign]
+AutoMicroBatch._try_in_memory = try_in_memory  # type: ignore[method-assign]
 status = train.main()
 if "FACTS" in os.environ:
-    (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(rehearsed))
+    (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(tried))
 sys.stdout.flush()
 sys.stderr.flush()
 os._exit(status)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mmldlm.distributed import exit_files as last_words
+from mmldlm.distributed import exit_files
 from mmldlm.distributed.exit_files import write_exit
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import DataError, exit_code_and_cause, run_command
@@ -129,7 +129,7 @@ def main() -> None:
     group = dist.PrefixStore("group", store)
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=patience)
     if "FAR" in os.environ:
-        last_words.machine_id = lambda namespace: f"{namespace} of machine {rank}"
+        exit_files.machine_id = lambda namespace: f"{namespace} of machine {rank}"
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
     watchdog.start()
     watchdog.set_folder(FOLDER)

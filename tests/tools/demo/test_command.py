@@ -1,4 +1,4 @@
-"""`mmldlm demo` as a process: it says where it is, calls nobody, and ends cleanly."""
+"""`mmldlm demo` as a process: it says where it is, calls nothing, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ gradio_client = pytest.importorskip("gradio_client", reason="needs the extra dem
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_stopped(short_run_dir: Path, tmp_path: Path, stop: signal.Signals) -> None:
-    """Behind a proxy that nobody may call: no telemetry, no check of versions, and itself without a detour."""
+    """Behind a proxy that nothing may call: no telemetry, no check of versions, and itself without a detour."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
         proxies = {

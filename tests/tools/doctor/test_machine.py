@@ -59,8 +59,8 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
 def test_without_a_config_only_the_machine_is_checked(command: Command) -> None:
     result = command("mmldlm.cli", "doctor", "--device", "cpu")
     assert result.returncode == 0, result.stderr
-    first, *lines, verdict = result.stdout.splitlines()
-    assert first == "mmldlm doctor: one node, 1 process" and verdict.startswith("ready")
+    first, *lines, summary = result.stdout.splitlines()
+    assert first == "mmldlm doctor: one node, 1 process" and summary.startswith("ready")
     assert [line.split()[1] for line in lines if "->" not in line] == ["cores", "backend", "shared", "open"]
 
 

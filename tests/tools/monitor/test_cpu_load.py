@@ -43,7 +43,7 @@ def test_new_load_explains_lower_speed(tmp_path: Path) -> None:
         ([QUIET, SLOW], {"low speed"}),
         ([(40, 5000.0, None), (10, 500.0, None)], {"low speed"}),  # a system that does not tell
         ([(40, 5000.0, 2.0), BESIDE], {"low speed"}),  # they were there before
-        ([(60, 500.0, 2.0)], set()),  # started beside them
+        ([(60, 500.0, 2.0)], set()),  # started at the same time
         ([(40, 500.0, 2.0), (10, 5000.0, 0.0)], set()),  # they went
         ([QUIET, (60, 500.0, 2.0)], set()),  # what has lasted for most of the session is usual
         ([QUIET, (10, 4500.0, 2.0)], set()),  # there is room for all
