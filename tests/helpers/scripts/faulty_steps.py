@@ -1,9 +1,9 @@
 """`mmldlm.train` with planted faults: FAULTS=[{"step", "kind", "rank", "micro_batch"}, ...], FACTS=folder.
 
 Kinds are nan, inf and -inf in one latent, a loss that is infinite although its gradients are not (loss), and a gradient
-of one parameter that becomes nan (bad_gradient) or huge. With REFERENCE=1 the engine does not see those steps: no
-forward pass, no skip. With LATE=1 numbers of steps are fetched as on a GPU. Each rank records the digests of its weights
-and moments after each step, which sample it planted something in, and after which steps it fetched numbers.
+of one parameter that becomes nan (bad_gradient) or huge. With REFERENCE=1 the engine does not see those steps: there is
+no forward pass and no skip. With LATE=1 numbers of steps are fetched as on a GPU. Each rank records the digests of its
+weights and moments after each step, which sample it planted something in, and after which steps it fetched numbers.
 """
 
 from __future__ import annotations
