@@ -259,9 +259,9 @@ class Recorder:
         sample = ["sample", run, "--seed", 1]
         for name, arguments in {
             "joint": ["--mode", "joint", "--count", 3],
-            "l2t": ["--mode", "l2t", "--count", 3],
+            "l2t": ["--mode", "l2t", "--text", "The rose and the tide."],
         }.items():
-            result[f"sample {name}"] = self.mmldlm(*sample, *arguments).stdout.splitlines()
+            result[f"sample {name}"] = self.succeed(self.mmldlm(*sample, *arguments)).splitlines()
         self.succeed(self.mmldlm("evaluate", run, "--samples", 40, "--texts", 12))
         result["evaluate"] = _hexed(json.loads((run / "evaluation.json").read_text()))
         self.succeed(self.mmldlm("report", run, "--out", self.folder / "report.html"))
