@@ -279,6 +279,7 @@ def load_with_provenance(
     try:
         return build(RunConfig, tree), Provenance(RunConfig, layers, overrides, tree)
     except ConfigError as error:
+        # With overrides the faulty value may be one of the command line's, so no file is named.
         source = f"{display_name(str(path))}: " if path is not None and not overrides else ""
         raise ConfigError(f"{source}{error}") from None
 

@@ -57,6 +57,7 @@ class RunLock:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # The file is truncated and written, so a symbolic link must not lead to another file.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StorageError(f"cannot open {self.path}: {error.strerror}") from error

@@ -102,6 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_name(name: str) -> None:
     """Raise DataError unless `name` is a plain relative path that stays inside the folder."""
     path = PurePosixPath(name)
+    # `PurePosixPath` normalizes `./x`, `a//b` and `a/`, so they differ from their text.
     is_inside = name == str(path) and not path.is_absolute() and ".." not in path.parts and path.parts
     is_readable = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
     if not is_inside or not is_readable or "\\" in name or name == MANIFEST:
@@ -118,6 +119,7 @@ def _hash(path: Path) -> str:
 def _regular_size(folder: Path, name: str) -> int:
     """Return the size of the regular file `name`; neither it nor a folder between may be a symbolic link."""
     path = folder / name
+    # The path and its parents below `folder`, which itself may be a link.
     components = [path, *path.parents][: len(PurePosixPath(name).parts)]
     if any(component.is_symlink() for component in components):
         raise DataError(f"{path} is a symbolic link, or in one: refused")
@@ -149,6 +151,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
         body = json.loads(raw)
+        # Comparing bytes also excludes duplicate keys, of which `json.loads` keeps only the last.
         if not isinstance(body, dict) or _seal({k: v for k, v in body.items() if k != "sha256"}) != raw:
             raise DataError(f"{path} is damaged: it does not match its own hash")
     except (ValueError, RecursionError) as error:
@@ -179,4 +182,5 @@ def _well_typed(body: dict[str, Any]) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    # Not isinstance, for which True is an int.
     return type(value) is int and 0 <= value < 2**63

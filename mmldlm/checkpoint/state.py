@@ -68,6 +68,7 @@ class TrainState:
         if not isinstance(values, dict) or values.keys() != names:
             keys = sorted(values) if isinstance(values, dict) else values
             raise DataError(f"training state has {short_repr(keys)}, expected the keys {sorted(names)}")
+        # `type(...) is`, since isinstance accepts True as an int. A field is a list if its default is one.
         for name, value in values.items():
             if isinstance(getattr(cls(), name), list):
                 valid = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
@@ -88,6 +89,7 @@ class TrainState:
 
 def clean_name(name: str) -> str:
     """Return a parameter's name in the unwrapped model."""
+    # Only a leading "module." is a wrapper's (DDP, DeepSpeed); a layer of the model may have this name.
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
@@ -159,6 +161,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
             states[name][key] = tensor.clone()  # the optimizer may keep this tensor and update it in place
     # `load_state_dict` moves each tensor to the device and dtype that the optimizer's implementation expects.
     names = {id(parameter): name for name, parameter in parameters.items()}
+    # `state_dict` numbers parameters by their place in the groups, which may differ from that in the saved run.
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: states[names[id(parameter)]] for index, parameter in enumerate(ordered)}
     groups = optimizer.state_dict()["param_groups"]
@@ -176,6 +179,7 @@ def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[s
         DataError: `tensors` are of other parameters than `shapes`, or a dtype or shape does not match.
     """
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
+    # An entry is "name/key" or "name/key:type"; `NO_STATE` has an empty key, and any tensor.
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition("/")
         key, _, kind = key.partition(":")

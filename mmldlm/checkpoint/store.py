@@ -51,6 +51,7 @@ class CheckpointStore:
         try:
             return self.commit(temporary, step, write_files(temporary, files), info)
         finally:
+            # After the commit the folder has its final name, and nothing is left to remove.
             shutil.rmtree(temporary, ignore_errors=True)
 
     def begin(self, step: int, needed_bytes: int) -> Path:
@@ -61,6 +62,7 @@ class CheckpointStore:
         """
         try:
             make_folder(self.folder)
+            # First, since leftovers take space on the disk.
             self._remove_leftovers()
             free = shutil.disk_usage(self.folder).free
             if needed_bytes > free:
@@ -116,6 +118,7 @@ class CheckpointStore:
     def _prune(self, saved: Path) -> None:
         """Remove all checkpoints except `saved` and the newest revision of each other step that is kept."""
         saved_step = _step_and_revision(saved)[0]
+        # The newest revision of each step, since `paths` lists it first.
         newest = {saved_step: saved}
         for path in self.paths():
             newest.setdefault(_step_and_revision(path)[0], path)
@@ -127,6 +130,7 @@ class CheckpointStore:
             if path not in kept:
                 # Renaming hides the folder atomically: a reader never finds a checkpoint that is half removed.
                 removed.append(path.with_name(f".old-{path.name}"))
+                # A leftover of an earlier attempt, onto which the rename would fail.
                 shutil.rmtree(removed[-1], ignore_errors=True)
                 path.rename(removed[-1])
         if removed:

@@ -28,6 +28,7 @@ def _all_but(*engines: str) -> tuple[str, ...]:
     return tuple(engine for engine in ALL_ENGINES if engine not in engines)
 
 
+# The reasons complete the message of `check_supported`: "found V under engine E, where ...".
 CAPABILITIES = {  # by "key: value"
     "optim.name: adamw": Capability(ALL_ENGINES),
     "optim.name: muon": Capability(

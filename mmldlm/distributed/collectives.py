@@ -47,6 +47,7 @@ class Collectives:
         If a forward pass is collective, all ranks yield equally often: one that has run out of items repeats the last
         one, which then does not count.
         """
+        # Each rank has ceil(len(items) / world size) positions; the last may be beyond the items.
         for position in range(self.rank, len(items) + self.rank, self.world_size):
             counts = position < len(items)
             if not counts and not self.shards_parameters:
@@ -56,6 +57,7 @@ class Collectives:
 
     def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
         """Sum a small tensor over the ranks, on the host in float64 (collective); bit-identical on all ranks."""
+        # A copy: the all-reduce is in place, and `values` may be a float64 tensor on the host already.
         total = values.detach().to("cpu", torch.float64, copy=True)
         if self.world_size > 1:
             with self.in_collective(what):
@@ -71,6 +73,7 @@ class Collectives:
         # PyTorch's `all_gather_object` unpickles, and thereby executes, whatever it receives from the network.
         with self.in_collective(what):
             lengths = [int(length) for length in _all_gather(torch.tensor([len(text)]))]
+            # All-gathered tensors have one shape; JSON ignores the spaces that `ljust` appends.
             padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
             return [json.loads(part.numpy().tobytes()) for part in _all_gather(padded)]
 
@@ -82,7 +85,9 @@ class Collectives:
             yield
         except MmldlmError as raised:
             error = raised
+        # Any other exception is a bug and never gets here: the watchdog ends the other ranks.
         errors = self.gather(None if error is None else (int(error.exit_code), str(error)), what)
+        # A rank with an error of its own keeps it, with its traceback.
         if error is not None:
             raise error
         for rank, code_and_text in enumerate(errors):

@@ -19,7 +19,7 @@ from mmldlm.errors import PeerLostError
 
 _POLL_S = 0.01
 _LEAVE_TIMEOUT_S = 10.0
-_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
+_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}  # of the large tensor
 
 
 def backend_of(device_type: str) -> str:
@@ -128,6 +128,7 @@ def all_reduce_speed(rendezvous: NodeRendezvous, device: torch.device) -> AllRed
             latency = statistics.median(_all_reduce_times(torch.ones(1, device=device), repeats=21))
             large = torch.ones(_BYTES[backend] // 4, device=device)
             seconds = statistics.median(_all_reduce_times(large, repeats=3))
+            # Another summand per node, so that a missing or doubled one shows in the sum.
             total = torch.full((1,), rendezvous.node + 1.0, device=device)
             dist.all_reduce(total)
         finally:
@@ -150,6 +151,7 @@ def _all_reduce_times(tensor: torch.Tensor, repeats: int) -> list[float]:
         if tensor.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+        # Not timed. Without it the values would grow by the number of nodes each time, up to infinity.
         tensor.fill_(1)
     return times[1:]
 

@@ -51,6 +51,7 @@ def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
         return
     dummy, groups = torch.nn.Parameter(torch.zeros(1)), optimizer.param_groups
     dummy.grad = torch.zeros(1)
+    # The product has no setter, but a step on a single element with the same betas advances it as a real step does.
     optimizer.param_groups = [{**groups[0], "params": [dummy]}]
     for _ in range(steps):
         optimizer.step()

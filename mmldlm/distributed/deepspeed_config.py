@@ -96,6 +96,7 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
         for section, key in REJECTED_SECTIONS.items()
         if section in resolved
     ]
+    # Key of the DeepSpeed file -> the run's value, and where that comes from.
     from_run: dict[str, tuple[Any, str]] = {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "train.micro_batch_size"),
         "gradient_accumulation_steps": (
@@ -106,6 +107,7 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
         "gradient_clipping": (plan.clip_norm, "optim.clip_norm"),
         "bf16.enabled": (plan.precision == "bf16", "precision"),
         "fp16.enabled": (False, "precision"),
+        # By default DeepSpeed refuses some optimizers, and all but CPUAdam where the optimizer is offloaded.
         "zero_allow_untested_optimizer": (True, "optim"),
         "zero_force_ds_cpu_optimizer": (False, "optim"),
     }
@@ -117,6 +119,7 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
         current = section.get(leaf, AUTO)
         if current == AUTO:
             section[leaf] = value
+        # True equals 1 in Python: `gradient_clipping: true` must not pass for a norm of 1.
         elif current != value or isinstance(current, bool) != isinstance(value, bool):
             problems.append(f"{dotted} is {json.dumps(current)}, but {json.dumps(value)} by the run config ({key})")
     unresolved = [name for name, value in flatten(resolved).items() if value == AUTO]

@@ -37,6 +37,7 @@ def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
     Returns:
         bool [], on the device of `grad_norm`.
     """
+    # NaN compares as false. Without the minimum an infinite norm would pass an infinite limit.
     return grad_norm.double() <= min(limit, sys.float_info.max)
 
 
@@ -110,6 +111,7 @@ class Engine(Collectives):
         """Yield the micro-batches of one step; gradients are reduced in the backward of the last one only."""
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
+            # The caller's forward and backward run within this context, while the generator is suspended.
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 yield micro_batch
 
@@ -138,6 +140,7 @@ class Engine(Collectives):
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters(), self.world_size)
+        # With an infinite limit the norm is only computed. Under FSDP2 it is a DTensor.
         with self.in_collective("norm of the gradients"):
             norm = self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
         self._set_lr(lr)
@@ -151,6 +154,7 @@ class Engine(Collectives):
         return norm
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
+        """Step the optimizer if the norm is accepted. Only one that is not fused makes the host wait for the norm."""
         optimizer: Any = self.unwrapped_optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # `GradScaler` passes overflows to fused optimizers like this; if `found_inf` is 1, their kernel changes
@@ -185,6 +189,7 @@ class Engine(Collectives):
             saved: Initial averages, unsharded, by clean name. A weight that is not in it starts from its current value.
         """
         self.ema = EmaWeights(self._master_params())
+        # The averages take the place of the weights, which `_set_master` writes.
         self.ema.swap()
         with self.in_collective("setting the average of the weights"), torch.no_grad():
             for name, parameter in self._trainable_params():
@@ -242,6 +247,7 @@ class Engine(Collectives):
         - "ema": averages by clean name, if an EMA is kept.
         """
         with self.in_collective("gather of the state"):
+            # Each rank takes part in the gather of every tensor, but keeps only those that it owns.
             for name, tensor in model_state(self.unwrapped_model).items():
                 full = self._unshard(tensor)
                 if name in owned:
@@ -255,6 +261,7 @@ class Engine(Collectives):
     def _gather_ema(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
         if self.ema is None:
             return
+        # The averages take the place of the weights, which `_get_master` reads.
         self.ema.swap()
         with self.in_collective("gather of the average of the weights"):
             for name, parameter in self._trainable_params():

@@ -59,6 +59,7 @@ def variables_not_in(libraries: Iterable[Path], names: Iterable[str]) -> list[st
 
 
 def _without_prefix(name: str) -> str:
+    # With the end of a C string: "DEBUG" must not be found in the name of another variable, such as DEBUG_FILE.
     return name.removeprefix("NCCL_") + "\0" if name.startswith("NCCL_") else name
 
 

@@ -53,6 +53,7 @@ class ProcessInfo:
         if not self.is_local:
             return ""
         letter, start_time = _stat(self.pid)
+        # Z: zombie, X: dead, T: stopped by a signal, t: stopped by a tracer. Another start time: the pid was reused.
         if start_time != self.start_time or letter in "ZX":
             return "gone"
         return "stopped" if letter in "Tt" else "running"
@@ -62,6 +63,7 @@ def kill_processes(processes: Iterable[ProcessInfo]) -> None:
     """SIGKILL processes of this machine that do not end within `KILL_TIMEOUT_S`; never another with the same pid."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     for process in processes:
+        # Only a running process may end by itself; a stopped one is killed at once.
         while process.state() == "running" and time.monotonic() < deadline:
             time.sleep(0.02)
         if process.state() in ("running", "stopped"):
@@ -87,6 +89,8 @@ def machine_id(namespace: Literal["pid", "net"]) -> str:
 def _stat(pid: int) -> tuple[str, int]:
     """Return state letter and start time in ticks since boot; ("X", 0) if there is no such process."""
     try:
+        # The process name before ")" may contain spaces and parentheses, too. After it come the fields from number 3,
+        # the state letter, on; number 22 is the start time.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return "X", 0
@@ -104,7 +108,8 @@ def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> Non
     """Write a rank's exit record.
 
     `exit.json` holds the first failure of any rank, or rank 0's record if none failed; other records are
-    `exit.rankN.json`. Records appear atomically. An OSError is ignored, so that it does not hide the cause.
+    `exit.rankN.json`. Records appear atomically where hard links exist. An OSError is ignored, so that it does not hide
+    the cause.
     """
     record = {"code": int(code), "rank": rank, "step": step, "cause": cause, "time": time.time()}
     first_path, rank_path = folder / EXIT_FILE, folder / f"exit.rank{rank}.json"
@@ -118,6 +123,7 @@ def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> Non
             elif not _link_if_absent(temporary, first_path):
                 first = json.loads(first_path.read_text(encoding="utf-8"))
                 if not is_clean and first["code"] in CLEAN_EXIT_CODES:  # a failure replaces a clean exit
+                    # Linked before it is replaced, so that the clean record always has a name.
                     _link_if_absent(first_path, folder / f"exit.rank{first['rank']}.json")
                     temporary.replace(first_path)
                 elif first["rank"] != rank:  # only a rank's first record counts
@@ -127,7 +133,10 @@ def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> Non
 
 
 def _link_if_absent(source: Path, target: Path) -> bool:
-    """Create `target` atomically as a copy of `source`; return False if it exists. One of several writers wins."""
+    """Create `target` as a copy of `source`; return False if it exists. One of several writers wins.
+
+    Its content appears atomically only on a file system with hard links.
+    """
     try:
         os.link(source, target)
     except FileExistsError:
@@ -149,6 +158,7 @@ def dump_stacks(folder: Path, rank: int, header: str, error: BaseException | Non
         if error is not None:
             file.writelines(traceback.format_exception(error))
         file.write("\n")
+        # faulthandler writes to the file descriptor, past the buffer of `file`.
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 

@@ -32,6 +32,7 @@ def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlu
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[block_class],
         mixed_precision_policy=policy,
+        # Each rank initializes the model from the same seed, and the model checkpoints its activations itself.
         cpu_ram_efficient_loading=False,
         activation_checkpointing=False,
     )
@@ -69,8 +70,9 @@ class FSDP2Engine(Engine):
 def _shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     """Return this rank's shard of the full `tensor`, which every rank has.
 
-    A tensor of another shape than `like` is returned as it is: the loader reports it.
+    A tensor of another shape than `like` is returned as it is: a 0-d step count, or an error that the loader reports.
     """
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
+    # With `src_data_rank=None` each rank slices its own copy; otherwise rank 0 would scatter it.
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -42,8 +42,10 @@ class LossScale:
         finite = grad_norm.isfinite()
         count = torch.where(finite, self._growth_tracker + 1, 0)
         grows = count >= GROWTH_INTERVAL
+        # 2 after enough finite steps, 1 after the other finite ones, 1/2 after an overflow.
         factor = torch.where(finite, 1.0 + grows.float(), 0.5)
         self._growth_tracker = torch.where(grows, 0, count)
+        # A new tensor, not an update in place: `last_scale` keeps the old one.
         self.last_scale, self.scale = self.scale, (self.scale * factor).clamp(MIN_SCALE, MAX_SCALE)
 
     def get_state(self) -> tuple[float, int]:

@@ -62,9 +62,9 @@ class PendingCollective(NamedTuple):
     rank: int
     step: int
     collective: str  # "" outside of any
-    detail: str
+    detail: str  # of the flight recorder; "" if unknown
     seconds: float
-    is_long: bool
+    is_long: bool  # more than half of the timeout
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def is_conclusive(peers: Mapping[int, PeerHeartbeat], counts: Mapping[int, int],
     """
     if any(peer.status(window) for peer in peers.values()):
         return True
+    # A rank that has no earlier count yet has not advanced, either.
     return bool(counts) and all(
         peer.heartbeat.done or peer.heartbeat.count != counts.get(rank, peer.heartbeat.count)
         for rank, peer in peers.items()
@@ -117,8 +118,10 @@ def diagnose(
     statuses = {
         kind: [peer for peer in peers.values() if peer.status(window) == kind] for kind in ("gone", "stopped", "silent")
     }
+    # Processes that are gone need no kill; stopped and silent ones may never end by themselves.
     unable = tuple(peer.heartbeat.process for kind in ("stopped", "silent") for peer in statuses[kind])
     working = [peer.heartbeat for peer in peers.values() if not peer.heartbeat.done]
+    # The longest time outside of collectives first: the other ranks may be waiting for that rank.
     outside = sorted((heartbeat for heartbeat in working if not heartbeat.phase), key=lambda h: -h.for_s)
     elsewhere = [h for h in working if (h.step, h.phase) != (wait.step, wait.collective)]
     absent = [rank for rank in range(world_size) if rank not in peers and rank != wait.rank]
@@ -135,12 +138,14 @@ def diagnose(
         why = "its process is stopped" if statuses["stopped"] else silence
         rank = first.heartbeat.rank
         text = f"{first.heartbeat} is not responding ({why}), last seen {first.heartbeat.location}{_others(heartbeats)}"
+    # What follows judges by the heartbeats, which are current only while the store responds.
     elif store_unreachable:
         host = f"{peers[0].heartbeat}, last seen {peers[0].heartbeat.location}," if 0 in peers else "rank 0"
         rank, text = None, f"{store_unreachable} does not respond; {host} or the launcher hosts it"
     elif absent:
         more = f", nor did ranks {absent[1:]}" if absent[1:] else ""
         rank, text = absent[0], f"rank {absent[0]} never connected{more}"
+    # After a short wait, as when a connection breaks, peers outside of collectives are just computing.
     elif wait.is_long and outside:
         stuck = outside[0]
         rank = stuck.rank
@@ -150,6 +155,7 @@ def diagnose(
         )
     elif done:
         rank, text = done[0].rank, f"{done[0]} has finished after step {done[0].step}{_others(done)}"
+    # All are in collectives, but not in the same one: the rank that is behind in steps is named.
     elif wait.is_long and elsewhere:
         behind = min(elsewhere, key=lambda h: h.step)
         rank, text = behind.rank, f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"

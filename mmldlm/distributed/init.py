@@ -135,6 +135,7 @@ def _check_mixed_precision(precision: str) -> None:
 def _check_engine(engine: Engine, launch: LauncherEnv) -> None:
     """Check that Accelerate and torch.distributed started what the launcher requested, also by an all-reduce."""
     state = engine.accelerator.state
+    # Names of Accelerate's `DistributedType`.
     kinds = {SINGLE: "NO", FSDP2: "FSDP"}
     parallel = "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"
     kind = kinds.get(launch.engine, parallel if launch.engine == DDP else "DEEPSPEED")

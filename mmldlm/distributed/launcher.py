@@ -69,6 +69,7 @@ def read_launcher_env(
     launched = "RANK" in environment and "LOCAL_RANK" in environment
     if world_size > 1 and not launched:
         raise ConfigError(f"launcher: WORLD_SIZE is {world_size}, but RANK and LOCAL_RANK are not set")
+    # The engine. accelerate launch and `_apply_accelerate_file` set these variables; a launch without them is DDP.
     use_fsdp, use_deepspeed = (
         environment.get(name, "false").lower() == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
     )
@@ -158,6 +159,7 @@ def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) ->
         for key, value in _section(tree, "fsdp_config", path).items():
             text = str(value).lower() if isinstance(value, bool) else str(value)
             name = str(key).upper()
+            # The variable of fsdp_transformer_layer_cls_to_wrap has another name than its key.
             environment["FSDP_TRANSFORMER_CLS_TO_WRAP" if "LAYER_CLS" in name else name] = text
     elif kind not in ("NO", "MULTI_GPU"):
         raise ConfigError(

@@ -81,6 +81,7 @@ def _forward_backward(
     weights: dict[str, Tensor] = {
         name: nn.Parameter(parameter.detach(), parameter.requires_grad) for name, parameter in model.named_parameters()
     }
+    # In a real step the gradients of earlier micro-batches are in memory from the beginning of the forward pass.
     if accumulating:
         for weight in weights.values():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None

@@ -21,6 +21,7 @@ class ShardedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices (collective if they are sharded)."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             super().step()
@@ -43,6 +44,7 @@ class ShardedMuon(torch.optim.Muon):
         orthogonal = _zeropower_via_newtonschulz(
             rounded.full_tensor(), group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
+        # All ranks have computed the same matrix, so each slices its own copy, without communication.
         shard = distribute_tensor(orthogonal, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(shard, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
@@ -81,6 +83,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @property
     def parts(self) -> tuple[ShardedMuon, torch.optim.AdamW]:
         """Both optimizers with the current groups and state, which loading and engines may have replaced."""
+        # Only Muon's groups have `ns_steps`.
         for part, is_muon in ((self._muon, True), (self._adamw, False)):
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]

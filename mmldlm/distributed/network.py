@@ -103,6 +103,7 @@ def _listener(port: int) -> str:
     try:
         connections = psutil.net_connections("tcp")
         pids = {c.pid for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port}
+        # A ValueError unless exactly one pid is known; psutil has none for processes that we may not inspect.
         (pid,) = pids - {None}
         process = psutil.Process(pid)
         command = " ".join(" ".join(process.cmdline()).split())  # one line, whatever the arguments

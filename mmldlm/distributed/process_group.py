@@ -85,6 +85,7 @@ def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Co
     try:
         yield processes
     except Exception as error:
+        # A user error is itself the cause; any other may be the consequence of a lost peer.
         lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
         processes.peer_lost = isinstance(lost or error, PeerLostError)
         watchdog.fail(*exit_code_and_cause(lost or error))

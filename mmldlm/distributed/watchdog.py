@@ -68,7 +68,7 @@ class Watchdog:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float, interval_s: float = 0.5):
-        """Does not start the threads, see `start`.
+        """Connect to the store; `start` starts the threads.
 
         Args:
             store: Store of the process group.
@@ -104,6 +104,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Publish the first heartbeat and start to watch the run."""
+        # Created empty, unless another rank was first: `multi_get` would wait for a missing key.
         for key in (_FAILED, _HOST):
             self._store.compare_set(key, "", "")
         self._sync_with_store()
@@ -135,6 +136,7 @@ class Watchdog:
                 raise
             raise lost from error
         finally:
+            # The outer phase begins anew: its timeout counts from here.
             self._phase = _Phase(outer.collective, time.monotonic())
 
     def diagnose(self, error: Exception) -> PeerLostError | None:
@@ -176,6 +178,7 @@ class Watchdog:
             self._sync_with_store(done=self._closed.is_set())
             self._mark_done()
             return
+        # Only reached after an error of the store, at which `suppress` ends the loop.
         self._store_lost = True
 
     def _sync_with_store(self, done: bool = False) -> None:
@@ -191,12 +194,14 @@ class Watchdog:
         )
         store.set(f"beat/{self.rank}", json.dumps(asdict(self._heartbeat)))
         if self._outgoing is not None:
+            # Only the first failure of the run is kept; a later one leaves the key as it is.
             store.compare_set(_FAILED, "", json.dumps(asdict(self._outgoing)))
             self._outgoing = None
         failed, host = store.multi_get([_FAILED, _HOST])
         if failed and self._failure is None:
             self._failed_at, self._failure = time.monotonic(), Failure.parse(failed)
         texts: Sequence[bytes] = [host] if host else []
+        # Reading all heartbeats costs more with more ranks, so a long wait repeats it only now and then.
         waited = now - max(phase.since, self._all_ranks_polled_at)
         long_wait = phase.collective and waited > max(self.timeout_s / 8, 1.0)
         if not failed and (long_wait or self._poll_all_ranks):
@@ -204,8 +209,10 @@ class Watchdog:
         for heartbeat in map(Heartbeat.parse, texts):
             if heartbeat.rank != self.rank:
                 old = self._peers.get(heartbeat.rank)
+                # An unchanged count keeps the time of its first reading: since then the peer may be silent.
                 first_read = old.first_read if old is not None and old.heartbeat.count == heartbeat.count else now
                 self._peers[heartbeat.rank] = PeerHeartbeat(heartbeat, first_read, now)
+        # `_requested_at` precedes the reads: a reading is fresh for those who have waited since before it.
         self._requested_at, self._answered_at = now, time.monotonic()
 
     def _read_heartbeats(self) -> Sequence[bytes]:
@@ -241,6 +248,8 @@ class Watchdog:
                 self._end_process()
 
     def _must_exit(self, now: float) -> bool:
+        # A published failure that the main thread has not raised itself; a collective that takes too long; a store
+        # that does not respond, unless rank 0 has closed it at its end.
         phase = self._phase
         return (
             (self._failure is not None and now - self._failed_at > GRACE_PERIOD_S)
@@ -262,12 +271,14 @@ class Watchdog:
         with self._lock:
             if self._exiting_thread is None:
                 self._exiting_thread = threading.get_ident()
+                # Ends the process if this thread gets stuck, too.
                 backstop = threading.Timer(timeout_s, _exit, [code, cause])
                 backstop.daemon = True
                 backstop.start()
                 return True
         if self._exiting_thread != threading.get_ident():
             time.sleep(CLEANUP_TIMEOUT_S)  # the other thread ends this process
+        # Claimed by this thread before, as `fail` finds it after `diagnose`: the cause is reported already.
         return False
 
     def _investigate(self, failed: bool) -> Failure:
@@ -280,17 +291,21 @@ class Watchdog:
         detail = pending_collective(or_latest=failed)
         wait = PendingCollective(self.rank, self.step, phase.collective, detail, seconds, seconds > self.timeout_s / 2)
         time.sleep(min(0.01 * self.rank, 1.0))  # staggered, so that of a thousand ranks only the first few investigate
+        # From now on the store's thread reads all heartbeats, at once and in each interval.
         self._poll_all_ranks = True
         started_at = time.monotonic()
         self._wake.set()
         counts: dict[int, int] = {}
         while self._failure is None and time.monotonic() < started_at + self._window + 1:
             peers, is_fresh = dict(self._peers), self._requested_at > started_at
+            # The first reading since the start; ranks that count on from here respond.
             if is_fresh and not counts:
                 counts = {rank: peer.heartbeat.count for rank, peer in peers.items()}
+            # Without the store it still shows which processes of this machine are gone or stopped.
             if (is_fresh or not self._store_responds()) and is_conclusive(peers, counts, self._window):
                 break
             time.sleep(0.05)
+        # No reading has begun since the start, so the store's thread still waits for an answer, or has ended.
         store_unreachable = "" if self._requested_at > started_at else f"the store at {self._address}"
         return self._failure or diagnose(wait, self.world_size, dict(self._peers), self._window, store_unreachable)
 
@@ -298,6 +313,7 @@ class Watchdog:
         """Publish `failure` and return the first failure of the run, which may be one of another rank."""
         self._outgoing = failure
         self._wake.set()
+        # The store's thread publishes it, and reads back the first failure of the run.
         deadline = time.monotonic() + 1
         while self._failure is None and self._store_responds() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -316,6 +332,7 @@ class Watchdog:
             location = f"step {self.step}, {self._phase.collective or 'outside of any collective'}"
             dump_stacks(self.folder, self.rank, f"{location}: {cause}", error)
             dump_flight_recorder(self.folder, self.rank)
+        # The failure may be the diagnosis of another rank, to which this process was silent for a while.
         kill_processes(process for process in failure.silent if process != self._heartbeat.process)
         return cause
 
@@ -325,6 +342,7 @@ def _exit(code: int, cause: str) -> None:
     hard = threading.Timer(1.0, os._exit, [code])  # a full pipe may block the print
     hard.daemon = True
     hard.start()
+    # `os._exit` skips the cleanup by which multiprocessing ends its processes, such as data loader workers.
     for child in multiprocessing.active_children():
         child.kill()
     print(f"mmldlm: error: {cause}", file=sys.stderr, flush=True)

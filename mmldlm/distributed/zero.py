@@ -62,6 +62,7 @@ class ZeroEngine(Engine):
         """
         optimizer = self.zero_optimizer
         optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm shows overflows, too
+        # ZeRO-3 combines the norms of the groups within `step`, so there the function before that is wrapped.
         norm_name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         compute_norm, update_scale = getattr(optimizer, norm_name), optimizer._update_scale
 
@@ -72,6 +73,7 @@ class ZeroEngine(Engine):
             return result
 
         def check_norm(overflow: bool) -> None:
+            # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
             update_scale(optimizer.overflow)
 
@@ -101,6 +103,7 @@ class ZeroEngine(Engine):
         optimizer = self.zero_optimizer
         if self.stage == 3 or not optimizer.contiguous_gradients:
             return 0
+        # With `overlap_comm` one buffer is filled while the other is reduced.
         buffers = len(optimizer.ipg_buckets) * (2 if optimizer.overlap_comm else 1)
         return buffers * optimizer.reduce_bucket_size * optimizer._gradient_reduction_buffer_dtype().itemsize
 
@@ -114,6 +117,7 @@ class ZeroEngine(Engine):
             yield micro_batch
 
     def backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages over ranks and, by default, micro-batches; this loss is a share of the step's loss.
         with self.in_collective("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
 
@@ -141,6 +145,7 @@ class ZeroEngine(Engine):
             if self.stage < 3:
                 optimizer.update_lp_params()
                 return
+            # As ZeRO-3's own `step` and `_post_step` do, in their order.
             optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp16_groups)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -170,6 +175,7 @@ class ZeroEngine(Engine):
             self._link_optimizer_state()
         with self.in_collective("gather of the state"):
             for name, parameter in self._trainable_params():
+                # These gathers are collective, so they come before the check of the owner.
                 entries = [("model", name, self._get_master(parameter))]
                 entries += [
                     ("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys
@@ -209,6 +215,7 @@ class ZeroEngine(Engine):
     def _optimizer_layout(self) -> tuple[Tensor | None, list[str]]:
         """Return the step count and the names of the moments; (None, []) before the first step."""
         state = self.unwrapped_optimizer.state.get(self._partitions()[0], {})
+        # Moments are flat tensors; PyTorch's step count is a tensor without dimensions.
         moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if not moments:
             return None, []

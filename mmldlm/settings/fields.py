@@ -98,6 +98,7 @@ def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
     default = next(field.default for field in dataclasses.fields(settings) if field.name == name)
     value = getattr(settings, under)
     if value not in values and getattr(settings, name) != default:
+        # JSON spells null, true and false as YAML does.
         expected = "its defaults" if dataclasses.is_dataclass(default) else json.dumps(default).strip('"')
         raise ValueError(
             f"{name}: does nothing under {under}: {value}, expected {expected} or {under}: {' or '.join(values)}"
@@ -181,10 +182,12 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     schema = {key: _strict(part) for key, part in schema.items()}
+    # As a member of a union, None is named among the expected values of an error message.
     if schema.get("type") == "nullable":
         schema = {"type": "union", "choices": [schema["schema"], {"type": "none"}]}
     if schema.get("type") == "union":
         return {**schema, "choices": [(choice, "") for choice in schema["choices"]]}
+    # The bounds of the setting itself come last and win.
     return {**_STRICT.get(str(schema.get("type")), {}), **schema}
 
 
@@ -258,6 +261,7 @@ def nearest_key(key: str, known: set[str]) -> str:
     same_leaf = [candidate for candidate in sorted(known) if candidate.rsplit(".", 1)[-1] == leaf]
     close_leaf = [c for c in sorted(known) if difflib.SequenceMatcher(None, c.rsplit(".", 1)[-1], leaf).ratio() > 0.75]
     for candidate in [*same_leaf, SYNONYMS.get(leaf), *close, *close_leaf]:
+        # False for None, and for a synonym's key that these settings lack.
         if candidate in known:
             return f"did you mean {candidate!r}?"
     return "see docs/settings.md for the keys"
@@ -297,6 +301,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
+        # An empty mapping is a value: otherwise its key would disappear.
         flat |= flatten(value, key + ".") if isinstance(value, Mapping) and value else {key: value}
     return flat
 

@@ -75,6 +75,7 @@ def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
     real_path = path.resolve()
+    # Only complete layers are in there, so a file that extends itself gets to the next check.
     if real_path in layers:
         return
     if any(parent.resolve() == real_path for parent in parents):
@@ -108,6 +109,7 @@ def merge_layers(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
         ConfigError: one of several files has an unknown key or a wrong value, even if a later file overrides it; the
             message names the file.
     """
+    # A single file is checked by `build` together with the overrides.
     if len(layers) > 1:
         for layer in layers:
             try:
@@ -124,6 +126,7 @@ def merge_layers(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
 def _merge(base: Mapping[str, Any], override: Mapping[str, Any], groups: set[str], prefix: str) -> dict[str, Any]:
     tree = dict(base)
     for key, value in override.items():
+        # A key that is not text names no group; `build` reports it.
         dotted = f"{prefix}{key}" if isinstance(key, str) else ""
         both_groups = dotted in groups and isinstance(tree.get(key), Mapping) and isinstance(value, Mapping)
         tree[key] = _merge(tree[key], value, groups, f"{dotted}.") if both_groups else value

@@ -72,6 +72,7 @@ def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
         for part in key.split("."):
             pairs = node.value if isinstance(node, yaml.MappingNode) else []
             matches = [(name.start_mark.line + 1, value) for name, value in pairs if name.value == part]
+            # PyYAML inserts the pairs of merge keys before the mapping's own, so the last match wins.
             line, node = matches[-1] if matches else (0, None)
         if line:
             lines[key] = line

@@ -20,6 +20,7 @@ def human_count(number: float) -> str:
     """Format a number with three digits and a unit: `950`, `12.3k`, `4.56M`."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor * 0.9995:  # 999.5 and more rounds to four digits
+            # `#` keeps trailing zeros (4.50M), but also the dot of three digits (950.k).
             return f"{number / factor:#.3g}{unit}".replace(".k", "k").replace(".M", "M").replace(".G", "G")
     return f"{number:.0f}"
 

@@ -96,6 +96,7 @@ def busy_seconds(stat: str, cpus: Collection[int]) -> float:
     ticks = 0
     for line in stat.splitlines():
         name, *fields = line.split()
+        # The line "cpu" without a number is the sum of all CPUs.
         if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in cpus:
             user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, fields)
             ticks += user + nice + system + irq + softirq + steal
@@ -129,6 +130,7 @@ def _usable_cpus() -> set[int]:
 
 def _num_threads(environment: Mapping[str, str], cpus: Collection[int]) -> int:
     """Return the number of OpenMP threads of this process: one per core, unless the environment sets it."""
+    # A list has one number for each level of nested parallelism.
     return _positive_int(environment.get("OMP_NUM_THREADS", "").split(",")[0], len({_core(cpu) for cpu in cpus}))
 
 

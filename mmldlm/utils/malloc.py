@@ -28,6 +28,7 @@ def keep_freed_memory() -> bool:
     try:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  (mallopt of other C libraries may have another meaning)
+        # Never one of them alone: that ends glibc's own adaptation of its thresholds, and steps get slower.
         settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _GROWTH_BYTES))
         return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
     except (AttributeError, OSError, TypeError):

@@ -67,6 +67,7 @@ class Progress:
 
     def advance(self, done: int, unit: str, total: int | None = None) -> None:
         """Set the number of items of the phase that are done."""
+        # A smaller count or another total belongs to another loop of the same phase.
         if done < self._done or total != self._total or not self._unit:
             with self._lock:
                 self._done, self._total = 0, total

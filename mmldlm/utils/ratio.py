@@ -102,6 +102,7 @@ def ratio_of_means(stats: SeedStats, baseline: SeedStats, confidence: float = CO
     a, c, d = baseline.mean**2 - squared * v, stats.mean * baseline.mean, stats.mean**2 - squared * u
     if a <= 0:
         return Ratio(ratio, no_interval_reason="interval without bound")
+    # For a > 0 the discriminant is negative only by rounding.
     root = math.sqrt(max(c**2 - a * d, 0.0))
     return Ratio(ratio, ((c - root) / a, (c + root) / a))
 
