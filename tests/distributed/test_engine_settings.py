@@ -45,8 +45,7 @@ def test_ddp_defaults(probe: Probe) -> None:
     assert facts["environment"]["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
     assert facts["held"] == pytest.approx(16, rel=0.05)
     # No gradient is exchanged inside the accumulation.
-    assert len(facts["steps"][0]["in_backward"]) == 3  # the trial pass before the first step, and its two micro-batches
-    for step in facts["steps"][1:]:
+    for step in facts["steps"]:
         first, last = step["in_backward"]
         assert first == 0 and last > 0
 

@@ -111,9 +111,9 @@ def test_other_optimizer_cannot_resume(
 @pytest.mark.parametrize(
     ("engine", "name", "complaint"),
     [
-        ("zero2", "muon", "optim.name: muon needs whole matrices, found engine zero2; expected adamw there, or an"),
-        ("fsdp2", "deepspeed_adam", "optim.name: deepspeed_adam steps DeepSpeed's partitions, found engine fsdp2"),
-        ("zero3", "deepspeed_adam", "under zero3 is DeepSpeed's FusedAdam, which is for CUDA, found cpu"),
+        ("zero2", "muon", "optim.name: found muon under engine zero2, where Muon needs whole matrices"),
+        ("fsdp2", "deepspeed_adam", "optim.name: found deepspeed_adam under engine fsdp2, where it updates"),
+        ("zero3", "deepspeed_adam", "deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found cpu"),
     ],
 )
 def test_a_run_is_refused_before_anything_is_created(

@@ -204,7 +204,7 @@ def test_ema_may_be_switched_between_starts(
     def at(step: int, group: str = "model") -> dict[str, torch.Tensor]:
         return load_file(tmp_path / f"checkpoints/step-{step:08}" / f"{group}.safetensors")
 
-    assert "ema" not in go(2)
+    assert "  ema  " not in go(2)
     shown = go(3, "ema={decay: 0.75, warmup: false}")
     assert "the checkpoint has no EMA of the weights; it starts here from the present weights" in shown
     assert "ema          decay 0.75; validations use the EMA" in shown

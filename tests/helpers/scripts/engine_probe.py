@@ -63,7 +63,8 @@ class ProbedTrainer(Trainer):
 def backward(self: Engine, loss: torch.Tensor) -> None:
     start = len(collectives())
     _backward(self, loss)
-    facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
+    if facts["steps"]:  # after the warm-up
+        facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
 
 def update(self: Engine, *arguments: float) -> Any:
