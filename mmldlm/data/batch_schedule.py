@@ -88,6 +88,7 @@ class TrainConfig:
     def samples_before(self, step: int) -> int:
         """Return the number of samples of all optimizer steps before `step`."""
         stages = [(first, size) for first, size, _ in self._stages() if first < step]
+        # A stage ends where the next begins, the last one at `step`.
         stops = [*(first for first, _ in stages[1:]), step]
         return sum(size * (stop - first) for (first, size), stop in zip(stages, stops, strict=True))
 
@@ -98,6 +99,7 @@ class TrainConfig:
             ConfigError: a global batch is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
         """
         for step, size, micro in self._stages():
+            # Without a micro-batch size one micro-batch per rank is the whole share, so only the ranks must divide.
             unit = (micro or 1) * world_size
             if size % unit:
                 key = (

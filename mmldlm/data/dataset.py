@@ -78,6 +78,7 @@ class SampleLengths:
         # Group the positions in `indices` by shard, so that each shard's offsets are indexed once.
         by_shard = np.argsort(shard_of, kind="stable")
         edges = np.flatnonzero(np.diff(shard_of[by_shard])) + 1
+        # np.split of an empty array yields one empty part, which has no shard.
         for positions in np.split(by_shard, edges) if len(indices) else ():
             shard = int(shard_of[positions[0]])
             lengths[positions] = split.shards[shard].lengths(indices[positions] - split.first_index(shard))
@@ -133,7 +134,9 @@ class Split:
         Raises:
             DataError: no sample of a source would be left.
         """
+        # The shards, and so their maps, are shared with this split.
         split = Split(self.name, self.manifest, self.sources, self.shards, self._reopen, indices)
+        # A source without samples could never give its share.
         for source, first, stop in split.source_ranges():
             samples = stop - first
             if 0 < samples == len(split.skipped_in(first, stop)):
@@ -219,6 +222,7 @@ class Split:
         shards = [self.shards[shard] for shard in shard_of.tolist()]
         spans = [shard.offsets[row : row + 2].tolist() for shard, row in zip(shards, rows, strict=True)]
         lengths = np.array([stop - start for start, stop in spans], np.int64)
+        # A damaged length could allocate without bound below, before any error.
         if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= self.manifest.max_length:
             _ = self.lengths[indices]  # raises, naming the sample
         ends = np.cumsum(lengths)
@@ -235,6 +239,7 @@ class Split:
         return tokens, lengths, latents
 
     def _check(self, indices: np.ndarray, tokens: np.ndarray, begins: np.ndarray, latents: np.ndarray) -> None:
+        # One pass in the usual case; the sample is searched for only if there is a bad one. Stored tokens are unsigned.
         if len(tokens) and int(tokens.max()) >= self.manifest.vocab_size:
             position = int(np.argmax(tokens >= self.manifest.vocab_size))
             index = int(indices[np.searchsorted(begins, position, side="right") - 1])

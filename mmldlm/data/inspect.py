@@ -65,6 +65,7 @@ def _split_info(split: Split) -> dict[str, Any]:
     quantiles = {f"{q:.0%}": int(np.searchsorted(cumulative, q * cumulative[-1])) for q in (0.05, 0.5, 0.95)}
     width = -(-split.manifest.max_length // _LENGTH_BINS)
     bins = [int(counts[low : low + width].sum()) for low in range(1, len(counts), width)]
+    # Spaced evenly, not drawn: the same numbers for the same store.
     indices = np.unique(np.linspace(0, len(split) - 1, min(_MAX_NORM_SAMPLES, len(split))).astype(np.int64))
     norms = np.linalg.norm(split.gather(indices)[2], axis=-1)
     return {
@@ -205,6 +206,7 @@ def _contradictions(store: Store) -> Iterator[str]:
             for shard in split.shards:
                 counts += np.bincount(shard.tokens, minlength=len(counts))
     pairs["max_length"] = manifest.max_length, max_length
+    # Only kinds with a line are compared: `over_length` is counted, but not reported as a problem.
     reported = Counter(json.loads(line)["kind"] for line in _lines(store.path / "problems.jsonl"))
     pairs |= {f"problems.{kind}": (manifest.problems.get(kind, 0), count) for kind, count in reported.items()}
     for key, (value, expected) in pairs.items():
@@ -213,6 +215,7 @@ def _contradictions(store: Store) -> Iterator[str]:
     if not np.array_equal(counts, store.token_counts):
         yield f"{store.path / 'token_counts.npy'}: differs from the counts in the training split"
     mean, rms, largest = _latent_statistics(store)
+    # Sums of floats depend on their order, which differs here; atol is relative to the spread, as a mean may be 0.
     if not np.allclose(manifest.latent.mean, mean, rtol=1e-5, atol=1e-6 * rms):
         yield f"{manifest_path}: latent.mean differs from the mean of the training split"
     for key, value, expected in (("rms", manifest.latent.rms, rms), ("max_norm", manifest.latent.max_norm, largest)):
@@ -262,6 +265,7 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     indices = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
+    # One pass over the latents for all samples.
     neighbors_of_samples = nearest(store, split, indices, neighbors) if neighbors else [[] for _ in indices]
 
     def printable_text(index: int) -> str:

@@ -123,6 +123,7 @@ class Loader:
         self._loader = DataLoader(
             self._dataset,
             sampler=self._sampler,
+            # One item of the sampler is a whole step, so torch must not batch.
             batch_size=None,
             num_workers=self.num_workers,
             collate_fn=_identity,
@@ -157,6 +158,7 @@ class Loader:
             try:
                 batches = next(batches_of_steps)
             except DataError as error:
+                # The workers know a position, not the step.
                 raise DataError(f"step {step}: {error}") from error
             yield step, batches
 
@@ -170,6 +172,7 @@ class Loader:
         """
         _, lengths = self.order.take_with_lengths(position, size.global_batch_size)
         by_round = lengths[_rounds(lengths, self._dataset.world_size)]
+        # [micro-batches, rounds of one micro-batch, ranks], summed over the rounds.
         return by_round.reshape(-1, size.micro_batch_size, self._dataset.world_size).sum(axis=1, dtype=np.int64).T
 
 
@@ -179,6 +182,7 @@ def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch
     Slots are positions in `indices`, so a sample's noise does not depend on the other samples of its micro-batch.
     """
     samples = np.asarray(indices, np.int64)
+    # Stable: equal lengths keep their order, so that micro-batches are the same on every platform.
     by_length = np.argsort(split.lengths[samples], kind="stable")
     for start in range(0, len(samples), micro_batch_size):
         slots = by_length[start : start + micro_batch_size]
@@ -254,6 +258,7 @@ class _StepSampler:
     def __iter__(self) -> Iterator[_StepRequest]:
         position = self.position
         for step in self.steps:
+            # Workers do not see later changes of `batch_at`, so the sizes travel with the request.
             size = self.batch_at(step)
             yield _StepRequest(position, size)
             position += size.global_batch_size

@@ -101,6 +101,7 @@ class Manifest:
     def write(self, store: Path) -> None:
         """Write the manifest durably, after its checksum file."""
         content = self.to_json()
+        # The manifest makes a folder a store, so it comes last.
         write_atomically(store / CHECKSUM_NAME, checksum_line(hashlib.sha256(content.encode()).hexdigest()))
         write_atomically(store / MANIFEST_NAME, content)
 
@@ -164,6 +165,7 @@ def _checked_fields(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return `content` as a dict; ValueError names the first key that is not, or should be, a field of `cls`."""
     expected = _field_names(cls)
     if content.keys() != expected:
+        # Both directions: a manifest of another version may lack keys, or have some that this one would ignore.
         if missing := sorted(expected - content.keys()):
             raise ValueError(f"key {missing[0]!r} is missing")
         raise ValueError(f"key {min(content.keys() - expected)!r} is unknown")

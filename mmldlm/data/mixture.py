@@ -63,6 +63,7 @@ def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | Mix
             count=stop - first,
             skipped=split.skipped_in(first, stop) - first,
             share=source.share,
+            # From the content of the store: neither its path nor its place in the mixture changes its permutations.
             key=int(source.identity[:16], 16),
         )
         for source, first, stop in split.source_ranges()
@@ -101,6 +102,7 @@ def _shared_properties(manifest: Manifest) -> dict[str, Any]:
         "pad_id": manifest.pad_id,
         "tokenizer": manifest.tokenizer["sha256"],
         "latent shape": [manifest.latent.tokens, manifest.latent.channels],
+        # Key by key for a precise message; the whole dict also finds keys that only the other store has.
         **{f"encoder {key}": value for key, value in sorted(manifest.encoder.items())},
         "encoder": manifest.encoder,
         "splits": list(manifest.splits),
@@ -136,6 +138,7 @@ def pooled_latents(parts: Sequence[tuple[LatentInfo, float]]) -> LatentInfo:
     rms = np.array([latent.rms for latent, _ in parts])
     mean = shares @ means
     distances = np.square(means - mean)  # squared, [K, C]
+    # Within-part variance plus variance of the means, as `rms` averages over channels.
     pooled = float(np.sqrt(shares @ (np.square(rms) + distances.mean(axis=1))))
     max_norms = np.array([latent.max_norm for latent, _ in parts]) * rms + np.sqrt(distances.sum(axis=1))
     return replace(parts[0][0], mean=tuple(mean.tolist()), rms=pooled, max_norm=float(max_norms.max()) / pooled)

@@ -17,6 +17,7 @@ _BLOCK_SAMPLES = 8192
 def unit_vectors(latents: np.ndarray) -> np.ndarray:
     """Flatten latents [n, M, C] or [n, D] and scale each to norm 1: [n, M C] or [n, D]."""
     flat = latents.reshape(len(latents), -1)
+    # A zero vector stays zero and has cosine 0 with all others.
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
 
 
@@ -48,12 +49,13 @@ def nearest_neighbors(
     queries, first = unit_vectors(store.standardize(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
     for block in latent_blocks(split):
-        cosines = queries @ unit_vectors(store.standardize(block)).T
+        cosines = queries @ unit_vectors(store.standardize(block)).T  # [n, block]
         for query, index in enumerate(exclude):
             if index is not None and first <= index < first + len(block):
                 cosines[query, index - first] = -np.inf
         for query, candidates in enumerate(best):
             top = np.argsort(-cosines[query], kind="stable")[:count]
+            # Excluded samples are at -inf, below any cosine.
             candidates += [(float(cosines[query, i]), first + int(i)) for i in top if cosines[query, i] > -2]
             best[query] = sorted(candidates, key=lambda pair: (-pair[0], pair[1]))[:count]
         first += len(block)

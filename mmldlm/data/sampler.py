@@ -58,10 +58,12 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np
         The images, int64 in the shape of `index`.
     """
     assert n > 0 and (index.size == 0 or (index.min() >= 0 and index.max() < n)), "index outside range(n)"
+    # Half of the bits of the permuted domain, which has 4^half >= n values.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
     keys: list[Any]  # one per round: a scalar, or an array with one key per index
     if isinstance(epoch, np.ndarray):
+        # The same keys as `_key(seed, epoch, round_)`, for an array of epochs.
         epoch_key = _mix_array(epoch.astype(np.uint64).ravel() ^ np.uint64(_key(seed)))
         keys = [_mix_array(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]
     else:
@@ -69,6 +71,7 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np
 
     def network(value: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
         left, right = value >> bits, value & low
+        # A Feistel round is invertible whatever function is mixed in, so the network is a permutation.
         for key in keys:
             left, right = right, left ^ (_mix_array(right ^ key) & low)
         return (left << bits) | right
@@ -76,6 +79,7 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np
     images = network(index.astype(np.uint64).ravel(), keys)
     outside = np.flatnonzero(images >= n)
     while outside.size:
+        # Ends for every index: following a permutation from a value in range(n) leads back into range(n).
         images[outside] = network(images[outside], [key[outside] if key.ndim else key for key in keys])
         outside = outside[images[outside] >= n]
     return images.astype(np.int64).reshape(index.shape)
@@ -177,6 +181,7 @@ class SampleOrder(_WindowedOrder):
         return [position / len(self)]
 
     def _locate(self, position: int) -> tuple[int, int]:
+        # No window spans two epochs, so that each epoch contains every sample once.
         epoch, within = divmod(position, len(self))
         number, offset = divmod(within, self.window)
         return epoch * self._windows + number, offset
@@ -199,6 +204,7 @@ class _KeptSamples:
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """Return the indices of the kept samples with these `numbers`, which count kept samples from 0."""
+        # A number moves up by the skipped samples that come before it.
         return self.first + numbers + np.searchsorted(self._kept_before, numbers, side="right")
 
 
@@ -269,9 +275,11 @@ class MixedOrder(_WindowedOrder):
         return divmod(position, self.window)
 
     def _window_indices(self, number: int) -> np.ndarray:
+        # The draws of each part before and after the window: no state is carried from window to window.
         starts, stops = (count_draws(edge * self.window, self._shares) for edge in (number, number + 1))
         indices, fractions = [], []
         for part, samples, start, stop in zip(self.parts, self._samples, starts, stops, strict=True):
+            # A small store may begin several epochs in one window, each with its own permutation.
             epochs, within = np.divmod(np.arange(start, stop), len(samples))
             indices.append(samples.indices(permute(within, len(samples), _key(self.seed, part.key), epochs)))
             # Midpoints of equal intervals of the window, so that sorting them spaces each store evenly.

@@ -67,6 +67,7 @@ class Shard:
         Raises:
             DataError: offsets are not increasing or out of range.
         """
+        # Indexing by [2, n] rows copies the starts and stops of these samples only, not all offsets.
         starts, stops = (self.offsets[:-1], self.offsets[1:]) if rows is None else self.offsets[[rows, rows + 1]]
         lengths = stops - starts
         invalid = (lengths < 1) | (lengths > self._manifest.max_length) | (starts < 0) | (stops > self.info.tokens)
@@ -85,6 +86,7 @@ class Shard:
             array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: not a readable array ({error})") from None
+        # Sizes alone do not show a file of the right length but another type or shape.
         if array.dtype != np.dtype(dtype) or array.shape != shape:
             raise DataError(f"{path}: {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}")
         _mapped.append((weakref.ref(self), kind))

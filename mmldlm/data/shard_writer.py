@@ -133,6 +133,7 @@ class ShardWriter:
         """
         assert len(tokens) == len(latents) == len(characters)
         assert all(len(sample) for sample in tokens), "a sample without tokens"
+        # Values beyond the range of float16 become infinite, which the check below reports by name.
         with np.errstate(over="ignore"):
             stored = latents.astype(self.latent_dtype)
         if not np.isfinite(stored).all():
@@ -161,6 +162,7 @@ class ShardWriter:
         contents.shards[split].append(info)
         contents.characters[split] += shard.characters
         contents.max_length = max(contents.max_length, shard.max_length)
+        # Read back in blocks of fixed size: sums of floats then do not depend on how many samples each `add` brought.
         if split == "train":
             for tokens in _row_blocks(self.folder, info, "tokens"):
                 contents.token_counts += np.bincount(tokens, minlength=len(contents.token_counts))
@@ -186,10 +188,12 @@ class _Shard:
             self._files[kind] = self._path(kind).open("wb")
             self._counts[kind] = 0
             self._write_header(kind)
+        # The first offset; `add` appends the end of each sample, so there are samples + 1.
         self._append("offsets", np.zeros(1))
 
     def add(self, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
         lengths = np.array([len(sample) for sample in tokens], np.int64)
+        # Before the tokens are appended: their count so far is the start of these samples.
         self._append("offsets", self._counts["tokens"] + np.cumsum(lengths))
         self._append("tokens", np.concatenate(tokens))
         self._append("latents", latents)
@@ -257,7 +261,7 @@ def squared_deviations(folder: Path, shards: dict[str, list[ShardInfo]], mean: n
         for shard in shards[split]:
             total = 0.0
             for latents in _row_blocks(folder, shard, "latents"):
-                deviations = np.square(latents - mean)
+                deviations = np.square(latents - mean)  # [n, M, C], float64 as `mean` is
                 total += float(deviations.sum())
                 largest = max(largest, float(deviations.sum(axis=-1).max()))
             if split == "train":

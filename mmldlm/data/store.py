@@ -113,6 +113,7 @@ class Store:
         """
         if len(self.sources) == 1:
             return self.sources[0].identity
+        # The shares are part of it: they decide the sample order and the latent statistics.
         lines = (f"{source.identity} {source.share}" for source in self.sources)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -122,6 +123,7 @@ class Store:
         if len(self.sources) == 1:
             return self.sources[0].token_counts
         samples = [source.manifest.splits["train"].samples for source in self.sources]
+        # Scale each source's counts from its own number of samples to its share of all samples.
         weighted = [
             source.token_counts * (float(source.share) * sum(samples) / count)
             for source, count in zip(self.sources, samples, strict=True)
@@ -168,4 +170,5 @@ def _check_sizes(folder: Path, files: Sequence[tuple[str, FileInfo]]) -> None:
 
 def _open_store(reopen: Callable[[], Store], skipped: dict[str, list[int]], latent: LatentInfo) -> Store:
     store = reopen()
+    # The run's statistics may be those of a checkpoint, not of the store, and workers must see the same latents.
     return store.with_manifest(replace(store.manifest, latent=latent)).without(skipped)

@@ -72,6 +72,7 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._shards.__exit__(kind, error, trace)
+        # After `finish` the folder has been renamed, and there is nothing to remove.
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
@@ -189,6 +190,7 @@ def _other_files(folder: Path, contents: Contents) -> dict[str, FileInfo]:
     infos = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
+        # The hashes of shards are known from writing them; they are not read again.
         if name not in shard_files and name.removesuffix(".tmp") not in (MANIFEST_NAME, CHECKSUM_NAME):
             fsync(path)
             infos[name] = file_info(path)
@@ -198,6 +200,7 @@ def _other_files(folder: Path, contents: Contents) -> dict[str, FileInfo]:
 def publish(folder: Path, path: Path, old: Path) -> None:
     """Rename the finished `folder` to `path`; a store at `path` is first moved to `old` and deleted at the end."""
     fsync(folder)
+    # Two renames, as a folder cannot be renamed onto one with files. Between them there is no store at `path`.
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)  # left by a publication that was interrupted behind its last rename
         path.rename(old)

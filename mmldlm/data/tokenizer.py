@@ -26,6 +26,7 @@ class Tokenizer:
         """Wrap `backend`; `[MASK]` and `[PAD]` are appended to its vocabulary if missing."""
         missing = [token for token in (MASK, PAD) if backend.token_to_id(token) is None]
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+        # A tokenizer.json may set both; a sample's length is decided by the options of `prepare` alone.
         backend.no_truncation()
         backend.no_padding()
         # Otherwise a literal "[MASK]" in a user's text would become the mask id. Not saved in tokenizer.json.
@@ -67,11 +68,13 @@ class Tokenizer:
         counts = Counter(
             word for text in texts for word, _ in split.pre_tokenize_str(lower.normalize_str(text)) if len(word) > 1
         )
+        # Ties in alphabetical order, so that the vocabulary does not depend on the order of `texts`.
         words = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - len(alphabet) - 2]
         vocabulary = {token: index for index, token in enumerate([MASK, PAD, *alphabet, *words])}
         # Without merges a word is a token or is spelled by bytes.
         backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
         backend.normalizer, backend.pre_tokenizer = lower, split
+        # `add_prefix_space` put a space before the first word; decoding removes it.
         backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
         return cls(backend)
 
@@ -103,6 +106,7 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "mask_token": MASK,
             "pad_token": PAD,
+            # The counterpart of `encode_special_tokens`, for users who load the folder with transformers.
             "split_special_tokens": True,
             "clean_up_tokenization_spaces": False,
         }

@@ -52,11 +52,13 @@ def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tu
     # Ranks that see the same folder share the work; another node's own copy is read by the ranks of that node.
     manifests = [(source.path / MANIFEST_NAME).stat() for source in store.sources]
     folder_id = [[manifest.st_ino, manifest.st_ctime_ns] for manifest in manifests]
+    # `full` is gathered too: ranks with `sizes` read nothing, and must not be given a part.
     folder_ids = engine.gather([full, folder_id], "data folders")
     sharing = [rank for rank, other in enumerate(folder_ids) if other == folder_ids[engine.rank]]
     count, bad = 0, list[BadSample]()
     with engine.raise_on_all_ranks("verification of the data"):
         if full:
+            # One more than allowed is kept, so that the error can name the first of too many.
             count, bad = verify_part(store, sharing.index(engine.rank), len(sharing), max_bad_samples + 1)
     # All copies have equal hashes and so the same bad samples: count those of rank 0's copy.
     local_result = (count, bad) if 0 in sharing else (0, [])
@@ -157,6 +159,7 @@ def _verify_shard(store: Store, split_number: int, shard_number: int) -> list[Ba
         array = getattr(shard, kind)
         row_bytes = array[0].nbytes  # of a token, or of a sample's latents
         first = 0
+        # The buffer is reused by the next chunk: results must not refer to `rows`.
         for chunk in _read_and_hash(shard.path(kind), info, info.bytes - array.nbytes, row_bytes):
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
             if kind == "tokens":
@@ -170,6 +173,7 @@ def _verify_shard(store: Store, split_number: int, shard_number: int) -> list[Ba
 def _bad_tokens(split: Split, shard: int, tokens: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
     """Yield (sample index, reason) of each sample with an unknown token among `tokens`, which begin at `first`."""
     positions = np.flatnonzero(tokens >= split.manifest.vocab_size)
+    # `offsets` [samples + 1] are strictly increasing, so this finds the sample that contains each position.
     samples = np.searchsorted(split.shards[shard].offsets, first + positions, side="right") - 1
     unique, first_of_sample = np.unique(samples, return_index=True)
     for sample, nth in zip(unique.tolist(), first_of_sample.tolist(), strict=True):
@@ -200,6 +204,7 @@ def _read_and_hash(path: Path, info: FileInfo, header_bytes: int = 0, row_bytes:
             digest.update(file.read(header_bytes))
             while read := file.readinto(buffer):
                 digest.update(buffer[:read])
+                # A file cut off while it is read ends within a row; the hash below reports it.
                 yield buffer[: read // row_bytes * row_bytes]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None

@@ -105,6 +105,7 @@ def _watch(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
     signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
+        # A worker may have died before the handler was set, and sends no second signal.
         check()
         yield
     finally:
@@ -129,6 +130,7 @@ def _to_data_error(
     error: Exception, exit_reason: str | None, timeout_s: float, check_files: Callable[[], None]
 ) -> DataError:
     if exit_reason is not None:
+        # A truncated file kills the worker that has mapped it (SIGBUS), so name the file rather than the signal.
         try:
             check_files()
         except DataError as damage:

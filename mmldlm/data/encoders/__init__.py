@@ -54,6 +54,7 @@ class ChunkedEncoder:
     def segments(self, text: str) -> list[str]:
         """Split a text into M segments."""
         words = text.split()
+        # In integers, so that sizes differ by at most one word.
         edges = [i * len(words) // self.latent_tokens for i in range(self.latent_tokens + 1)]
         return [" ".join(words[begin : max(end, begin + 1)]) for begin, end in pairwise(edges)]
 
@@ -63,6 +64,7 @@ class ChunkedEncoder:
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> ChunkedEncoder:
+        # The inner encoder may be the one that takes batch size and device.
         return cls(load_encoder(folder / "inner", **description["model_options"]), description["latent_tokens"])
 
 

@@ -69,6 +69,7 @@ class ImportedLatents:
         if not 1 <= self.channels <= self.source_channels:
             maximum = self.source_channels
             raise UsageError(f"--channels {channels}: the latents have {maximum}, expected 1 to {maximum}")
+        # Latents that are not truncated are stored as they came, whatever their norm.
         self.normalize = normalize and self.channels < self.source_channels
 
     def convert(self, latents: Sequence[np.ndarray]) -> np.ndarray:
@@ -106,6 +107,7 @@ class ImportedLatents:
 def normalize_rows(vectors: np.ndarray) -> np.ndarray:
     """Divide each row by its norm; NaN if the norm is zero or not finite."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    # NaN marks a text without a latent; dividing by a tiny norm would return amplified noise instead.
     norms[~((norms > 1e-9) & np.isfinite(norms))] = np.nan
     return (vectors / norms).astype(np.float32)
 

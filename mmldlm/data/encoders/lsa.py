@@ -57,6 +57,7 @@ class LsaEncoder:
         frequency: Counter[str] = Counter()
         for text in texts:
             frequency.update(_words(text).keys())
+        # Ties in alphabetical order, so that the terms do not depend on the order of the texts.
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:max_terms]
         if (max_channels := min(len(terms), len(texts))) < channels:
             raise DataError(
@@ -67,6 +68,7 @@ class LsaEncoder:
         idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
         encoder = cls(terms, idf, np.zeros((len(terms), channels), np.float32), seed)
         matrix = encoder._matrix(texts)
+        # `svd_lowrank` draws from the global generator, whose state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             right = torch.svd_lowrank(matrix, q=min(channels + 16, max_channels), niter=4)[2][:, :channels]
@@ -89,6 +91,7 @@ class LsaEncoder:
             counts.append(starts.diff())
         rows = torch.repeat_interleave(torch.arange(len(texts)), torch.cat(counts))
         indices, shape = torch.stack([rows, torch.cat(ids)]), (len(texts), len(self.terms))
+        # Entries are in order of text and term, each once, which is what coalesced means.
         return torch.sparse_coo_tensor(indices, torch.cat(weights), shape, is_coalesced=True, check_invariants=True)
 
     def _tfidf(self, documents: Sequence[Counter[str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,9 +105,11 @@ class LsaEncoder:
             offsets.append(len(ids))
         term_ids = torch.tensor(ids, dtype=torch.int64)
         starts = torch.tensor(offsets)
+        # Entries of all documents in one array, each with the row of its document: no loop over documents.
         weights = (torch.tensor(counts, dtype=torch.float32).log() + 1) * self._idf[term_ids]
         rows = torch.repeat_interleave(torch.arange(len(documents)), starts.diff())
         norms = torch.zeros(len(documents)).index_add_(0, rows, weights.square()).sqrt()
+        # A document without known terms has norm 0, but no entry that is divided by it.
         return term_ids, weights / norms[rows], starts
 
     @property
@@ -124,6 +129,7 @@ class LsaEncoder:
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, 1, C] of unit norm; NaN for texts without a known word."""
         ids, weights, offsets = self._tfidf([_words(text) for text in texts])
+        # The weighted sum of the terms' rows, [n, C]: the sparse matrix [n, V] times the projection [V, C].
         projected = torch.nn.functional.embedding_bag(
             ids, self._projection, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )

@@ -104,6 +104,7 @@ class SentenceTransformerEncoder:
             config = getattr(getattr(self._model[0], "auto_model", None), "config", None)
             return getattr(config, "_commit_hash", None)
         digest = hashlib.sha256()
+        # Names are hashed too, and relative, so that a moved folder keeps its revision.
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -121,6 +122,7 @@ class SentenceTransformerEncoder:
             )
         vectors = np.asarray(embeddings, np.float32).reshape(len(texts), -1)[:, : self.channels]
         unit = normalize_rows(vectors)
+        # Without normalization too, rows of zeros or non-finite values count as not encoded.
         return (unit if self.normalize else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
 
     def save(self, folder: Path | str) -> None:
@@ -130,6 +132,7 @@ class SentenceTransformerEncoder:
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
         name = description["name"]
+        # A name may point to another commit now; a folder can only be compared by its hash, below.
         commit = None if Path(name).is_dir() else description["revision"]
         encoder = cls(
             name,

@@ -54,6 +54,7 @@ class TaskStep(PipelineStep):
         try:
             self.function(self.chunks[rank])
         except MmldlmError as error:
+            # datatrove passes on no exception; `_run_on_ray` raises it again from this file.
             (self.logs / _ERROR).write_text(f"{int(error.exit_code)} {error}", encoding="utf-8")
             raise
         return data
@@ -84,6 +85,7 @@ def run_on_cluster(job: Job, stages: Sequence[Stage], options: dict[str, Any]) -
                 "job_name": f"mmldlm-prepare-{name}",
                 "env_command": f"export PATH={Path(sys.executable).parent}:$PATH",
             }
+            # Each stage depends on the one before; only the last is run, which submits the chain.
             executor = SlurmPipelineExecutor([step], depends=executor, **common, **names | options)
         else:
             print_status(f"{name}: {len(chunks)} tasks on Ray; logs in {folder}")

@@ -80,6 +80,7 @@ class DocumentCache:
                 if indices is not None:
                     file.seek(self._offsets[index])
                 text, source, line, key, *headers = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+                # The arrays follow their line, so reading all documents in order needs no seek.
                 tokens, latents = (_read_array(file, header) for header in headers)
                 yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
 
@@ -169,6 +170,7 @@ class Corpus:
         num_ranges = -(-num_documents // _MAX_GROUPS_IN_MEMORY) or 1
         num_groups = largest = 0
         for index in range(num_ranges):
+            # Both inclusive, as 2^64 itself is no uint64.
             low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
             parts = []
             for chunk in self._chunks():
@@ -190,6 +192,7 @@ class Corpus:
         new_splits = iter([assign_split(key, config) for key in keys])
         for chunk in self._chunks():
             splits = self.splits(chunk)
+            # In the order in which the texts were collected above, without the excluded ones.
             for index in np.flatnonzero(splits != EXCLUDED).tolist():
                 splits[index] = next(new_splits)
             self._save_splits(chunk, splits)
@@ -206,6 +209,7 @@ class Corpus:
         for chunk in self._chunks():
             prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
             histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
+        # The largest prefix range whose documents do not exceed the limit.
         threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
         for chunk in self._chunks():
             is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold

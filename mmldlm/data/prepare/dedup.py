@@ -40,6 +40,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
             index = int(parents[index])
         return index
 
+    # Neighbors in sorted order with equal signatures are near-duplicates: no pair is compared by its words.
     order = np.argsort(signatures, kind="stable")
     same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
     for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
@@ -48,6 +49,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
     roots = [root(index) for index in range(len(texts))]
     keys: dict[int, str] = {}
     for index, key in zip(roots, exact_groups(texts), strict=True):
+        # The smallest exact key names the group, which makes it independent of the order of the texts.
         keys[index] = min(keys.get(index, key), key)
     sizes = np.bincount(np.array(roots, np.int64), minlength=1)
     largest = int(sizes.argmax())
@@ -78,10 +80,13 @@ def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]
     word_values = random.integers(0, 1 << 64, len(vocabulary), np.uint64)
     position_values = random.integers(0, 1 << 64, int(lengths.max(initial=0)) + 1, np.uint64) | np.uint64(1)
     owners = np.repeat(np.arange(len(words)), lengths)
+    # The place of each word within its text, [all words].
     positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     terms = word_values[ids] * position_values[positions]
+    # The length is part of the signature, so that only texts of equal length can be near-duplicates.
     full = position_values[0] * lengths.astype(np.uint64)
     np.add.at(full, owners, terms)
+    # The position marks where the gap is: texts must agree in it, not only in the words that are left.
     with_gap = (full[owners] - terms) ^ position_values[positions]
     is_long = lengths[owners] >= _MIN_WORDS
     return np.concatenate([full, with_gap[is_long]]), np.concatenate([np.arange(len(words)), owners[is_long]])

@@ -97,6 +97,7 @@ def make_samples(
             # Parts of equal size, so that the last one does not consist of a few tokens.
             parts = np.array_split(tokens, -(-len(tokens) // config.max_length))
             parts = [tokens[: config.max_length]] if config.over_length == "cut" else parts
+            # The latent of a part is that of its own text, and its characters are counted there.
             texts = tokenizer.decode_batch([part.tolist() for part in parts])
             samples += [TokenizedSample(document, split, text, part) for text, part in zip(texts, parts, strict=True)]
     return samples, over_length
@@ -132,6 +133,7 @@ def _write_samples(
 ) -> None:
     """Write the samples with finite latents, and report the others."""
     if isinstance(encoder, ImportedLatents):
+        # `complete_documents` lets no document without latents pass, so rows still match `samples`.
         latents = encoder.convert(
             [sample.document.latents for sample in samples if sample.document.latents is not None]
         )

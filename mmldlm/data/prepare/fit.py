@@ -44,6 +44,7 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     (folder / SPLITS_FOLDER).mkdir()
     folders = [job.path("read", chunk) for chunk in job.chunks]
     corpus = Corpus(folders, folder / SPLITS_FOLDER)
+    # Unusable documents are excluded first: they must not decide on groups, tokenizer or encoder.
     with ProblemLog(config, folder, progress.reported) as problems:
         for number, indices in find_unusable(latents, folders, results, problems.add).items():
             corpus.exclude(number, indices)
@@ -64,6 +65,7 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     tokenizer = _fit_tokenizer(config, corpus)
     tokenizer.save(folder / "tokenizer")
     progress.phase("fitting the encoder")
+    # A long document has several samples, so the limit on documents is applied to samples again.
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
     shape = first_latent_shape(results)
     _fit_encoder(config, job.plan.sources, latents, shape, texts).save(folder / "encoder")
@@ -83,6 +85,7 @@ def _fit_encoder(
     """
     kind, _, name = config.encoder.partition(":")
     if config.imports_latents:
+        # Included latents are part of the inputs, so the hashes of these identify them.
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         revision, shape = (latents.revision, latents.shape) if latents else (digest, shape)
         assert shape is not None, "a document without latents"
@@ -122,6 +125,7 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
         for sample in make_samples(batch, tokenizer, config, problems.append)[0]:
             has_samples = True
             yield sample.text
+        # The stage `encode` makes the same samples again, and it reports their problems.
         serious = [problem for problem in problems if not problem.harmless]
         if config.on_problem == "error":  # else they are counted when all documents are encoded
             check_problem_budget(config, [{"serious": len(serious), "first": str(*serious[:1])}])

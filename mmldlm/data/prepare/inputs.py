@@ -87,6 +87,7 @@ def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
         else:
             files = find_files([name])
             inputs += [(path, config.format or SUFFIXES.get(PurePosixPath(path).suffix, "lines")) for path in files]
+    # A file that two patterns match is read once.
     return list(dict.fromkeys(inputs))
 
 
@@ -171,6 +172,7 @@ def _decode_batch(batch: list[Document | Problem], tokenizer: Tokenizer) -> Docu
     checked = [_check_tokens(item, tokenizer) for item in batch]
     textless = [item for item in checked if isinstance(item, Document) and item.tokens is not None and not item.text]
     texts = iter(tokenizer.decode_batch([item.tokens.tolist() for item in textless]))  # type: ignore[union-attr]
+    # By identity: documents hold arrays, which cannot be compared or hashed.
     textless_ids = {id(item) for item in textless}
     for item in checked:
         if isinstance(item, Document) and id(item) in textless_ids:

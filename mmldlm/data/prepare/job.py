@@ -102,8 +102,10 @@ class Job:
                     f"{self.staging}: left unfinished with other {other}; expected the same to continue, or "
                     "--overwrite to start over"
                 )
+            # Before the tasks are removed: if that is interrupted, the rest belongs to no plan and goes next time.
             (self.staging / _PLAN).unlink()
             result = ""
+        # Of this plan only temporary folders of killed tasks are removed; their names begin with a dot.
         for folder in self.staging.iterdir():
             if folder.is_dir() and (not result or folder.name.startswith(".")):
                 shutil.rmtree(folder)
@@ -136,6 +138,7 @@ class Job:
         if not (out / MANIFEST_NAME).is_file():
             raise DataError(f"{out}: exists and is no data store; --overwrite replaces stores only")
         manifest = Manifest.read(out)
+        # `merge` adds the number of documents to the sources of an embedded corpus.
         known = [{key: value for key, value in source.items() if key != "documents"} for source in manifest.sources]
         differing = config.differing(manifest.options)
         if known != self.plan.sources:
@@ -187,6 +190,7 @@ def run_task(job: Job, stage: Stage, chunk: int, progress: StageProgress) -> Non
     with job.temporary_folder(path.name) as folder:
         result = stage.run(job, chunk, folder, progress)
         (folder / _RESULT).write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+        # Before the rename, so that a task's folder is complete even after a power failure.
         for file in [*folder.rglob("*"), folder]:
             fsync(file)
         try:

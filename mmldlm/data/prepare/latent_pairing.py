@@ -79,6 +79,7 @@ def find_unusable(
         Indices of the unusable documents by chunk.
     """
     unusable: dict[int, list[int]] = {}
+    # A file of latents has one shape; only included latents can differ. Both functions are generators, so one runs.
     misfits = _find_misshapen(folders, results)
     if latents and not latents.by_position:
         misfits = _find_unpaired(latents, folders, results)
@@ -116,7 +117,9 @@ def _find_unpaired(
         for use, (row, index, source, line) in enumerate(uses.tolist()):
             if owners[row, 0] < 0:
                 owners[row] = chunk, use
+            # A problem (-1) has been reported already and is in no store.
             elif index >= 0:
+                # The ids in order of the rows, listed only once there is something to report.
                 names = names or list(latents.rows)
                 owner_chunk, owner_use = owners[row].tolist()
                 owner_uses = np.load(folders[owner_chunk] / _FILE, mmap_mode="r", allow_pickle=False)

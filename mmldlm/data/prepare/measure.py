@@ -32,6 +32,7 @@ def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
     Raises:
         DataError: There are more problems than the options allow, or a split has no samples.
     """
+    # The first stage that knows the problems of all encoded chunks.
     check_problem_budget(job.config, [*job.results("read"), job.result("fit"), *job.results("encode")])
     total = sum_contents(job)
     with error_prefix(job.out):

@@ -23,6 +23,7 @@ def merge(job: Job) -> None:
     Raises:
         DataError: All latents are equal.
     """
+    # No finished task is changed, so an interrupted merge can start over.
     with job.temporary_folder("store") as folder:
         contents = _link_shards(job, folder)
         for name in ("tokenizer", "encoder"):
@@ -81,6 +82,7 @@ def _link_shards(job: Job, folder: Path) -> Contents:
 
 def _link(source: Path, path: Path) -> None:
     try:
+        # A link costs no second copy of the data and leaves the chunk's own file in place.
         os.link(source, path)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, path)

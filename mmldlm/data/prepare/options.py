@@ -110,6 +110,7 @@ class PrepareConfig:
         ):
             if count < 1:
                 raise UsageError(f"{option} {count}: expected at least 1")
+        # argparse checks some of these, but a config may be made without a command line.
         for option, value, allowed in (
             ("--corpus", self.corpus, (None, *CORPORA)),
             ("--format", self.format, (None, *FORMATS)),

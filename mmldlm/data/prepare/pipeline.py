@@ -74,10 +74,12 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
         with shown:
             shown.phase("looking through the input", announce=False)
             job = Job(config, make_plan(config))
+            # Without the lock, which would create the staging folder next to a finished store.
             if not job.staging.exists() and (manifest := _existing_store(job)):
                 return manifest
             with _locked(job):
                 if manifest := _existing_store(job):
+                    # Left by a process that was killed between publishing the store and removing its tasks.
                     if job.staged_plan() in ("", job.plan.to_json()):
                         shutil.rmtree(job.staging)
                     return manifest
@@ -104,6 +106,7 @@ def prepare_on_cluster(config: PrepareConfig) -> None:
     options = executor_options(config)
     job = Job(config, make_plan(config))
     if not _existing_store(job):
+        # Only to set up the folder: the tasks run elsewhere, and the merge takes the lock again.
         with _locked(job):
             job.open_staging()
         run_on_cluster(job, STAGES, options)

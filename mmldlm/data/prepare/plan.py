@@ -63,6 +63,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     Raises:
         DataError: An input does not exist or cannot be read.
     """
+    # As they are read back from `plan.json` and manifests, with which they are compared: tuples become lists.
     options = json.loads(json.dumps(config.recorded()))
     if config.corpus:
         chunk = (ChunkPart("", Part(config.corpus, 0, 0)),)
@@ -84,6 +85,7 @@ def _make_chunks(
     for (path, format), source in zip(inputs, sources[: len(inputs)], strict=True):
         parts = get_reader(format, config).parts(path, config.part_bytes)
         for part in parts:
+            # An estimate, as rows of tables are no byte ranges; it follows from the inputs alone, as chunks must.
             part_bytes = source["bytes"] / len(parts)
             if chunk and chunk_bytes + part_bytes > config.part_bytes:
                 yield tuple(chunk)

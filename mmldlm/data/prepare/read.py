@@ -48,6 +48,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
         documents = chunk_documents(job.plan.chunks[chunk], config, progress.track)
         items = complete_documents(documents, config, latents, first_position)
         for item, row in progress.track(items, DOCUMENTS):
+            # Problems that refer to a row are recorded too, or the row would count as unused.
             if row is not None:
                 uses.add(row, -1 if isinstance(item, Problem) else len(cache), item)
             if isinstance(item, Problem):

@@ -62,6 +62,7 @@ class ProblemLog:
         if not problem.harmless:
             self.serious += 1
             self.first = self.first or str(problem)
+        # Here and not only at the end of the stage: a wrong option would otherwise fill the log with every document.
         if self.serious > self._config.max_problems:
             raise DataError(_too_many(problem, self._config))
 

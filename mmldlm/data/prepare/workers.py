@@ -65,7 +65,7 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
         while pending:
             finished, pending = wait(pending, _POLL_S, FIRST_EXCEPTION)
             for future in finished:
-                future.result()
+                future.result()  # raises the error of its task
             unit = f"chunks, {documents:,} {DOCUMENTS}" if (documents := sum(counts)) else "chunks"
             progress.advance(len(job.chunks) - len(pending), unit, len(job.chunks))
 
@@ -77,6 +77,7 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
             "a worker process was killed, perhaps for want of memory; start the same command again to continue"
         ) from None
     finally:
+        # Ends workers at once, also within a task; after success they have ended by the shutdown above.
         closed_at_end.close()
         executor.shutdown(cancel_futures=True)
 
@@ -112,6 +113,7 @@ def _start_worker(job: Job, counts: MutableSequence[int], next_worker: Any, aliv
     global _job, _progress
     tqdm.set_lock(threading.RLock())  # its default takes a semaphore, which a killed worker leaks
     _job, _progress = job, _WorkerProgress(counts)
+    # Reading the pipe ends when the main process closes it or dies, even by SIGKILL.
     threading.Thread(target=_exit_with_main_process, args=(alive,), daemon=True).start()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers share the cores
     torch.set_num_threads(1)  # sums depend on the number of threads

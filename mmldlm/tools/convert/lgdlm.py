@@ -102,6 +102,7 @@ def _read_pairs(source: Path, notes: list[str]) -> Iterator[SourceSample]:
     paths: dict[str, str] = {}
     for path in _token_archives(source):
         name = path.removeprefix("tokens/").removesuffix(".npz").removesuffix("_tokens")
+        # `X.npz` and `X_tokens.npz` would both be sample X.
         if (other := paths.setdefault(name, path)) != path:
             raise DataError(f"{source / path} and {source / other}: both are the tokens of sample {name}, expected one")
     num_used = 0
@@ -137,6 +138,7 @@ def _read_batches(source: Path, notes: list[str]) -> Iterator[SourceSample]:
         if array.ndim != 3 or array.shape[1] != 2 or array.dtype.kind not in "iu":
             raise DataError(f"{path}: {array.dtype} {list(array.shape)}, expected integers [n, 2, L], ids and mask")
         folder = source / "latents"
+        # `tokens/train/` pairs with `latents/train/` if that exists, else with `latents/`.
         if path.is_relative_to(source / "tokens") and (folder / path.parent.relative_to(source / "tokens")).is_dir():
             folder /= path.parent.relative_to(source / "tokens")
         for row, (name, index) in enumerate(_meta_rows(path, len(array))):
@@ -284,10 +286,12 @@ def _find_file(folders: tuple[Path, ...], name: Any) -> Path | None:
     A path of another machine is shortened from the left until it exists.
     """
     parts = Path(name).parts if isinstance(name, str) else ()
+    # The longest suffix first, so that a bare name matches only if no longer path does.
     for start in range(len(parts)):
         for folder in folders:
             path = folder.joinpath(*parts[start:])
             try:
+                # A path from the JSON must not lead outside the folder, also not by `..` or a link.
                 if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
                     return path
             except (OSError, ValueError):  # a name that no file can have

@@ -61,6 +61,7 @@ def read_dat(source: Path, contents: DatContents | None) -> Iterator[SourceSampl
         UsageError: `contents` are missing or incomplete.
     """
     names = [path.name.removesuffix("_tokens.dat") for path in source.glob("*_tokens.dat")]
+    # By number: rank 10 follows rank 9, in the order of `--dat-samples`.
     names.sort(key=lambda name: (*map(int, re.findall(r"\d+", name)), name))
     contents = contents or _read_index(source / INDEX, names)
     if len(contents.samples) != len(names):
@@ -113,6 +114,7 @@ def _map_rows(path: Path, row: RowType, count: int) -> np.ndarray:
     rows = np.memmap(path, row.dtype, "r", shape=(size // row_bytes, *row.shape))
     if len(rows) < count:
         raise DataError(f"{path}: room for {len(rows)} samples, expected {count}")
+    # The room behind the samples was never written, so it is zeros; anything else means that the count is too low.
     if len(rows) > count and rows[count].any():
         raise DataError(f"{path}: row {count} is not empty, expected {count} samples")
     return rows
@@ -121,6 +123,7 @@ def _map_rows(path: Path, row: RowType, count: int) -> np.ndarray:
 def _read_row(id: str, tokens: np.ndarray, latents: np.ndarray, pad_id: int | None) -> Sample:
     if tokens.ndim > 1:
         return Sample(id, check_latents(latents), remove_padding(*tokens[:2]))
+    # Up to the last other id, as the pad id may also occur within a text.
     used = np.flatnonzero(tokens != pad_id)
     if not len(used):
         raise UnusableSample(f"no tokens: all are the pad id {pad_id}")

@@ -55,6 +55,7 @@ def read_token_archive(path: Path) -> np.ndarray:
     """Return the tokens of a `.npz` file of `input_ids` and `attention_mask`; see `remove_padding`."""
     try:
         with np.load(path, allow_pickle=False) as archive:
+            # From the directory of the archive, before anything is unpacked.
             size = sum(member.file_size for member in archive.zip.infolist())
             if size > _MAX_ARCHIVE_BYTES:
                 raise ValueError(f"{size} bytes uncompressed, expected at most {_MAX_ARCHIVE_BYTES}")
@@ -95,6 +96,7 @@ def check_latents(array: np.ndarray) -> np.ndarray:
         UnusableSample: The shape or type is wrong, or the latents are all zeros or not finite in float32.
     """
     with np.errstate(over="ignore"):
+        # The check for finite values applies to what is written: float64 may overflow in float32.
         latents = as_latents(array.astype(np.float32) if array.dtype.kind == "f" else array)
     if isinstance(latents, tuple):
         raise UnusableSample(latents[1])

@@ -102,7 +102,7 @@ def _fsspec(url: str) -> Iterator[Any]:
 
         yield fsspec
     except MmldlmError:
-        raise
+        raise  # an error of the caller's block, which names its cause already
     except ImportError as error:
         raise UsageError(f"{url}: {error}; expected what pip install mmldlm[cluster] and this message name") from None
     except Exception as error:

@@ -48,6 +48,7 @@ class LatentFile:
         self.path, self.by_position = Path(path), ids == POSITION
         if not self.path.is_file():
             raise DataError(f"{self.path}: no such file; expected latents in .npy, .safetensors or .parquet")
+        # A table has its ids in a column; other files need them from elsewhere.
         if (self.path.suffix == ".parquet") == (ids is not None):
             raise UsageError(
                 f"--latent-ids {ids}: {self.path} contains its ids, in the column 'id'"
@@ -96,7 +97,8 @@ class LatentFile:
             first_position: Position of the first of them.
 
         Returns:
-            Pairs of the document with its latents and their row, or of a problem and None.
+            Pairs of the document with its latents and their row, or of a problem and None; the row is given as well if
+            its latents are the problem.
         """
         for position, item in enumerate(documents, first_position):
             key = str(position) if self.by_position else getattr(item, "key", "")
@@ -111,6 +113,7 @@ class LatentFile:
                 yield self._with_latents(item, self.rows[key]), self.rows[key]
 
     def _with_latents(self, document: Document, row: int) -> Document | Problem:
+        # A slice of one row, as `_Tensor` reads slices only.
         latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
         if isinstance(latents, tuple):
             return Problem(document.source, document.line, latents[0], f"{self.path}: row {row}: {latents[1]}")

@@ -111,6 +111,7 @@ def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:
         subsequences = [
             part for extra in range(_MAX_EXTRA_WORDS + 1) for part in combinations(words, len(words) - extra)
         ]
+        # (common words, length of the other text), which may have extra words of its own.
         others = [(part, len(part) + extra) for part in subsequences for extra in range(_MAX_EXTRA_WORDS + 1)]
         near = ((part, length) for part, length in others if 2 * len(part) >= NEAR_COPY_OVERLAP * (len(words) + length))
         if seen.isdisjoint(map(hash, near)):
@@ -167,6 +168,7 @@ def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
     finally:
         if gc_was_enabled:
             gc.enable()
+    # The help topics are the values of a dict, not docstrings.
     if path.parts[-2:] == ("pydoc_data", "topics.py"):
         for node in ast.walk(tree):
             yield from _text(node)
@@ -227,7 +229,9 @@ def _paragraphs(lines: list[str]) -> Iterator[str]:
     """Yield runs of lines with equal indentation that are not code, list, table, heading or directive."""
     paragraph: list[str] = []
     indent, fenced, until_blank = 0, False, False
+    # Lines below this depth belong to a literal block or list item; `until_blank` skips a doctest or table.
     skip_deeper_than: int | None = None
+    # The blank line at the end completes the last paragraph.
     for line in [*lines, ""]:
         stripped = line.strip()
         depth = len(line) - len(line.lstrip())
@@ -239,6 +243,7 @@ def _paragraphs(lines: list[str]) -> Iterator[str]:
             continue
         if paragraph and (not stripped or depth != indent):
             yield " ".join(paragraph)
+            # reStructuredText: an indented literal block follows.
             if paragraph[-1].endswith("::"):
                 skip_deeper_than = indent
             paragraph = []
@@ -314,6 +319,7 @@ def is_prose(sentence: str) -> bool:
         return False
     if sentence.count("(") != sentence.count(")") or sentence.count('"') % 2:
         return False
+    # Code, names and formulas have few plain words, few function words and many single letters.
     plain = sum(bool(_PLAIN.fullmatch(word)) for word in words)
     known = sum(word.strip("(,").lower() in _FUNCTION_WORDS for word in words)
     single = sum(len(word.strip(".,()'\"")) == 1 and word.strip(".,()") not in "aAI" for word in words)

@@ -59,6 +59,7 @@ def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Itera
     """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
+        # Only the row groups that overlap with the part are decoded; `first_row` is where the first of them begins.
         groups, first_row, row = list[int](), part.start, 0
         for index in range(file.metadata.num_row_groups):
             num_rows = file.metadata.row_group(index).num_rows
@@ -168,6 +169,7 @@ def _record_batches(path: str) -> Iterator[Any]:
     """Yield the record batches of a URL or a memory-mapped file, whose other columns are not read."""
     library = pyarrow()
     with library.PythonFile(open_input(path)) if is_url(path) else library.memory_map(path) as source:
+        # The file format begins with this magic number, the stream format does not.
         if source.read(6) == b"ARROW1":
             file = library.ipc.open_file(source)
             yield from (file.get_batch(index) for index in range(file.num_record_batches))
@@ -195,6 +197,7 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
         DataError: A column is missing or has the wrong type.
     """
     types = pyarrow().types
+    # Columns that are not asked for share the key None, which is skipped below.
     kinds = {
         field: ("text", lambda kind: _is_text(types, kind)),
         columns.tokens: ("lists of integers", lambda kind: _is_list(types, kind, types.is_integer, 1)),

@@ -56,6 +56,7 @@ def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") ->
     """
     try:
         with open_input(str(path)) as file:
+            # To the end, which also tells the size of a URL.
             size = file.seek(0, 2)
             bounds = [0]
             while bounds[-1] < size:
@@ -67,7 +68,11 @@ def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") ->
 
 
 def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
-    """Return the first offset >= `min_offset` where a line begins (with `after_blank`, one after a blank line)."""
+    """Return the first offset >= `min_offset` where a line begins.
+
+    With `after_blank`, it is the first after a blank line that itself begins at or after `min_offset`.
+    """
+    # One byte earlier: if that byte ends a line, `min_offset` itself is a boundary.
     file.seek(min_offset - 1)
     line = file.readline()
     while line and after_blank:
@@ -206,6 +211,7 @@ def _json_field(line: str, field: str) -> _Text:
     if not isinstance(row[field], str):
         return "invalid", f"field {field!r} is {type(row[field]).__name__}, expected a string"
     try:
+        # JSON can spell half of a surrogate pair by an escape, which tokenizers and files cannot hold.
         row[field].encode("utf-8")
     except UnicodeEncodeError:
         return "unreadable", f"field {field!r} holds half a surrogate pair, which is not text"
