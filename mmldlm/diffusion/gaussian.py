@@ -154,9 +154,11 @@ class GaussianDiffusion:
             x0 = predicted
         else:
             _, b = self.path.velocity(t)
+            # Follows from alpha b - sigma a = 1.
             x0 = b * z - sigma * predicted
         norm = x0.norm(dim=-1, keepdim=True)
         x0 = x0 * (self.max_norm / norm.clamp_min(self.max_norm) if math.isfinite(self.max_norm) else 1.0)
+        # From the clipped x0, so that alpha x0 + sigma epsilon is z again.
         return x0, (z - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
 
     def _with_target_norm(self, predicted: Tensor, t: Tensor) -> Tensor:

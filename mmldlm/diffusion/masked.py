@@ -109,6 +109,7 @@ class MaskedDiffusion:
         if self.loss_kind != "elbo":
             return torch.ones_like(t)
         if self.masks == "exact":
+            # t2l has no masks: an infinite weight would become NaN when `Objective.corrupt` multiplies it by 0.
             per_token = lengths / _exact_counts(t, lengths).clamp_min(1)
         else:
             per_token = self.schedule.elbo_weight(t)
@@ -123,6 +124,7 @@ class MaskedDiffusion:
         plain reverse process (MDLM, eq. 7).
         """
         alpha_t, alpha_s = 1 - t, 1 - s
+        # At t = 1 nothing is unmasked yet, so there is nothing to remask.
         sigma = 0.0 if alpha_t <= 0 else remask * min(1.0, (1 - alpha_s) / alpha_t)
         return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
 
@@ -146,6 +148,7 @@ class MaskedDiffusion:
             assert remask == 0 or decoding == "ancestral", "confidence-based decoding has no remasking"
             return is_masked, torch.zeros_like(is_masked)
         p_unmask, p_remask = self.unmask_probability(t, s, remask)
+        # One number serves both rules, since a token is either masked or not.
         uniform = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
         return is_masked & (uniform < p_unmask), ~is_masked & (uniform < p_remask)
 
@@ -207,6 +210,7 @@ def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     if top_p >= 1:
         return log_p
     sorted_log_p, index = log_p.sort(-1, descending=True)
+    # Mass before a token, not including it: the first token always stays.
     mass_before = sorted_log_p.exp().cumsum(-1) - sorted_log_p.exp()
     removed = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
     return log_p.masked_fill(removed, float("-inf")).log_softmax(-1)
@@ -229,5 +233,6 @@ def draw_tokens(log_p: Tensor, temperature: float, generator: RandomSource, samp
     """
     if temperature == 0:
         return log_p.argmax(-1)
+    # The bound keeps the logarithm of a 0 finite.
     uniform = draw_uniform(generator, log_p.shape, torch.float64, samples).clamp_min(1e-300).to(log_p.device)
     return (log_p.double() - (-uniform.log()).log()).argmax(-1)

@@ -38,6 +38,7 @@ class Noise:
 
 def _philox(seed: int, purpose: int, step: int, slot: int = 0) -> np.random.Generator:
     """Return an independent stream for each (seed, purpose, step, slot)."""
+    # Draws count up from the first word of the counter, so they never reach the words that hold slot and step.
     return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=[0, 0, slot, step]))
 
 
@@ -115,6 +116,7 @@ def draw_noise(
         text: distribution of t_text.
         latent: distribution of t_latent.
     """
+    # Every rank draws the grids of the whole global batch and takes the entries of its slots.
     shared = _philox(seed, purpose=0, step=step)
     offsets = shared.random(3)
     local_strata = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
@@ -127,7 +129,9 @@ def draw_noise(
         free_text, free_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, batch.slots]
         u_text, u_latent = u_text if text.stratified else free_text, u_latent if latent.stratified else free_latent
     cumulative = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
+    # right=True: a mode with weight 0 has an empty interval, in which no number falls.
     mode = torch.searchsorted(cumulative, t_mode, right=True).clamp_max(len(MODES) - 1)
+    # The clamp bounds the ELBO weight 1 / t. A given text has exactly 0, at which no token is masked.
     t_text = text.times(u_text).clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
     t_latent = latent.times(u_latent).masked_fill(mode == MODES.index("l2t"), 0.0)
     uniforms, epsilon = sample_noise(batch, seed, step)
@@ -170,6 +174,7 @@ class SampleStreams:
             for stream, count in zip(self._streams, rows, strict=True)
             if count
         ]
+        # Rows are sorted by sample, so the parts are in the order of the rows.
         return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(tuple(shape), dtype=dtype)
 
 

@@ -188,6 +188,7 @@ class Objective:
         lengths = torch.tensor(batch.lengths)
         text_bin, latent_bin = (self._bin(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
+        # Limits and time weights change the trained loss only, so that reported ones compare across runs.
         trained_token_weight = trained_latent_weight = None
         if self.config.text_weight_limit is not None:
             limited = self.text.weights(noise.t_text, lengths, noise.importance, self.config.text_weight_limit)
@@ -216,6 +217,7 @@ class Objective:
         )
 
     def _bin(self, mode: Tensor, t: Tensor) -> Tensor:
+        # t = 1 belongs to the last bin.
         noise_bin = (t * self.num_noise_bins).long().clamp_max(self.num_noise_bins - 1)
         return mode * self.num_noise_bins + noise_bin
 
@@ -229,6 +231,7 @@ class Objective:
         )
         tokens = torch.zeros(self.num_bins, dtype=torch.float64).index_add(0, text_bin, loss_tokens.double())
         samples = torch.bincount(latent_bin, minlength=self.num_bins).double()
+        # All samples have a length loss: counted before those with given latents are removed.
         total = samples.sum()
         tokens.view(len(MODES), -1)[MODES.index("t2l")] = 0
         samples.view(len(MODES), -1)[MODES.index("l2t")] = 0
@@ -251,6 +254,7 @@ class Objective:
         text_terms, latent_pred, length_logits, *learned = model(*noised.inputs)
         num_bins, config = self.num_bins, self.config
         aux: dict[str, Tensor] = {}
+        # A step without a modality has a loss of 0 for it: its sums are 0, and the divisor must not be.
         tokens, samples = max(1.0, sum(totals[:num_bins])), max(1.0, sum(totals[num_bins : 2 * num_bins]))
         nll = text_terms[:, 0] if config.needs_text_terms else text_terms
         # The training loss is a sum of its own, so that the number of noise bins does not change a bit of it.

@@ -138,6 +138,7 @@ def generate(
     device, batch = latents.device, latents.shape[0]
     layout = PackedLayout(lengths, latents.shape[1], device)
     decoding = config.resolve_decoding(mode)
+    # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
     noise = draw_normal(generator, latents.shape).to(device)
     generates_text, generates_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if generates_latent else latents
@@ -162,6 +163,7 @@ def generate(
         proposal, confidence = x, torch.zeros(x.shape, device=device)
         if generates_latent or len(positions):  # otherwise the prediction is not used
             logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
+            # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
             if config.guidance != 1:
                 if mode == "l2t":
                     unconditional, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
@@ -177,6 +179,7 @@ def generate(
                 proposal = proposal.index_copy(0, positions, drawn)
                 confidence = confidence.index_copy(0, positions, log_p.gather(1, drawn[:, None]).squeeze(1))
         if generates_text:
+            # Only tokens to generate take the reverse step: the rest of a template never changes.
             index = masked.positions
             updated = text.reverse_step(
                 x[index], proposal[index], confidence[index], selected, s, masked.layout, decoding

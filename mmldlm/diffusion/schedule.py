@@ -171,6 +171,7 @@ class TimeSampler:
             return u
         if self.kind == "mode":  # SD3's function of 1 - u, so that times increase with u
             return u - self.mode_scale * (torch.sin(math.pi / 2 * u) ** 2 - u)
+        # The normal quantile function is infinite at 0 and 1.
         clamped = u.clamp(1e-6, 1 - 1e-6)
         return torch.sigmoid(self.location + self.scale * math.sqrt(2) * torch.erfinv(2 * clamped - 1))
 

@@ -67,6 +67,7 @@ def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: boo
     for index, block in enumerate(blocks):
         wrapped = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))
         if wrapped is not None:
+            # `attention` has no dropout, so only `forward` must restore the generator's state.
             setattr(block, wrapped, _recomputed(block, getattr(block, wrapped), uses_rng and wrapped == "forward"))
 
 

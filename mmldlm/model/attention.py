@@ -71,6 +71,7 @@ def joint_attention(
     Returns:
         The outputs of latents [B*M, H, K] and text [N, H, K].
     """
+    # On a CPU in half precision, products of few latent rows stay in float32 (`cpu_half`).
     latent, text = BACKENDS[backend](latent_qkv.to(text_qkv.dtype), text_qkv, layout)
     return latent.to(latent_qkv.dtype), text
 
@@ -90,6 +91,7 @@ def _grouped_sdpa(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) ->
     latent_out, text_out = [], []
     for group, count, latent, text in zip(layout.groups, counts, latents, texts, strict=True):
         rows = [latent.unflatten(0, (count, m)), text.unflatten(0, (count, group.length))]
+        # [samples, M + length, 3, H, K]: all samples of the group have one length, so no mask is needed.
         q, k, v = heads_first(torch.cat(rows, dim=1))
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         latent_part, text_part = out.split([m, group.length], dim=1)
@@ -112,6 +114,7 @@ def _math(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[T
     q, k, v = _joint_rows(latent_qkv, text_qkv, layout)
     lengths = layout.joint_offsets.diff().long()
     sample = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+    # [H, S, S], in float32 under half precision as well.
     scores = torch.einsum("qhk,shk->hqs", q.float(), k.float()) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(sample[:, None] != sample[None, :], float("-inf"))
     out = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v.float()).to(q.dtype)

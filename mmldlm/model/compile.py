@@ -45,6 +45,7 @@ class Region:
         import torch._dynamo  # takes seconds: not at the top, so that only runs that compile wait for it
 
         self.function, self.mark_dynamic = function, torch._dynamo.maybe_mark_dynamic
+        # Only the dimensions that `__call__` marks are symbolic.
         self.compiled = torch.compile(function, dynamic=False, mode=mode)
 
     def __call__(self, *args: Any) -> Any:

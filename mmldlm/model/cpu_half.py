@@ -55,6 +55,8 @@ class CPUHalfMMDiT(MMDiT):
         targets: Tensor | None = None,
     ) -> Prediction:
         """See `MMDiT.forward`."""
+        # Padding rows are tokens with id 0. Attention skips them, and what is predicted for them is cut off,
+        # so they change neither outputs nor gradients.
         prediction = super().forward(
             pad_rows(noised_tokens),
             noised_latents,
@@ -77,7 +79,7 @@ def _few_rows_in_float32(linear: nn.Linear, forward: Callable[..., Tensor], x: T
 
 
 def pad_rows(values: Tensor) -> Tensor:
-    """Append zero rows to `values` [N, ...] up to a multiple of `ROW_MULTIPLE`."""
+    """Append zeros to `values` [N] up to a multiple of `ROW_MULTIPLE`."""
     return F.pad(values, (0, -len(values) % ROW_MULTIPLE))
 
 
@@ -108,6 +110,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         latent_out, text_out = torch.empty_like(latent_qkv[:, 0]), torch.empty_like(text_qkv[:, 0])
+        # No group covers padding rows; uninitialized memory could hold NaN.
         text_out[layout.num_tokens :] = 0
         saved: list[Tensor] = []
         for group in layout.groups:
@@ -129,6 +132,7 @@ class _Attention(torch.autograd.Function):
         for group, qkv, out, logsumexp in zip(layout.groups, saved[::3], saved[1::3], saved[2::3], strict=True):
             grad = torch.cat(_samples(group, layout, latent_grad, text_grad), dim=1).float().transpose(1, 2)
             inputs = grad, *heads_first(qkv.float()), out.float(), logsumexp
+            # The last arguments: no dropout, not causal.
             q_k_v_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, False)
             streams = _samples(group, layout, latent_qkv_grad, text_qkv_grad)
             for index, joint_grad in enumerate(q_k_v_grads):
@@ -199,6 +203,7 @@ class KernelCache:
         if not self._is_used:
             return 0.0
         half = [(kind, sizes) for kind, dtype, sizes, _ in products if dtype in (torch.bfloat16, torch.float16)]
+        # Only products with such a row count among their sizes occur again with other counts.
         by_rows = sum(kind == "activations" and not self._tried.isdisjoint(sizes) for kind, sizes in half)
         others = len(half) - by_rows  # products with one row per sample, and the optimizer's
         capacity = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CACHE_CAPACITY))

@@ -51,10 +51,12 @@ class ModelFlops:
     def from_model(cls, model: MMDiT) -> ModelFlops:
         """Count by the size of each linear layer and the kind of its rows; the network may be sharded."""
         config, shape = model.config, model.shape
+        # The text head is no `nn.Linear`, since its matrix may be the embedding's: it is counted here.
         flops = {"token": 0, "masked_token": 2 * config.width * shape.vocab_size, "latent_token": 0, "sample": 0}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 flops[_row_kind(name, config.depth)] += 2 * module.in_features * module.out_features
+        # Scores and weighted values: two products of `width` multiply-adds for each pair and block.
         return cls(**flops, pair=2 * 2 * config.width * config.depth)
 
     def step_flops(self, tokens: int, masked_tokens: int, samples: int, latent_tokens: int, pairs: int) -> float:

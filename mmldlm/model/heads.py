@@ -19,10 +19,12 @@ def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targ
         return F.cross_entropy(_logits(hidden_PD, weight_VD, bias_V), targets_P, reduction="none")
     full_precision = hidden_PD.dtype == torch.float32 and not torch.is_autocast_enabled(hidden_PD.device.type)
     if full_precision and hasattr(F, "linear_cross_entropy"):  # PyTorch >= 2.13
+        # Not reduced, since each token has a weight of its own.
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS)
         return F.linear_cross_entropy(
             hidden_PD, weight_VD, targets_P, linear_bias=bias_V, reduction="none", options=options
         )
+    # Under autocast and before PyTorch 2.13; saves far less memory (benchmarks/LOG.md).
     return torch.cat(
         [
             checkpoint(_chunk_nll, hidden, weight_VD, bias_V, targets, use_reentrant=False, preserve_rng_state=False)
@@ -50,6 +52,7 @@ def chunked_token_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, ta
 def _chunk_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
     logits = _logits(hidden_PD, weight_VD, bias_V)
     log_z = logits.logsumexp(-1)
+    # [V]: all tokens but [MASK] and [PAD], whose logits would dominate the mean.
     possible = bias_V == 0
     mean = (logits * possible).sum(-1) / possible.sum()
     return torch.stack([log_z - logits.gather(1, targets_P[:, None]).squeeze(1), log_z, log_z - mean], 1)
@@ -129,4 +132,5 @@ class LossWeights(nn.Module):
     def forward(self) -> Tensor:
         """Return s, one per loss, in float32."""
         s = self.lr_multiplier * self.value.float()
+        # The value of s, with `grad_scale` times its gradient.
         return s.detach() + self.grad_scale * (s - s.detach())

@@ -84,6 +84,7 @@ class Modulation(nn.Module):
         if self.down is not None:
             hidden = self.down(hidden)
         out = self.up(hidden)
+        # [B, branches x 3 x D]: shift, scale and gate of a branch are adjacent.
         return [ModulationOut(*branch.chunk(3, dim=-1)) for branch in out.chunk(self.branches, dim=-1)]
 
 
@@ -116,6 +117,7 @@ class FeedForward(nn.Module):
         super().__init__()
         hidden = int(width * ratio * 2 / 3) if kind == "swiglu" else int(width * ratio)
         hidden = 8 * max(1, round(hidden / 8))
+        # SwiGLU's gate and value come from one product.
         self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
         self.down = ActivatedLinear(hidden, width, kind)
 

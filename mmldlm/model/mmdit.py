@@ -116,6 +116,7 @@ class BlockStream(nn.Module):
     def __init__(self, config: ModelConfig, width: int):
         super().__init__()
         self.heads = config.num_heads
+        # Channels of q, k and v of both streams, since one attention joins them.
         joint = config.width
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
@@ -183,6 +184,7 @@ class MMDiTBlock(nn.Module):
             layout,
             backend,
         )
+        # Nothing attends to the last block's outputs, so only predicted tokens continue.
         if positions_P is not None:
             text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
             text_rows = text_rows.index_select(0, positions_P)
@@ -276,6 +278,7 @@ class MMDiT(nn.Module):
             elif isinstance(module, HeadNorm):
                 nn.init.ones_(module.q)
                 nn.init.ones_(module.k)
+        # In a second pass: a module comes before its layers, whose initialization would overwrite the zeros.
         for module in self.modules():
             if isinstance(module, Modulation):
                 nn.init.zeros_(module.up.weight)
@@ -316,6 +319,7 @@ class MMDiT(nn.Module):
             conditioning_BT = self.text_time(t_text) + latent_time_BT
             # Both streams run in float32, also under engines that hold the weights in half precision.
             latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
+            # Before the blocks and without t_text: generation draws a length before there is any text.
             length_logits = self.length_head(latent_BME, latent_time_BT)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
             rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
@@ -338,6 +342,7 @@ class MMDiT(nn.Module):
         """Return `Prediction.text`; `rows_P` is the sample of each token to predict."""
         (final,) = self.text_final(conditioning_BT)
         hidden_PD = self.text_out(text_PD, final, rows_P) * gather_rows(1 + final.gate, rows_P)
+        # Validation's objective takes likelihoods alone (`Objective.for_validation`).
         terms = self.training and self.text_terms
         return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
 

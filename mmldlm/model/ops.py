@@ -3,7 +3,8 @@
 Plain autograd saves every intermediate result. The autograd functions save their inputs alone and recompute the rest in
 backward, which also takes fewer passes over memory. Each one stands above the formula that it computes, which is what
 runs under `torch.compile`: that chooses by itself what to save. All compute in float32, whatever the type of their
-inputs. On a CPU they process rows in chunks that fit into a core's cache together with their results.
+inputs; SwiGLU rounds SiLU to the type of its input before the product. On a CPU they process rows, except for SwiGLU,
+in chunks that fit into a core's cache together with their results.
 
 Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
 width.
@@ -132,9 +133,11 @@ class _ModulatedLinear(Function):
         x_dtype, shift_dtype, scale_dtype = ctx.dtypes
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
+            # The layer's input is recomputed from `normal`, so that it need not be saved as well.
             weight_grad = _weight_grad(grad_TO, _scale_and_shift(normal, shift, scale, rows, grad_TO.dtype), weight)
         if ctx.needs_input_grad[5]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
+        # Autocast covers the forward pass only: types of products in backward are set explicitly.
         grad = grad_TO @ weight.to(grad_TO.dtype)
         x_grad, shift_grad, scale_grad = _modulation_backward(grad, normal, rstd, scale, rows)
         return x_grad.to(x_dtype), shift_grad.to(shift_dtype), scale_grad.to(scale_dtype), None, weight_grad, bias_grad
@@ -156,6 +159,7 @@ def _modulation_backward(
 
 def _unit_layer_norm_backward(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
     """Return layer norm's gradient without its factor rstd: the gradient at an input with mean 0 and variance 1."""
+    # Mean 0 and rstd 1 leave the normalized input as it is; the operator takes half the passes of a formula.
     mean, width = normal_TD.new_zeros(len(normal_TD), 1), normal_TD.shape[-1:]
     input_grad: Tensor = torch.ops.aten.native_layer_norm_backward(
         grad_TD, normal_TD, width, mean, mean + 1, None, None, [True, False, False]
@@ -228,6 +232,7 @@ class _SwiGLULinear(Function):
         hidden_grad = torch.empty_like(hidden)
         gate_grad, value_grad = hidden_grad.chunk(2, dim=-1)
         torch.mul(grad, silu, out=value_grad)
+        # `silu` is not needed any more: its memory takes the gradient of SiLU's output.
         torch.ops.aten.silu_backward.grad_input(torch.mul(grad, value, out=silu), gate, grad_input=gate_grad)
         return hidden_grad, weight_grad
 
@@ -287,6 +292,7 @@ def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: T
     if cos is None or sin is None:
         out.copy_(x_T2HK)
         return
+    # In half precision each of the two updates would round; a float32 buffer rounds once.
     rotated = out if out.dtype == torch.float32 else torch.empty_like(x_T2HK)
     first, second = x_T2HK.chunk(2, dim=-1)
     first_out, second_out = rotated.chunk(2, dim=-1)

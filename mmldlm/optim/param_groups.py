@@ -18,6 +18,7 @@ def parameter_groups(
         weight_decay: Weight decay of the first group.
         exclude: Parameters that belong to neither group.
     """
+    # 2-D, but no matrices of linear layers: the token embedding, also where it is a tied head, and latent positions.
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     embeddings |= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("position")}
     excluded = {id(parameter) for parameter in exclude}

@@ -69,6 +69,7 @@ class AutoMicroBatch:
         sizes = tokens.max(axis=1) + size.micro_batch_size * micro_batches[0].layout.latent_tokens
         accumulating = len(micro_batches) > 1
         new = sizes > self._proven[accumulating]
+        # The same on every rank, which computes the sizes of all: they all return here or none does.
         if not new.any():
             return None
         largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
@@ -76,6 +77,7 @@ class AutoMicroBatch:
         # The first step allocates the optimizer's state: a size that fits before it may not fit after it.
         has_state = bool(engine.unwrapped_optimizer.state)
         results = np.array(engine.gather((fits, has_state), "gather of what fits into memory"))
+        # What fits next to gradients also fits without them.
         for with_grads in {False, accumulating}:
             np.maximum(self._proven[with_grads], sizes, out=self._proven[with_grads], where=results.all(axis=1))
         if results[:, 0].all():

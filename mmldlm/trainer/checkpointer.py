@@ -192,6 +192,7 @@ class Checkpointer:
         now = time.monotonic()
         if not self._requested and now - self._poll_time >= REQUEST_POLL_INTERVAL_S:
             self._poll_time = now
+            # The file is deleted at once, so the request is remembered until the next checkpoint.
             if self._request.exists():
                 self._request.unlink(missing_ok=True)
                 self._requested = True
@@ -227,6 +228,7 @@ class Checkpointer:
         asynchronous = self.config.checkpoint.async_
         if self._pending is not None and asynchronous and engine.is_main:
             log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._pending.step)
+        # First, since the previous checkpoint's writer reads the buffers that `_stage` overwrites.
         saved = self.finish()
         groups = self._stage()
         needed = sum(engine.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
@@ -241,6 +243,7 @@ class Checkpointer:
             if tensors
         }
         if engine.is_main:
+            # Serialized now: training goes on and changes the state while the thread writes.
             writers |= {**self._files, "state.json": state.to_json().encode()}
         task = self._pool.submit(write_files, temporary, writers)
         info = {**self._info, "validation_loss": validation_loss}
@@ -268,6 +271,7 @@ class Checkpointer:
         """
         if not failed and ready < self.engine.world_size:
             return []
+        # Every rank gets the same two sums, so all of them enter this collective in the same step.
         saved = self._finish_phase()
         return [saved] if saved is not None else []
 
@@ -298,12 +302,14 @@ class Checkpointer:
         if pending.committing:
             self._pending, now = None, time.perf_counter()
             return SavedCheckpoint(pending.step, result, pending.stall_s + now - started, now - pending.started)
+        # End of phase 1: rank 0 needs size and hash of every rank's files for the manifest.
         parts = engine.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
         records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
         pending.committing = True
         if engine.is_main:
             pending.task = self._pool.submit(self.store.commit, pending.temporary, pending.step, records, pending.info)
         else:
+            # The other ranks have nothing to do in phase 2 and are ready at once.
             pending.task = Future()
             pending.task.set_result(None)
         pending.stall_s += time.perf_counter() - started
@@ -328,6 +334,7 @@ class Checkpointer:
                 copy = self._staging[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             copy.copy_(tensor, non_blocking=on_cuda)
             groups.setdefault(group, {})[name] = copy
+        # Copies into page-locked memory do not block, and the writer must not start before they are done.
         if on_cuda:
             torch.cuda.synchronize(engine.device)
         return groups
@@ -358,6 +365,7 @@ def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, s
     """
     if path is None:
         return RestoredRun(TrainState(), [], store.manifest.latent)
+    # Hashes were compared by rank 0, which chose the checkpoint.
     checkpoint = verify_checkpoint(path, hashes=False)
     check_compatible(checkpoint, config, store)
     state = TrainState.from_json(checkpoint.read("state.json"))
@@ -397,6 +405,7 @@ def _saved_config(checkpoint: Checkpoint) -> RunConfig:
 def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[Mapping[str, Tensor], int]:
     """Return the optimizer state without parameters that are frozen now, and the number of newly trained ones."""
     names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
+    # Entries of unknown parameters stay, so that loading the optimizer's state reports them.
     kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
     new = [name for name in _trained_names(model) if name not in known]

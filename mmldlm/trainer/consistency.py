@@ -61,6 +61,7 @@ def check_shared_folder(engine: Engine, run_dir: Path) -> None:
     """Raise `ConfigError` on all ranks if any of them does not see a file of rank 0 in the run folder (collective)."""
     if engine.world_size == 1:
         return
+    # The file exists until every rank has looked for it.
     with ExitStack() as stack:
         name = stack.enter_context(probe_file(run_dir)) if engine.is_main else None
         name = engine.gather(name, "name of a file in the run folder")[0]

@@ -80,6 +80,7 @@ class Estimate:
     @property
     def checkpoint_mib(self) -> float:
         """Host memory for copies of this process's share of weights, EMA and moments, from the first checkpoint on."""
+        # Numbers: weights of all parameters; two moments, and with an EMA a third number, of the trained ones.
         weights = sum(self.parameters.values()) + (3 if self.ema else 2) * self.trainable - self.one_moment
         return weights * BYTES_PER_MOMENT / self.world_size / MIB
 
@@ -122,6 +123,7 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
         0,
         world_size,
     )
+    # Only the model is fake; micro-batches are real, since their lengths and masks determine the costs.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_model(config, store.manifest, "cpu")
     objective = build_objective(config, store.manifest)
@@ -139,6 +141,7 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
         noised_at = partial(_noised, config, loader, objective, (start, samples))
         tried = min(steps_per_stage, stop - start)
         largest = _largest_step(loader, (start, stop), samples)
+        # The largest step counts for memory alone, unless it is among the first ones.
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
             kernels.add_tried(_row_counts(noised))
@@ -146,8 +149,10 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
             tracker.update(optimizer, config.optim.clip_norm)
             if step < start + tried:  # mean over the stage, weighted by its share of the run
                 flops += step_flops * world_size * (stop - start) / (steps * tried)
+        # Steps that are not tried, whose row counts nevertheless need kernels.
         others = range(start + tried, min(stop, start + MAX_ROW_STEPS))
         kernels.add_expected(rows for step in others for rows in _row_counts(noised_at(step)))
+        # The position of the next stage in the sample order.
         samples += loader.batch_at(start).global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     frozen = sum(parameters.values()) - trainable
@@ -261,6 +266,7 @@ def state_mib(engine: str, costs: Estimate, precision: str) -> tuple[float, floa
     """
     share = 1 / costs.world_size
     low = 2 if precision == "bf16" else 4  # bytes per number of DeepSpeed's weights and gradients, without its masters
+    # 16: weight, gradient and two moments in float32; 12: DeepSpeed's float32 masters and two moments.
     device, host = {  # bytes per trained parameter
         "ddp": (16.0, 0.0),
         "fsdp2": (16 * share, 0.0),

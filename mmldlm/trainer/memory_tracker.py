@@ -51,6 +51,7 @@ class CostTracker(TorchDispatchMode):
         self.products: set[Product] = set()
         self.kind: Kind = "activations"  # kind of new allocations
         self._allocation: dict[int, int] = {}  # live storage -> index of its allocation
+        # Changes refer to allocations, not kinds: `set_kind` may relabel memory after its allocation.
         self._kinds: list[Kind] = []  # by allocation
         self._changes: list[tuple[int, int]] = []  # (allocation, bytes), with negative bytes when it is freed
 
@@ -74,6 +75,7 @@ class CostTracker(TorchDispatchMode):
 
     def _track(self, storage: torch.UntypedStorage) -> int:
         """Return the index of a storage's allocation; track it until it is freed if it is new."""
+        # An address, which a later storage may reuse: `_free` forgets it.
         key = storage._cdata
         if key not in self._allocation:
             allocation, size = len(self._kinds), storage.nbytes()
@@ -123,6 +125,7 @@ class StepCostTracker:
     def micro_batches(self, noised: Sequence[NoisedBatch]) -> int:
         """Run forward and backward of a step's micro-batches; return their FLOPs."""
         before = self.costs.flops
+        # All micro-batches first: they are in memory together, as in `Trainer.accumulate`.
         for batch in noised:
             self.costs.set_kind("batches", _tensors(batch))
         for batch in noised:
@@ -135,9 +138,11 @@ class StepCostTracker:
     def update(self, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         """Clip the gradients, step the optimizer and clear the gradients."""
         with self._tracking("update"):
+            # As in `Engine.update`, the norm is also computed without clipping.
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm or math.inf)
             optimizer.step()
             optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        # The first step allocates the moments as `update`, so they are relabeled.
         values = (value for state in optimizer.state.values() for value in state.values())
         self.costs.set_kind("moments", (value for value in values if isinstance(value, Tensor)))
 

@@ -66,6 +66,7 @@ def startup_report(
         "parameters_total": sum(components.parameters.values()),
         "parameters_trainable": components.trainable,
         "frozen": list(config.freeze),
+        # The sizes of step 0 are entries of the report itself, those of later stages are nested.
         **batches.pop(0),
         "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
         "warmup_steps": resolved_warmup(config.optim, config.train.steps),

@@ -77,6 +77,7 @@ class StepGuard:
         factor, norms = self.config.grad_norm_spike, self.state.accepted_norms
         if factor is None or len(norms) < MIN_ACCEPTED_NORMS:
             return math.inf
+        # A median of 0 would make every later step a spike.
         return factor * statistics.median(norms) or math.inf
 
     def record_accepted(self, norm: float) -> None:
@@ -88,6 +89,7 @@ class StepGuard:
         """Count and record a skipped step; return the values of its event in `metrics.jsonl`."""
         self.state.skipped_in_a_row += skip.reason != "overflow"
         self.state.skipped_steps += 1
+        # A non-finite loss makes the norm NaN by design, so it says nothing.
         norm = None if skip.reason == "loss" else skip.norm
         limit = self.norm_limit if math.isfinite(self.norm_limit) else None
         if self.file is not None:

@@ -68,7 +68,9 @@ class StepLog:
         self.stats.end_step(step, grad_norm, scale, tokens, flops, samples)
         # The limit of the next step's gradient norm depends on the norm of this step.
         fetch_now = not self.defer_fetch or self.config.guard.grad_norm_spike is not None
+        # At these steps the plateau may cut the learning rate of the next one.
         fetch_now = fetch_now or (self.plateau is not None and self.plateau.due(step))
+        # The host notices skipped steps after `guard.max_consecutive` steps at the latest.
         if fetch_now or len(self.stats.pending) >= self.config.guard.max_consecutive:
             self.fetch()
 
@@ -93,6 +95,7 @@ class StepLog:
             if not accepted:
                 self._skip(numbers, norm)
                 continue
+            # `propagate_nonfinite` makes the norm NaN with any non-finite loss.
             assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
             self.guard.record_accepted(norm)
             self.stats.accumulate(numbers)
@@ -104,6 +107,7 @@ class StepLog:
         """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
         if self.plateau is None or not self.plateau.uses_training_loss:
             return [None] * len(steps)
+        # [steps, 2, S]: sums and counts over this rank's micro-batches.
         local = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
         totals = self.engine.sum(local, "all-reduce of the losses that the learning rate follows")
         return [self.components.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]

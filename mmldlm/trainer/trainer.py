@@ -91,6 +91,7 @@ class Trainer:
         self.launch = launch or read_launcher_env(os.environ)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
+        # Closed in reverse: records, the checkpoint's writer, signals, the lock, the engine.
         self._stack = ExitStack()
         self._signals = SignalRequests()
         self._owns_run_dir = False
@@ -139,6 +140,7 @@ class Trainer:
                 self._stack.enter_context(RunLock(self.run_dir))
                 clear_exit_files(self.run_dir)
         check_shared_folder(engine, self.run_dir)
+        # From here on `exit.json` is ours to write: rank 0 holds the lock, and all ranks see its folder.
         self._owns_run_dir = True
         if engine.watchdog is not None:
             engine.watchdog.set_folder(self.run_dir)
@@ -152,6 +154,7 @@ class Trainer:
         config, engine = self.config, self.engine
         self.checkpointer = Checkpointer(config, engine, self.run_dir, self._signals)
         restored = self.checkpointer.restore(self.components.model, self.components.store)
+        # Before the loader reads latents and before `AutoMicroBatch` replaces its batch sizes.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
         engine.prepare(self.components.model, self.components.optimizer)
@@ -163,6 +166,7 @@ class Trainer:
         if engine.loss_scale is not None and self.state.loss_scale is not None:
             engine.loss_scale.restore(self.state.loss_scale, self.state.steps_at_scale)
         else:
+            # Without fp16 the scale of an earlier start must not enter the next checkpoint.
             self.state.loss_scale, self.state.steps_at_scale = None, 0
         self._auto_micro_batch, notes = self._create_auto_micro_batch()
         return restored.notes + notes
@@ -222,6 +226,7 @@ class Trainer:
         Returns:
             The loss of a peer if that is the cause of `error`.
         """
+        # Entering may have failed at any point, so `engine` and `tracker` may be missing.
         watchdog = self.engine.watchdog if hasattr(self, "engine") else None
         lost = None
         if watchdog is not None and isinstance(error, Exception):
@@ -238,6 +243,7 @@ class Trainer:
         if self._owns_run_dir:
             with suppress(OSError):  # the disk may be the reason for the end
                 write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
+        # Last, since it releases the lock: another run may own the folder from then on.
         self._stack.close()
         return lost
 
@@ -263,6 +269,7 @@ class Trainer:
                     batches = self._remaining_steps()  # repeats this step with the same samples
                     continue
             if self.config.model.dropout:  # the only random draw that is not a function of (seed, step, slot)
+                # Hashes of integers are the same in every process, unlike those of strings: a resumed run repeats them.
                 torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
             with self._profiler.trace_step(step + 1):
                 yield step, micro_batches
@@ -361,6 +368,7 @@ class Trainer:
             self._validate()
         if config.train.is_due(state.step, config.validation.quality_every):
             self._evaluate_quality()
+        # The last step's checkpoint is saved by `steps`, which also waits for it.
         if (self.checkpointer.due(state.step) or totals.save) and state.step < config.train.steps:
             self.save()
         if totals.stop:
@@ -369,6 +377,7 @@ class Trainer:
     def _stop(self) -> None:
         """Save and raise `StoppedBySignal`."""
         self.save(wait=True)
+        # Set on every rank: one that is stopping ignores further SIGTERMs (`SignalRequests.__exit__`).
         name = self._signals.stop = self._signals.stop or "a signal on another rank"
         self.tracker.end(self.state.step, {"stopped_by": name})
         raise StoppedBySignal(f"stopped by {name} after step {self.state.step}; saved, run the same command to resume")
@@ -402,6 +411,7 @@ class Trainer:
                 weights=config.ema.eval_weights,
                 has_ema=config.ema.decay > 0,
             )
+        # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
         engine.unwrapped_model.train()
         self.log.stats.start_time += time.perf_counter() - paused
 
