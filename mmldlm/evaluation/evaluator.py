@@ -197,7 +197,9 @@ class Evaluation:
     ) -> GeneratedSamples:
         run, stops = self.run, lengths.cumsum()
         latents = np.zeros((len(lengths), *self.raw_latents.shape[1:]))
+        # float64 holds every token id exactly, so that one sum over the ranks can merge them.
         tokens = np.zeros(int(stops[-1]))
+        # `stops` are the ends of the texts in one flat array of all tokens.
         for counted, batch in batches:
             generation = generate(
                 run.model,
@@ -232,6 +234,7 @@ class Evaluation:
         streams = SampleStreams(self.config.seed, _UNIGRAM, slots)
         uniforms = streams.uniform(samples.shape, torch.float64, samples).numpy()
         mass = self.run.store.token_counts.astype(np.float64).cumsum()
+        # Inverse of the cumulative counts; "right" never returns a token with a count of 0.
         drawn = np.searchsorted(mass, uniforms * mass[-1], side="right")
         return [part.tolist() for part in np.split(drawn, lengths.cumsum(0)[:-1])]
 

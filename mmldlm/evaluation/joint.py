@@ -44,6 +44,7 @@ def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, An
     count, features = len(latents), latents[0].size
     rows = latents.reshape(count, -1)
     truth = evaluation.latents["own"].reshape(len(evaluation.ids), -1)
+    # Disjoint from the reference: the distance between two sets of true latents shows the bias of few samples.
     others = truth[count : 2 * count]
     min_samples = features + 1
     metrics: dict[str, Any] = dict.fromkeys(("frechet_distance", "frechet_distance_true", "frechet_distance_noise"))

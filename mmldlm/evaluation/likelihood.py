@@ -45,9 +45,11 @@ def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
     text = MaskedDiffusion(run.store.manifest.mask_id, "elbo")
     objective = Objective(LossConfig(), text, run.objective.latent)
     count = len(evaluation.ids)
+    # The four arrays of `TextBound`; other ranks fill in the remaining documents.
     terms = np.zeros((4, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
         noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"))
+        # l2t pins t_latent to 0. At 1 the network gets noise, whatever the latents of the batch are.
         if condition == "none":
             noise = replace(noise, t_latent=torch.ones_like(noise.t_latent))
         noised = objective.corrupt(batch, noise)
@@ -135,8 +137,10 @@ def _by_noise_bin(evaluation: Evaluation, bound: TextBound, baselines: dict[str,
     `bits_of_bound` is what the bin contributes to the bits per token: the column sums to them.
     """
     rows = []
+    # Each of the T draws estimates the whole bound, so the tokens count T times.
     all_tokens = bound.weighted.shape[0] * float(evaluation.lengths.sum())
     for row, inside in noise_bins(bound.t):
+        # Baselines have the same times and masks, hence the same bins and denominators.
         masked = float(bound.masked[inside].sum())
         rows.append(
             {

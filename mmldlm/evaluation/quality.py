@@ -41,6 +41,7 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
         f"quality/{mode}_{key}": value
         for mode in modes
         for key, value in measure[mode](evaluation).items()
+        # Without counts, intervals, and metrics that cannot be measured (None).
         if isinstance(value, float)
     }
 

@@ -39,6 +39,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 def _mean_ranks(values: np.ndarray) -> np.ndarray:
     _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    # Equal values share the ranks cumsum - size + 1 to cumsum, whose mean this is.
     return (sizes.cumsum() - (sizes - 1) / 2)[group]
 
 
@@ -54,6 +55,7 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     a, b = a.astype(np.float64), b.astype(np.float64)
     cov_a, cov_b = (np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (a, b))
     values, vectors = np.linalg.eigh(cov_a)
+    # Rounding may leave eigenvalues of a covariance slightly below 0, here and below.
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
     trace_root = np.sqrt(np.linalg.eigvalsh(root @ cov_b @ root).clip(0)).sum()
     return float(np.square(a.mean(0) - b.mean(0)).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * trace_root)
@@ -109,6 +111,7 @@ def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, float | int], np.ndarray]]:
     """Yield, for each noise bin, its `t_from`, `t_to` and number of `draws`, and a bool mask of its draws among `t`."""
+    # t = 1 belongs to the last bin.
     bins = np.minimum((t * NUM_NOISE_BINS).astype(np.int64), NUM_NOISE_BINS - 1)
     for index in range(NUM_NOISE_BINS):
         inside = bins == index

@@ -53,10 +53,12 @@ def evaluate(
     trained = trained_modes(run.config.mode, run.config.mode_schedule)
     modes = tuple(modes or trained)
     model = None
+    # An error on one rank ends all of them; otherwise the others would wait for it in a collective.
     with processes.raise_on_all_ranks("opening of the inputs"):
         progress = progress or Progress(enabled=False)
         progress.phase("opening documents and encoder")
         evaluation = Evaluation(run, config, processes, progress=progress)
+        # Loaded, and sentences tokenized, only to fail here and not after all generations.
         _ = evaluation.encoder
         pairs = read_pairs(extras.sts) if extras.sts and "t2l" in modes else []
         tokenize_sentences(evaluation, pairs)

@@ -64,11 +64,13 @@ def denoise_latents(evaluation: Evaluation, condition: Condition) -> tuple[np.nd
     count, process = len(evaluation.ids), run.objective.latent
     times, latents = np.zeros((config.times, count)), np.zeros((config.times, *evaluation.raw_latents.shape))
     for draw, counted, batch in evaluation.draws(condition):
+        # t2l pins t_text to 0, so the network sees the whole text. Noise is keyed by slot, not by the latent.
         noise = draw_noise(batch, config.seed, draw, count, mode_weights("t2l"))
         noised = run.objective.corrupt(batch, noise).to(run.device)
         _, predicted, *_ = run.model(*noised.inputs)
         if not counted:
             continue
+        # Whatever the prediction type, x0 is what is compared with the true latent.
         x0, _ = process.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
         slots = batch.slots.numpy()
         times[draw, slots], latents[draw, slots] = noise.t_latent.double(), x0.double().cpu()

@@ -55,6 +55,7 @@ def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
     for source in range(len(split.sources)):
         indices = np.flatnonzero(sources == source)
         for batch in fixed_batches(split, rows[indices], MICRO_BATCH):
+            # Noise is keyed by the index in `ids`, not by the one within the source.
             yield source, replace(batch, slots=torch.from_numpy(indices)[batch.slots])
 
 
@@ -84,11 +85,13 @@ def validation_losses(
     Returns:
         Mean losses, for a mixture also those of each store.
     """
+    # Curves need finer bins than the logged scalars, for which `summary` merges `refine` of them again.
     refine = -(-MIN_CURVE_BINS // objective.num_noise_bins)
     objective = objective.for_validation(refine)
     split = store.split("validation")
     sums, counts = torch.zeros(2, len(split.sources), objective.size, dtype=torch.float64)
     trained = trained_modes(config.mode, config.mode_schedule)
+    # The index of the mode takes the place of the step: a mode's noise does not depend on which others are trained.
     for step, mode in enumerate(MODES):
         if mode not in trained:
             continue

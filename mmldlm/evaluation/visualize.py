@@ -42,6 +42,7 @@ def figures_due(step: int, config: RunConfig) -> bool:
     if not config.log.tensorboard or not every:
         return False
     previous = (step - 1) // config.validation.every * config.validation.every  # the previous validation
+    # True if a multiple of `every` lies after the previous validation, up to this one.
     return step == config.train.steps or step // every > previous // every
 
 
@@ -77,6 +78,7 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     joint_latents: np.ndarray | None = None
     joint_tokens: list[list[int]] = []
     if "joint" in trained:
+        # Enough for the table of texts as well, which shows the same generations.
         joint_count = min(count, max(NUM_JOINT_SAMPLES, config.validation.text_samples))
         sampling = _cap_steps(replace(config.sampling, guidance=1.0), int(evaluation.lengths[:joint_count].max()))
         joint = evaluation.generate("joint", "none", joint_count, sampling)
@@ -155,12 +157,14 @@ def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
 def _first_guess(run: LoadedRun, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the likeliest length [B], and whether the likeliest token is the true one [N]; on the host."""
     layout, device = batch.layout, run.device
+    # t_text = 1 and t_latent = 0: the whole text is masked and the latent is clean.
     masked = torch.full((layout.num_tokens,), run.objective.text.mask_id, device=device)
     t_text = torch.ones(layout.num_samples, device=device)
     positions = torch.arange(layout.num_tokens, device=device)
     logits, _, lengths, *_ = run.model(
         masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None
     )
+    # The first class of the length head is one token.
     return lengths.argmax(-1).cpu() + 1, logits.argmax(-1).cpu() == batch.tokens
 
 
@@ -169,6 +173,7 @@ def _nearest(latents: np.ndarray, store: Store, count: int) -> list[int]:
     split = store.split(SPLIT)
     ids = validation_ids(split, count)
     candidates = unit_vectors(store.standardize(split.gather(np.asarray(ids, np.int64))[2]))
+    # The norm of a query does not change which candidate is nearest.
     return [ids[index] for index in (latents @ candidates.T).argmax(1)]
 
 

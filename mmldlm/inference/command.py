@@ -74,6 +74,7 @@ def _generate(
     generation, texts = sample(run, "l2t", config, seed, raw, None, count, options.length, view)
     lines = []
     for index, text in enumerate(texts):
+        # `sample` returns the `count` texts of a condition one after the other.
         if options.text and index % count == 0:
             lines.append(f"from: {options.text[index // count]}")
         lines.append(f"  {text}")

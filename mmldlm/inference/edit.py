@@ -67,6 +67,7 @@ def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> l
     """
     text, start, stop = span_edit.text, span_edit.start, span_edit.stop
     ids, offsets = run.tokenizer.encode_with_offsets(text)
+    # An empty span within a token touches that token, too.
     touched = [index for index, (a, b) in enumerate(offsets) if a < stop and b > start]
     if touched:
         first, end = touched[0], touched[-1] + 1

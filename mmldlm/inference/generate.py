@@ -42,7 +42,7 @@ def sample(
         raw_latents: the conditions in l2t, [n, M, C] on the encoder's scale.
         texts: the conditions in t2l.
         count: samples per condition; in joint, which has none, the number of samples.
-        length: tokens of each text; by default drawn from the length head.
+        length: tokens of each text; by default from the length head: its median in l2t, a draw in joint.
         callback: called after each step that generates text.
 
     Returns:
@@ -65,6 +65,7 @@ def sample(
         assert raw_latents is not None
         latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
     else:
+        # Noise for the length head at t_latent = 1; `generate` draws its own.
         latents = torch.randn(count, *shape, generator=generator)
     if length:
         lengths = (length,) * len(latents)
@@ -94,6 +95,7 @@ def generate_and_decode(
         assert callback is not None
         callback(t, [part.tolist() for part in current.cpu().split(lengths)])
 
+    # `generate` reports after each step only; this is the start.
     if callback is not None:
         on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id) if template is None else template)
     generation = generate(
@@ -116,7 +118,7 @@ def generate_and_decode(
 def draw_text_lengths(
     run: LoadedRun, latents: Tensor, generator: torch.Generator, t_latent: float = 0.0
 ) -> tuple[int, ...]:
-    """Draw a length for each of the standardized `latents` [B, M, C] from the length head."""
+    """Return a length for each of the standardized `latents` [B, M, C] from the length head, see `draw_lengths`."""
     return draw_lengths(run.model, run.store.manifest.mask_id, latents.to(run.device), t_latent, generator)
 
 

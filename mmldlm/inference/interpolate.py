@@ -24,12 +24,14 @@ def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
     latent of none. The interpolation is linear where no unique great circle exists: if the directions are equal or
     opposite, or a latent is zero.
     """
+    # Shapes: weight [P, 1, 1], directions u and v [M, C], norms and angle [M, 1].
     weight = np.linspace(0, 1, points)[:, None, None]
     norms = [np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True) for x in (a, b)]
     u, v = (x / np.maximum(norm, 1e-12) for x, norm in zip((a, b), norms, strict=True))
     angle = np.arccos(np.clip((u * v).sum(-1, keepdims=True), -1, 1))
     sine = np.sin(angle)
     has_arc = (sine > MIN_SINE) & (norms[0] > 0) & (norms[1] > 0)
+    # Rows without an arc are divided by 1 here and take the straight line below.
     direction = (np.sin((1 - weight) * angle) * u + np.sin(weight * angle) * v) / np.where(has_arc, sine, 1)
     norm = (1 - weight) * norms[0] + weight * norms[1]
     return np.where(has_arc, norm * direction, (1 - weight) * a + weight * b).astype(np.float32)
@@ -54,7 +56,7 @@ def interpolate(
         seed: of the random numbers.
         raw_latents: the two ends, [2, M, C] on the encoder's scale.
         points: number of latents, both ends included.
-        length: tokens of each text; by default drawn from the length head for the latent in the middle.
+        length: tokens of each text; by default the median of the length head for the latent in the middle.
         callback: called after each step.
 
     Returns:

@@ -34,6 +34,7 @@ class LiveView:
         columns, rows = self._terminal_size()
         lines = [f"t {t:.3f}"]
         for text in texts:
+            # Two columns are the indent; after the last one many terminals wrap.
             lines += _wrap(text, columns - 3)
         if len(lines) > rows - 1:  # lines that scrolled off the top cannot be redrawn
             lines = [*lines[: rows - 2], "..."]

@@ -101,6 +101,7 @@ def _check_conditions(options: argparse.Namespace) -> None:
         if options.like is not None and options.latents:
             raise UsageError("--like and --latents: expected only one of them")
     else:
+        # --interpolate takes --length, but generates one text per point.
         del incompatible["--length"]
         incompatible["--count"] = options.count if options.count != 1 else None
     for option, value in incompatible.items():

@@ -58,6 +58,7 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
         )
     for group, values in current.items():
         before = saved.get(group)
+        # The checkpoint's side went through JSON, which turns tuples into lists.
         if before == values or _tuples_to_lists(before) == _tuples_to_lists(values):
             continue
         if isinstance(before, dict) and isinstance(values, dict):
@@ -123,6 +124,7 @@ def match_training_data(checkpoint: Checkpoint, store: Store) -> Store:
     data = saved.get("data") if isinstance(saved, dict) else None
     max_length = data.get("max_length") if isinstance(data, dict) else None
     manifest = replace(store.manifest, latent=saved_latent_stats(checkpoint, store))
+    # The network has the sizes of its training data: a store with shorter texts gets the larger limit.
     if type(max_length) is int and max_length > manifest.max_length:
         manifest = replace(manifest, max_length=max_length)
     return store.with_manifest(manifest)

@@ -22,6 +22,7 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
     backend = resolve_backend(config.attention.backend, device_type, half_precision)
     network = CPUHalfMMDiT if half_precision and (device_type, backend) == ("cpu", "sdpa") else MMDiT
     uncertainty = config.loss.latent_weighting == "uncertainty"
+    # The caller's random state stays as it was. Weights are drawn on the host, so no state of a device is saved.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
         model = network(

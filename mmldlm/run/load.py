@@ -86,6 +86,7 @@ def load_run(
         raise DataError(f"{saved.path}: has no EMA of the weights (ema.decay); expected --weights trained")
     weights = weights or ("ema" if ema is not None and config.ema.evaluate else "trained")
     chosen = ema if ema is not None and weights == "ema" else {}
+    # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
     load_model_state(model, ChainMap(chosen, saved_tensors(saved, "model", config)))  # type: ignore[arg-type]
     return LoadedRun(
         folder=folder,

@@ -38,6 +38,7 @@ def latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
 def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
     """Return the values of histograms by tag, with their range; histograms of one quantity share the range."""
     norms = {kind: np.linalg.norm(values, axis=1) for kind, values in latents_by_kind(data).items()}
+    # Ranges follow from the true values alone, so the axes of all steps are equal.
     lengths = {"true": data.lengths, "likeliest": data.likeliest_lengths}
     mean_norm, max_length = float(norms["true"].mean()), 1.25 * float(data.lengths.max())
     result = {f"latent_norms/{kind}": (values, (0.5 * mean_norm, 1.5 * mean_norm)) for kind, values in norms.items()}
@@ -106,6 +107,7 @@ def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     """
     mean = truth.mean(0)
     _, scales, axes = np.linalg.svd(truth - mean, full_matrices=False)
+    # The SVD leaves the signs open: the largest component of each axis becomes positive.
     axes = axes[:2] * np.sign(axes[np.arange(2), np.abs(axes[:2]).argmax(1)])[:, None]
     return mean, axes, scales[:2] ** 2 / max(float((scales**2).sum()), 1e-12)
 
@@ -131,6 +133,7 @@ def _latent_projection(data: FigureData) -> np.ndarray:
 def _token_accuracy(hits: np.ndarray, totals: np.ndarray) -> np.ndarray:
     width = -(-len(totals) // MAX_BARS)  # positions per bar
     edges = np.arange(0, len(totals) + width, width)
+    # Sums over the positions of each bar, the last of which may have fewer.
     hits, totals = (np.add.reduceat(counts, edges[:-1]) for counts in (hits, totals))
     enough = totals >= max(1, MIN_TOKENS * totals.max())
     accuracy = np.divide(hits, totals, out=np.full(len(totals), np.nan), where=enough)

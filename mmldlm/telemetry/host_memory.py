@@ -41,6 +41,7 @@ def _cgroups() -> Iterator[tuple[float, float]]:
         else:
             continue
         folder = root / path.lstrip("/")
+        # The limit of a parent holds for its children, which need not have one of their own.
         for group in (folder, *folder.parents):
             yield from _cgroup_memory(group, *names)
             if group == root:

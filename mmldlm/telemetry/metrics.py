@@ -99,6 +99,7 @@ def _drop_after(path: Path, step: int) -> None:
     records = [_parse(line) for line in lines]
     # A complete last line without its newline gets one: the next record would be appended to that line.
     kept = [line.rstrip(b"\n") + b"\n" for line, r in zip(lines, records, strict=True) if r and r["step"] <= step]
+    # A torn last line is what a kill leaves, and no damage.
     damaged = sum(record is None for record in records[:-1])
     if damaged:
         log.warning("%s: %d damaged lines dropped", path, damaged)

@@ -48,6 +48,7 @@ class Notices(logging.Handler):
         """Write a log record, as `logging.Handler` requires."""
         text = record.getMessage()
         is_expected = any(expected in text for expected in _EXPECTED)
+        # Only records of libraries are the same on all ranks of a node.
         if record.name.startswith("mmldlm") or (self.log_library_warnings and not is_expected):
             self._write_once((record.name, text), f"{record.levelname.lower()}: {text}")
 

@@ -40,6 +40,7 @@ class StepProfiler:
 
     def __init__(self, config: ProfileConfig, run_dir: Path, rank: int, device_type: str):
         self.folder, self.rank, self.device_type = run_dir / FOLDER, rank, device_type
+        # Without a trace, a range that contains no step.
         self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARMUP_STEPS - 1)
         self._profile: profile | None = None
 
@@ -47,6 +48,7 @@ class StepProfiler:
     def trace_step(self, step: int) -> Iterator[None]:
         """Context of optimizer step `step`, counted from 1."""
         if self._profile is None and self.first - _WARMUP_STEPS <= step <= self.last:
+            # A run that resumes within the range traces the rest of it.
             self._profile = self._start(max(0, self.first - step), self.last - max(step, self.first) + 1)
         yield
         if self._profile is not None:

@@ -64,6 +64,7 @@ class StepStats:
         fetched = []
         # Four numbers or vectors per step, in the order of `parts`.
         for step, (norm, scale, losses, sums) in zip(steps, zip(*[iter(numbers)] * 4, strict=True), strict=True):
+            # `counts` were never on the device and have the shape [micro-batches, S].
             sums = sums.view_as(step.counts)
             fetched.append(replace(step, norm=norm[0], loss_scale=scale[0], losses=losses, sums=sums))
         return fetched

@@ -154,6 +154,7 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         flat = {name: _hparam(value) for name, value in flatten(values).items()}
+        # The last of the three marks the session as complete: `end` writes it.
         experiment, start, self._end = hparams(flat, dict.fromkeys(metrics, 0.0))
         for summary in (experiment, start):
             self._writer._get_file_writer().add_summary(summary, self._first_step)

@@ -189,6 +189,7 @@ class Tracker:
         """Write the last record of a run that ended cleanly: finished, or stopped by a signal and saved."""
         if self.enabled:
             self._write("end", step, values or {})
+            # A stopped run can be resumed, so it is not marked as complete.
             if self._board is not None and "stopped_by" not in (values or {}):
                 self._board.end(step)
             self._progress.close()

@@ -29,6 +29,7 @@ _MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
 
 def to_flow_yaml(value: Any) -> str:
     """Return `value` as YAML on one line."""
+    # As the element of a list: YAML would end a bare scalar with a line "...".
     return _one_line([value])[1:-1]
 
 
@@ -49,6 +50,7 @@ def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
     for key, value in settings.items():
         *groups, name = key.split(".")
         for depth, group in enumerate(groups):
+            # A heading for each group that the previous setting was not in.
             if open_groups[: depth + 1] != groups[: depth + 1]:
                 lines.append(("  " * depth + f"{group}:", ""))
         open_groups = groups

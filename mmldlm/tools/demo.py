@@ -187,6 +187,7 @@ class Demo:
     def _request(self, **values: Any) -> Request:
         given = {key: value for key, value in values.items() if value is not None}
         sampling = dump(self.run.config.sampling)
+        # Fields of the sampler override the run's own settings; the rest are fields of `Request`.
         sampling |= {key: given.pop(key) for key in tuple(given) if key in sampling}
         request, max_length = build(Request, {**given, "sampling": sampling}), self.run.store.manifest.max_length
         if request.sampling.steps > MAX_STEPS:
@@ -224,6 +225,7 @@ def _list(rows: Iterable[tuple[str, str]]) -> str:
 def _mark_new_words(text: str, before: str) -> str:
     """Escape `text`, with the words marked that `before` does not have as often."""
     remaining, parts = Counter(before.split()), []
+    # The group keeps the white space among the parts.
     for word in re.split(r"(\s+)", text):
         remaining[word] -= 1
         is_new = word.strip() and remaining[word] < 0
@@ -273,6 +275,7 @@ class Page:
         from starlette.middleware import Middleware  # which gradio needs, too
 
         with socket.socket() as probe:
+            # Old connections that are still closing do not occupy the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))
@@ -280,6 +283,7 @@ class Page:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 raise UsageError(f"--port: {port} is in use, expected a free one, or 0 to find one") from None
+            # 0 has become a free port.
             port = probe.getsockname()[1]
         _, url, _ = self.blocks.launch(
             server_name=HOST,
@@ -407,6 +411,7 @@ class SamePageOnly:
         if scope["type"] == "http":
             headers = {name: value.decode("latin-1").lower() for name, value in scope["headers"]}
             host = headers.get(b"host", "")
+            # Requests without an Origin pass: a browser sends none when it opens the page.
             if host.partition(":")[0] not in HOST_NAMES or headers.get(b"origin", f"http://{host}") != f"http://{host}":
                 await send({"type": "http.response.start", "status": 403, "headers": []})
                 await send({"type": "http.response.body", "body": b"only for pages of this server"})

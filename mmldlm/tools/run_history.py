@@ -71,6 +71,7 @@ class History:
 
     def refresh(self) -> bool:
         """Read the folder again and return whether there are new records."""
+        # Cached properties, which a new start of the run may have changed.
         for name in ("config", "startup"):
             self.__dict__.pop(name, None)
         return self._update(first=False)
@@ -178,6 +179,7 @@ class History:
         """Typical number of steps from one training record to the next."""
         steps = [record["step"] for record in self.by_kind("train")[-RECENT_RECORDS:]]
         gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
+        # A single record counts the steps from the start.
         return round(statistics.median(gaps)) if gaps else max(steps[-1:], default=1)
 
     def news_age_s(self, now: float | None = None) -> float | None:
@@ -254,6 +256,7 @@ class MetricsReader:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
 
     def _read_added(self, file: BinaryIO) -> bool:
+        # A shorter or another file does not have the tail that was read before.
         file.seek(self._offset - len(self._tail))
         replaced = file.read(len(self._tail)) != self._tail
         if replaced:
@@ -264,6 +267,7 @@ class MetricsReader:
             return replaced
         self._offset += len(added)
         self._tail = (self._tail + added)[-_TAIL_BYTES:]
+        # What follows the last newline is completed by a later refresh.
         *lines, self._partial_line = (self._partial_line + added).split(b"\n")
         for line in lines:
             self._add_line(line)

@@ -113,6 +113,7 @@ def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
 
 def check_gpus(processes: int) -> Finding:
     """Check that there is one GPU per process and that torch can use it."""
+    # torch says in a warning why CUDA cannot be used; the finding repeats it.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
@@ -220,6 +221,7 @@ def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
 def parameter_count(config: RunConfig, store: Store) -> int:
     """Return the number of parameters of the configured network, which is built on the meta device."""
     with torch.device("meta"):
+        # The configured backend may be refused on the CPU, and has no influence on the parameters.
         model = build_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
     return sum(count_parameters(model).values())
 
@@ -234,6 +236,7 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
         count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
         checkpoints = count * parameter_count(config, store) * _CHECKPOINT_BYTES_PER_PARAMETER
         with suppress(OSError):  # a running run may remove some in the meantime
+            # Checkpoints of an earlier start are among those that the run keeps, and take their space already.
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
         if checkpoints > needed:
             needed, reason = checkpoints, f"{count} checkpoints"

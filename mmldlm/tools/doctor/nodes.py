@@ -198,8 +198,10 @@ def check_nodes(
         facts = [NodeFacts(**values) for values in rendezvous.exchange("facts", asdict(mine))]
         findings += [check_machines(node_env, facts), check_clocks([node.clock for node in facts])]
         findings += check_agreement([node.groups for node in facts])
+        # Both conditions hold on all nodes or on none: a check with an exchange needs every node.
         if run_dir and all(node.run_dir for node in facts):
             findings.append(check_shared_folder(rendezvous, Path(run_dir)))
+        # Nodes without a usable device, or with different backends, cannot take part in one all-reduce.
         if all(node.usable for node in facts) and len({node.groups["launch"]["device"] for node in facts}) == 1:
             findings.append(check_all_reduce(rendezvous, device))
         failed = [asdict(finding) for finding in [*local, *findings] if finding.status == "fail"]
@@ -272,6 +274,7 @@ def check_shared_folder(rendezvous: NodeRendezvous, run_dir: Path) -> Finding:
         name = rendezvous.exchange("token", name)[0]
         if rendezvous.node and name:
             problem = _folder_problem(run_dir, name)
+        # Within the context: node 0 keeps its file until all nodes have looked for it.
         problems = rendezvous.exchange("folder", problem)
     lines = [f"node {node}: {problem}" for node, problem in enumerate(problems) if problem]
     if lines:
@@ -305,6 +308,7 @@ def check_all_reduce(rendezvous: NodeRendezvous, device: torch.device) -> Findin
 
 def failures_on_other_nodes(node: int, failed: Sequence[Sequence[Mapping[str, Any]]]) -> list[Finding]:
     """Return the failures of other nodes that this one, `node`, does not have; `failed` has one list per node."""
+    # Checks that compare nodes fail on all of them with one text, which is reported once.
     known = {(finding["name"], finding["found"]) for finding in failed[node]}
     return [
         fail(f"node {other}", f"{finding['name']}: {finding['found']}", finding["remedy"], finding["exit_code"])

@@ -81,6 +81,7 @@ def _advice_for_exit_code(snapshot: Snapshot) -> str:
 
 def _rank_gone(snapshot: Snapshot) -> str | None:
     """Return which ranks of an active run have no process on this machine any more."""
+    # Without rank 0: a run whose rank 0 is gone counts as killed.
     gone = [process for process in snapshot.history.processes[1:] if process.state() == "gone"]
     if not gone or not snapshot.state.is_active:
         return None
@@ -170,6 +171,7 @@ def _fp16_overflow(snapshot: Snapshot) -> str | None:
 def _diverged(snapshot: Snapshot) -> str | None:
     """Return the training loss if it is above its initial value."""
     losses = finite_values(snapshot.train_records, "loss/total")
+    # The first three records are the initial loss, which `recent` must not contain.
     recent = losses[3:][-_BLOCK:]
     if len(recent) < _BLOCK:
         return None
@@ -330,6 +332,7 @@ def _unstable_speed(snapshot: Snapshot) -> str | None:
         return None
     starts = range(0, num_records, records_per_speed)
     speeds = sorted(_tokens_per_s(records[i : i + records_per_speed]) for i in starts)
+    # Without the lowest and the highest, so that one pause raises no alert.
     low, high, median = speeds[1], speeds[-2], statistics.median(speeds)
     if high - low <= snapshot.thresholds.speed_spread * median:
         return None
@@ -339,6 +342,7 @@ def _unstable_speed(snapshot: Snapshot) -> str | None:
 def _tokens_per_s(records: Sequence[Record]) -> float:
     """Return the tokens per second over all of these training records."""
     seconds = finite_values(records, "speed/step_s")
+    # Of an average step of each record: the records have equally many steps.
     tokens = [
         speed * step_s for speed, step_s in zip(finite_values(records, "speed/tokens_per_s"), seconds, strict=True)
     ]

@@ -67,6 +67,7 @@ class Output:
         if self.once:
             print(text, flush=True)
         elif terminal:
+            # Overwritten line by line instead of cleared at once, and without scrolling.
             lines = text.split("\n")[: rows - 1]
             print("\x1b[H", *(f"{line}\x1b[K\n" for line in lines), "\x1b[J", sep="", end="", flush=True)
         else:

@@ -108,6 +108,7 @@ class Snapshot:
         if latest is None or latest["kind"] in ("start", "resume") or step_s is None:
             return self.interval_s + self.thresholds.silent_s
         timeout_s = self.thresholds.silent_steps * step_s
+        # A stopped process explains the silence, so the time of two records need not pass.
         if any(process.state() == "stopped" for process in history.processes):
             return self.interval_s + timeout_s
         timeout_s = max(timeout_s, 2 * history.steps_per_record * step_s)
@@ -118,6 +119,7 @@ class Snapshot:
     def _heartbeat_timeout_s(self, heartbeat: Record) -> float:
         """Return how long the activity that `heartbeat` announced may take: `silent_steps` times its usual duration."""
         durations_s = [
+            # An activity lasts until the next record of any kind.
             after["time"] - before["time"]
             for before, after in pairwise(self.history.records)
             if before["kind"] == "heartbeat" and before.get("what") == heartbeat.get("what")
@@ -129,6 +131,7 @@ class Snapshot:
     @cached_property
     def eta_s(self) -> float | None:
         """Estimated seconds to the last step, at the recent speed including validations and saves; None if unknown."""
+        # 20 intervals between records.
         recent, total = self.session_records[-21:], self.history.total_steps
         if not self.state.is_active or total is None or len(recent) < 2 or recent[-1]["step"] <= recent[0]["step"]:
             return None

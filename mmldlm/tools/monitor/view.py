@@ -56,6 +56,7 @@ class TerminalView:
     def lines(self) -> list[str]:
         """Return the lines, without newlines."""
         plain = [self._head(), *self._losses(), *self._speed(), *self._optimizer(), *self._resources()]
+        # Cut before any color is added: an escape sequence must not be cut.
         lines = [_printable(line)[: self.width] for line in plain]
         for alert in self.alerts:
             text = _printable(f"{alert.name}: {alert.found}")

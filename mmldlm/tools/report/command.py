@@ -37,6 +37,7 @@ PAGE, METRICS = "report.html", "final_metrics.json"
 
 def read_runs(paths: Sequence[Path]) -> list[RunSummary]:
     """Read each run once. A run is named after its folder; runs with equal folder names, by their paths as given."""
+    # Of several paths to one folder, the one given first is kept.
     unique = {path.resolve(): path for path in reversed(paths)}
     runs = [RunSummary(path) for path in reversed(unique.values())]
     counts = Counter(run.name for run in runs)

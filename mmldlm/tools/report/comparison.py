@@ -45,6 +45,7 @@ class RunGroup:
         """Return one list of runs per seed, since runs of equal seed are not independent samples."""
         seeds: dict[str, list[RunSummary]] = {}
         for run in self.runs:
+            # Runs of unknown seed count as different ones.
             seeds.setdefault(f"of {run.path}" if run.seed is None else str(run.seed), []).append(run)
         return list(seeds.values())
 
@@ -177,6 +178,7 @@ def _environment(run: RunSummary) -> dict[str, Any]:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    # A group without a known config makes no difference by itself.
     known = [values for values in settings if values]
     if len(known) < 2:
         return {}

@@ -226,6 +226,7 @@ def _draw_run(axis: Axes, panel: Panel, run: RunSummary, color: str, shaded: boo
     if not train.steps:
         return set()
     steps, mean, low, high = bin_series(train, _MAX_BINS)
+    # A line through a single point would be invisible.
     axis.plot(steps, mean, color=color, marker="." if len(steps) == 1 else "")
     if shaded and len(steps) < len(train.steps):
         axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

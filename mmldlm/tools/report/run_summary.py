@@ -91,6 +91,7 @@ def better_direction(key: str) -> Direction:
     """Return which values of a metric are better; "" for metrics that are not scored, such as baselines."""
     if is_metric_baseline(key):
         return ""
+    # Checked first: memory/host_free_mib also contains "memory".
     if any(part in key for part in _HIGHER_IS_BETTER):
         return "higher"
     return "lower" if any(part in key for part in _LOWER_IS_BETTER) else ""
@@ -166,6 +167,7 @@ class RunSummary:
                 [steps[i] for i in finite], [values[i] for i in finite], [times[i] for i in finite]
             )
         curve = self._curves[key]
+        # Steps ascend, as records that a resume superseded are left out.
         end = bisect_right(curve.steps, max_step)
         return Series(curve.steps[:end], curve.values[:end], curve.times[:end])
 
