@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--latents", type=Path, help="l2t: .npy of latents [n, C] or [n, M, C] on the encoder's scale")
     parser.add_argument("-n", "--count", type=int, default=1, help="generations per condition; default: %(default)s")
-    parser.add_argument("--length", type=int, help="tokens to generate; default: drawn from the length head")
+    parser.add_argument("--length", type=int, help="tokens to generate; default: by the length head")
     parser.add_argument("--out", type=Path, help="write the generated latents to this .npy file")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--watch", action="store_true", help="show the texts step by step as they are generated")

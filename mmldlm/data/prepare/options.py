@@ -121,9 +121,6 @@ class PrepareConfig:
         ):
             if value not in allowed:
                 raise UsageError(f"{option} {value}: expected one of {', '.join(map(str, allowed))}")
-        self._check_formats()
-        self._check_encoder()
-
         if self.cluster_options and not self.cluster:
             raise UsageError(f"--cluster-option {self.cluster_options[0]}: expected --cluster")
         if self.cluster and self.processes > 1:
