@@ -40,8 +40,8 @@ def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[
     seconds = time.perf_counter() - began
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, "mmldlm prepare", stderr=log.read_text())
-    told = dict(re.findall(r"(\w+) ([\d.]+) s\b", log.read_text()))
-    spent = {stage: float(told.get(stage, 0)) for stage in STAGES}
+    printed = dict(re.findall(r"(\w+) ([\d.]+) s\b", log.read_text()))
+    spent = {stage: float(printed.get(stage, 0)) for stage in STAGES}
     return seconds, peak, spent | {"encode": spent["encode"] - spent["tokenize"]}
 
 

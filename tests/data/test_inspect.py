@@ -43,9 +43,9 @@ def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: 
     assert result["tokenizer"] == store.manifest.tokenizer and result["encoder"]["name"] == "lsa"
     assert result["identity"] == store.identity and result["sources"][0]["file"].endswith("corpus.txt")
     assert cli.main(["data", "info", str(store_path)]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in ("train: ", "name lsa", "problems   none", "corpus.txt", "#####", "300 tokens"):
-        assert part in told, told
+        assert part in printed, printed
 
 
 def test_sample_shows_texts_lengths_norms_and_neighbors(
@@ -53,11 +53,11 @@ def test_sample_shows_texts_lengths_norms_and_neighbors(
 ) -> None:
     command = ["data", "sample", str(store_path), "-n", "3", "--split", "validation", "--neighbours", "2"]
     assert cli.main(command) == 0
-    told = capsys.readouterr().out
-    assert cli.main(command) == 0 and capsys.readouterr().out == told
-    assert cli.main([*command, "--seed", "1"]) == 0 and capsys.readouterr().out != told
+    printed = capsys.readouterr().out
+    assert cli.main(command) == 0 and capsys.readouterr().out == printed
+    assert cli.main([*command, "--seed", "1"]) == 0 and capsys.readouterr().out != printed
     lines = (store_path.parent / "corpus.txt").read_text().splitlines()
-    heads, texts = told.splitlines()[::4], told.splitlines()[1::4]
+    heads, texts = printed.splitlines()[::4], printed.splitlines()[1::4]
     assert len(heads) == 3 and all(text.strip() in lines for text in texts)
     row = int(heads[0].split(":")[0].removeprefix("validation "))
     split = store.split("validation")
@@ -142,14 +142,14 @@ def test_all_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     flip_bit(store / "train-00004.latents.npy")
     flip_bit(store / "test-00000.characters.npy")
     assert cli.main(["data", "verify", str(store), "--threads", "2"]) == 65
-    told = capsys.readouterr()
-    assert told.out.count("\n") == 3 and "3 problems; the first: " in told.err
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 3 and "3 problems; the first: " in printed.err
     for part in (
         "train-00001.tokens.npy: sample",
         "train-00004.latents.npy: damaged",
         "test-00000.characters.npy: dam",
     ):
-        assert part in told.out
+        assert part in printed.out
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def copy(store_path: Path, tmp_path: Path) -> Path:
 
 
 def reading(store: Store, **config: object) -> Iterator[tuple[int, list[Batch]]]:
-    """100,000 steps through one worker, unless told, the first already taken."""
+    """100,000 steps through one worker, by default, the first already taken."""
     settings = DataConfig(**{"num_workers": 1, "prefetch_factor": 1, **config})  # type: ignore[arg-type]
     steps = Loader(store, "train", settings, 5, constant_batch_size(64, 8)).steps(0, 100_000)
     next(steps)

@@ -75,9 +75,9 @@ def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
     script = f"from mmldlm.evaluate import run; run({[str(run_dir), *asked]!r}, interval=0)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("step 1") and "micro-batches" not in result.stdout
-    told = result.stderr
-    assert "\r" not in told
-    assert "loading the run ...\nopening documents and encoder ...\n" in told
+    printed = result.stderr
+    assert "\r" not in printed
+    assert "loading the run ...\nopening documents and encoder ...\n" in printed
     for phase, batches in (
         ("bound, no latent", 6),
         ("bound, latent own", 6),
@@ -86,7 +86,7 @@ def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
         ("latents from texts, by noise bin", 6),
         ("texts and latents from noise", 2),
     ):
-        assert f"\n{phase} ...\n" in told
+        assert f"\n{phase} ...\n" in printed
         for done in range(1, batches + 1):
-            assert f"\n{phase}: {done} of {batches} micro-batches, " in told
-    assert "\nre-encoding of the generated texts: 1 of 1 batches of the encoder, " in told
+            assert f"\n{phase}: {done} of {batches} micro-batches, " in printed
+    assert "\nre-encoding of the generated texts: 1 of 1 batches of the encoder, " in printed

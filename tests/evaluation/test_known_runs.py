@@ -72,7 +72,7 @@ def test_latents_of_a_perfect_run(perfect: dict[str, Any], tiny_store: Path) -> 
     t2l, truth = perfect["t2l"], Evaluation(perfect_run(tiny_store), EvaluationConfig()).raw_latents
     assert t2l["cosine"] == pytest.approx(1, abs=1e-4)
     own = retrieval_ranks(unit_vectors(truth) @ unit_vectors(truth).T)
-    assert t2l["recall_at_1"] == (own <= 1).mean() > 0.8  # equal documents are told apart by nothing
+    assert t2l["recall_at_1"] == (own <= 1).mean() > 0.8  # nothing distinguishes equal documents
     assert t2l["recall_at_10"] == 1 and t2l["median_rank"] == 1
     assert t2l["cosine_shuffled"] < t2l["cosine_mean_latent"] < 0.9
     assert t2l["sts_spearman"] > 0.999 and t2l["sts_spearman_encoder"] > 0.999

@@ -25,12 +25,12 @@ _END = "\x1e"  # behind all that was written; no watcher writes it
 
 
 def test_lines_show_every_step(short_run: LoadedRun) -> None:
-    told = io.StringIO()
-    watcher = LiveView(short_run.tokenizer, told)
+    printed = io.StringIO()
+    watcher = LiveView(short_run.tokenizer, printed)
     latents, config = encode_texts(short_run, [TEXT]), SamplingConfig(steps=4)
     made, texts = sample(short_run, "l2t", config, 0, latents, length=9, count=2, callback=watcher)
     watcher.close()
-    lines = told.getvalue().splitlines()
+    lines = printed.getvalue().splitlines()
     assert [line[:8] for line in lines] == [f"t {t:.3f} " for t in (1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25, 0, 0)]
     assert [line[9:12] for line in lines] == ["[1]", "[2]"] * 5
     assert lines[0].endswith(f"[1] {'_' * 9}")  # what has no encoding is taken for ASCII

@@ -43,10 +43,10 @@ def wait_for(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 class Reader:
-    """A shell in a scratch folder, and all that it was told."""
+    """A shell in a scratch folder, and all its commands and their output."""
 
     def __init__(self, folder: Path):
-        self.folder, self.told = folder, ""
+        self.folder, self.printed = folder, ""
         shutil.copytree(ROOT / "configs", folder / "configs")
         (folder / ".venv").symlink_to(sys.prefix, target_is_directory=True)
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
@@ -55,8 +55,8 @@ class Reader:
     def run(self, commands: str) -> None:
         process, log = self._start(commands)
         code = process.wait(2 * PATIENCE_S)
-        self.told += f"$ {commands}{log.read_text()}"
-        assert code == 0, self.told[-5000:]
+        self.printed += f"$ {commands}{log.read_text()}"
+        assert code == 0, self.printed[-5000:]
 
     def start(self, commands: str) -> None:
         """Start a command in the background and wait for its first output."""
@@ -74,8 +74,8 @@ class Reader:
             wait_for(word, log, process)
             os.killpg(process.pid, signal.SIGINT)
             code = process.wait(PATIENCE_S)
-            self.told += f"$ {name}\n{log.read_text()}"
-            assert code in expected, f"{name}: {code}\n{self.told[-5000:]}"
+            self.printed += f"$ {name}\n{log.read_text()}"
+            assert code in expected, f"{name}: {code}\n{self.printed[-5000:]}"
 
     def close(self) -> None:
         for _, process, _ in self._going_on:
@@ -105,7 +105,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     (tmp_path / "scratch").mkdir()
     result = Reader(tmp_path / "scratch")
     yield result
-    (tmp_path / "told").write_text(result.told)
+    (tmp_path / "printed").write_text(result.printed)
     result.close()
 
 
@@ -121,16 +121,16 @@ def test_tutorial_runs(reader: Reader) -> None:
         elif kind == "bash goes-on":
             reader.start(text)
     reader.interrupt()
-    nothing_else_is_shown(page, reader.told)
+    nothing_else_is_shown(page, reader.printed)
     all_files_are_there(page, reader.folder)
     runs_are_as_told(reader.folder / "runs")
 
 
-def nothing_else_is_shown(page: str, told: str) -> None:
+def nothing_else_is_shown(page: str, printed: str) -> None:
     """Check that the output on the page appeared, except for numbers and generated texts."""
     for kind, text in blocks(page):
         for line in text.splitlines() if kind == "text" else ():
-            missing = [word for word in re.findall(r"[A-Za-z_]{3,}", line) if word not in told]
+            missing = [word for word in re.findall(r"[A-Za-z_]{3,}", line) if word not in printed]
             assert not missing, f"{missing} of {line!r}"
 
 

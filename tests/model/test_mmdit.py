@@ -166,7 +166,7 @@ def test_bf16_autocast_stays_close_to_float32() -> None:
             one, other = one[:, :MASK], other[:, :MASK]
         error = (one - other).norm()
         assert error < 0.03 * other.norm()
-        # The length is told by a row for each sample: few, so in float32 on a CPU.
+        # The length is predicted from a row for each sample: few, so in float32 on a CPU.
         assert (error == 0) == (name == "length_logits")
 
 

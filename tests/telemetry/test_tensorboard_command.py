@@ -19,7 +19,7 @@ from tests.helpers.ports import free_port
 from tests.helpers.waiting import PATIENCE_S
 
 
-def told(path: Path) -> str:
+def documented_flags(path: Path) -> str:
     match = re.search(r"tensorboard --logdir runs (.*)", path.read_text(encoding="utf-8"))
     assert match, path
     return match[1]
@@ -44,8 +44,8 @@ def compared_runs(port: int) -> list[dict[str, float]]:
 
 
 def test_the_command_shows_every_step(tmp_path: Path) -> None:
-    flags = told(ROOT / "README.md")
-    assert flags == told(ROOT / "scripts" / "quickstart.sh")
+    flags = documented_flags(ROOT / "README.md")
+    assert flags == documented_flags(ROOT / "scripts" / "quickstart.sh")
     assert "--host 127.0.0.1" in flags
     steps = 3000  # more than TensorBoard keeps unasked
     with Tracker(tmp_path / "run", steps, 0, resumed=False, enabled=True) as tracker:

@@ -57,7 +57,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def origins(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
     result: dict[str, Any] = json.loads(shown(capsys, "--json", *arguments))
-    return {key: told["origin"] for key, told in result.items()}
+    return {key: entry["origin"] for key, entry in result.items()}
 
 
 def test_origins_of_values(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +94,7 @@ def test_the_tree_reads_back_as_the_config(mine: Path, capsys: pytest.CaptureFix
     lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
     assert lines["weight_decay"].endswith("  # command line") and lines["betas"].endswith("  # default")
     assert lines["momentum"] == f"    {'momentum: 0.5':<{lines['lr'].index('#') - 4}}# {mine.with_name('base.yaml')}:5"
-    values = {key: told["value"] for key, told in json.loads(shown(capsys, "--json", mine)).items()}
+    values = {key: entry["value"] for key, entry in json.loads(shown(capsys, "--json", mine)).items()}
     assert values["optim.lr"] == 3 and values["run.dir"] == "a: b # c" and values["optim.betas"] == [0.9, 0.98]
 
 
@@ -125,7 +125,7 @@ def test_diff_of_files_and_run_folders(mine: Path, tmp_path: Path, capsys: pytes
     backwards = json.loads(shown(capsys, "--diff", run, mine, "--json"))
     assert backwards["mode"] == ["joint", {"l2t": 0.5, "t2l": 0.25, "joint": 0.25}] and len(backwards) == 2
     assert shown(capsys, "--diff", mine, mine) == "" and json.loads(shown(capsys, "--diff", "--json", run, run)) == {}
-    assert {key: told["origin"] for key, told in json.loads(shown(capsys, "--json", run)).items()}.keys() == set(KEYS)
+    assert {key: entry["origin"] for key, entry in json.loads(shown(capsys, "--json", run)).items()}.keys() == set(KEYS)
 
 
 @pytest.mark.parametrize(

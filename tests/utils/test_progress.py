@@ -32,9 +32,9 @@ def test_every_item_is_counted_in_plain_lines(capsys: pytest.CaptureFixture[str]
         assert list(progress.track(iter("ab"), "documents")) == ["a", "b"]
         progress.phase("encoding")
         assert list(progress.track(range(1000), "batches", 1000)) == list(range(1000))
-    told = capsys.readouterr().err
-    assert "\r" not in told
-    lines = [line.rpartition(",")[0] or line for line in told.splitlines()]
+    printed = capsys.readouterr().err
+    assert "\r" not in printed
+    lines = [line.rpartition(",")[0] or line for line in printed.splitlines()]
     assert [*dict.fromkeys(lines)] == [
         "reading ...",
         "reading: 1 documents",
@@ -82,13 +82,13 @@ def test_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prepare_counts_the_documents_of_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path / "store", write_corpus(tmp_path / "corpus.txt", 60))
     prepare(config, interval=0)
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     stages = ("reading documents", "grouping duplicates", "fitting the tokenizer", "fitting the encoder")
     for stage in (*stages, "tokenizing and encoding", "measuring latents", "writing the store"):
-        assert f"{stage} ...\n" in told
-    counts = re.findall(r"^reading documents: (\d+) documents, \d+s$", told, re.MULTILINE)
+        assert f"{stage} ...\n" in printed
+    counts = re.findall(r"^reading documents: (\d+) documents, \d+s$", printed, re.MULTILINE)
     assert [*dict.fromkeys(map(int, counts))] == list(range(1, len({*counts}) + 1)) and len(counts) > 30
-    of = re.findall(r"^tokenizing and encoding: (\d+) of (\d+) documents", told, re.MULTILINE)
+    of = re.findall(r"^tokenizing and encoding: (\d+) of (\d+) documents", printed, re.MULTILINE)
     assert of[-1][0] == of[-1][1]
 
 

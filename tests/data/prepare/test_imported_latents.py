@@ -112,11 +112,13 @@ def test_ids_without_a_partner_are_named(corpus: tuple[Path, dict[str, str], np.
     file, names = as_npy(tmp_path, rows, ids)
     config = config_for(tmp_path, path, file, names, on_problem="skip")
     assert prepare(config, progress=False).problems == {"no_latent": 1, "unused_latent": 1, "over_length": 0}
-    told = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
-    assert [(row["line"], row["reason"]) for row in told if row["kind"] == "no_latent"] == [
+    reported = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in reported if row["kind"] == "no_latent"] == [
         (8, f"id 'doc-7' has no latent in {file}")
     ]
-    assert [row["reason"] for row in told if row["kind"] == "unused_latent"] == ["id 'doc-777' belongs to no document"]
+    assert [row["reason"] for row in reported if row["kind"] == "unused_latent"] == [
+        "id 'doc-777' belongs to no document"
+    ]
     with pytest.raises(DataError, match=r"corpus.jsonl:8: id 'doc-7' has no latent"):
         prepare(replace(config, on_problem="error", overwrite=True), progress=False)
 

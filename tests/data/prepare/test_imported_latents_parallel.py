@@ -96,8 +96,8 @@ def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
         wanted = samples.texts.index(text)
         assert np.array_equal(latent[0], samples.latents[100 if (name, wanted) == ("ids", 101) else wanted]), text
     if name == "ids":
-        told = [json.loads(line) for line in (tmp_path / "one/problems.jsonl").read_text().splitlines()]
-        reasons = [row["reason"] for row in told if row["kind"] == "mismatch"]
+        printed = [json.loads(line) for line in (tmp_path / "one/problems.jsonl").read_text().splitlines()]
+        reasons = [row["reason"] for row in printed if row["kind"] == "mismatch"]
         assert reasons == [f"id 'doc-2' is already used by {tmp_path / 'input/0.jsonl'}:3"] * 2
     arguments = list(map(str, given))
     for processes in (2, 3):

@@ -119,8 +119,8 @@ def test_problems_are_told_with_file_and_line(tmp_path: Path, capsys: pytest.Cap
     manifest = prepare(small_config(tmp_path / "store", path, on_problem="skip"), progress=False)
     assert manifest.problems == {"empty": 1, "no_latent": 1, "over_length": 0, "unreadable": 1}
     assert f"{path}:31: the encoder gives no latent for '。。。'" in capsys.readouterr().err
-    told = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
-    assert [(row["line"], row["kind"]) for row in told] == [(11, "unreadable"), (21, "empty"), (31, "no_latent")]
+    printed = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["kind"]) for row in printed] == [(11, "unreadable"), (21, "empty"), (31, "no_latent")]
     assert sum(split.samples for split in manifest.splits.values()) == 200 - 3
     with pytest.raises(DataError, match="more than --max-problems 1"):
         prepare(small_config(tmp_path / "other", path, on_problem="skip", max_problems=1), progress=False)

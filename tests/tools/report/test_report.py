@@ -247,14 +247,14 @@ def test_events_are_marked_and_told(tmp_path: Path) -> None:
     assert result["runs"]["run"]["metrics"]["quality/l2t_bleu"] == 30.0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert ">l2t bleu</text>" in page
-    for told in (
+    for printed in (
         "spike, gradient norm 123",
         "stopped by SIGTERM",
         "fsdp2, 4 processes",
         "8 -&gt; 4",
         "the loss is not finite",
     ):
-        assert told in page, told
+        assert printed in page, printed
     figure = re.search(r'<section id="loss">(.*?)</section>', page, re.DOTALL)
     assert figure is not None
     for word in ("checkpoint", "resumed", "micro-batch halved", "skipped step", "stopped", "failed or killed"):
