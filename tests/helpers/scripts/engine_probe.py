@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,9 @@ def backward(self: Engine, loss: torch.Tensor) -> None:
 
 def update(self: Engine, *arguments: float) -> Any:
     trained = sum(parameter.numel() for parameter in self.unwrapped_model.parameters() if parameter.requires_grad)
-    facts["held"] = tensor_bytes(self.unwrapped_model) / trained
+    if len(facts["steps"]) > 1:  # from the first step on, the optimizer has its state
+        # The least of all steps: in a single step a buffer of the exchange may still be alive.
+        facts["held"] = min(facts.get("held", math.inf), tensor_bytes(self.unwrapped_model) / trained)
     return _update(self, *arguments)
 
 
