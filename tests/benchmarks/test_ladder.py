@@ -24,7 +24,6 @@ from mmldlm import cli
 from mmldlm.errors import DataError
 from tests.helpers.paths import ROOT
 
-pytestmark = pytest.mark.quick
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: bash scripts/setup.sh --dev")
 NAMES = ["reference", "old", "trainer"]

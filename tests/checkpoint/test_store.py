@@ -249,7 +249,6 @@ def test_retention_rules(tmp_path):
     assert names(tmp_path) == [f"step-{step:08}" for step in (3, 6, 10, 12, 14, 15)]
 
 
-@quick
 def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     temporary = store.begin(1, 100)

@@ -304,7 +304,6 @@ def test_report_and_dry_run_show_the_stages(
 # ---- the estimate --------------------------------------------------------------------------------------------
 
 
-@quick
 def test_the_dry_run_goes_through_all_stages(tiny_store: Path) -> None:
     store = Store.open(tiny_store)
 

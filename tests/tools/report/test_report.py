@@ -29,7 +29,6 @@ from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
 from tests.helpers.waiting import wait_until
 
-pytestmark = pytest.mark.quick
 SEEDS = (1, 2)
 KEYS = ("loss/total", "validation/total", "validation/total/best", "speed/tokens_per_s", "memory/resident_mib")
 
