@@ -34,7 +34,7 @@ CAPABILITIES = {  # by "key: value"
     "optim.name: muon": Capability(
         _all_but(*ZERO_ENGINES), "Muon needs whole matrices, and ZeRO partitions the parameters as flat buffers"
     ),
-    "optim.name: deepspeed_adam": Capability(ZERO_ENGINES, "it updates DeepSpeed's partitions"),
+    "optim.name: deepspeed_adam": Capability(ZERO_ENGINES, "DeepSpeed has no partitions for it to update"),
     "precision: fp32": Capability(ALL_ENGINES),
     "precision: bf16": Capability(ALL_ENGINES),
     "precision: fp16": Capability(

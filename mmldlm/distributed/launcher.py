@@ -37,7 +37,7 @@ class LauncherEnv:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer steps on the host."""
+        """Return whether the optimizer steps on the host."""
         return self.deepspeed is not None and offloads_optimizer(self.deepspeed)
 
 

@@ -136,7 +136,7 @@ class Watchdog:
                 raise
             raise lost from error
         finally:
-            # The outer phase begins anew: its timeout counts from here.
+            # The outer phase starts over: its timeout counts from here.
             self._phase = _Phase(outer.collective, time.monotonic())
 
     def diagnose(self, error: Exception) -> PeerLostError | None:

@@ -112,7 +112,11 @@ def test_other_optimizer_cannot_resume(
     ("engine", "name", "complaint"),
     [
         ("zero2", "muon", "optim.name: found muon under engine zero2, where Muon needs whole matrices"),
-        ("fsdp2", "deepspeed_adam", "optim.name: found deepspeed_adam under engine fsdp2, where it updates"),
+        (
+            "fsdp2",
+            "deepspeed_adam",
+            "optim.name: found deepspeed_adam under engine fsdp2, where DeepSpeed has no partitions",
+        ),
         ("zero3", "deepspeed_adam", "deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found cpu"),
     ],
 )

@@ -47,8 +47,12 @@ def find_layout(source: Path) -> str:
     Raises:
         DataError: There is none, or there are tokens in several layouts.
     """
-    is_present = [any(_token_archives(source)), bool(_token_batches(source)), any(source.glob("*_tokens.dat"))]
-    names = [name for name, present in zip(LAYOUTS, is_present, strict=False) if present]
+    is_present = {
+        "pairs": any(_token_archives(source)),
+        "batches": bool(_token_batches(source)),
+        "dat": any(source.glob("*_tokens.dat")),
+    }
+    names = [name for name, present in is_present.items() if present]
     if len(names) > 1:
         raise DataError(f"{source}: holds the layouts {' and '.join(names)}; expected one: choose it with --layout")
     if not names and not _json_files(source):
