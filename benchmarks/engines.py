@@ -1,6 +1,6 @@
 """Traffic of each engine in a step, and bytes that it holds per parameter, measured on real steps.
 
-    python -m benchmarks.engines STORE [--processes 2] [--precision bf16] [--engines ddp zero2] [key.sub=value ...]
+    python -m benchmarks engines STORE [--processes 2] [--precision bf16] [--engines ddp zero2] [key.sub=value ...]
 
 Each engine trains a few steps under torchrun with its shipped config file.
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.report import ROOT
+from benchmarks.common.report import ROOT, plain_parser
 from mmldlm.distributed.launcher import ENGINES
 
 BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
@@ -109,7 +109,7 @@ def wire(name: str, size: float, world: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = plain_parser("engines", __doc__)
     parser.add_argument("store", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--precision", default="fp32")

@@ -1,10 +1,23 @@
-"""The learning gate: trains the quickstart under several seeds and compares what it learns with bars.
+"""What training learns: the gate over seeds, a character-level model against bigrams, and the pages' tables of results.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
 
-Each corpus is prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many
-side by side as there are jobs. Exit code 1 if a seed misses a bar. `python -m benchmarks pages` writes the result
-into README.md and docs/.
+The learning gate trains the quickstart under several seeds and compares what it learns with bars. Each corpus is
+prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many side by side
+as there are jobs. Exit code 1 if a seed misses a bar.
+
+    python -m benchmarks characters OUT_FOLDER [--steps 3000]
+
+A sanity line against public figures: a small character-level model on 27 symbols in pieces of 256. The bound in bits
+per character of held-out text must fall below the cross entropy of a bigram model fitted on the same training text.
+Writes `OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training goes through the same commands as
+any other run.
+
+    python -m benchmarks pages
+
+Writes the tables of README.md and docs/ from the committed results: what is between `<!-- results:NAME -->` and
+`<!-- /results -->`. NAME is one of the blocks that a benchmark makes of its result in `benchmarks/results`. A test
+compares.
 """
 
 from __future__ import annotations
@@ -12,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,13 +42,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.report import RESULTS, ROOT, circumstances, positive, print_status, select_names, write_json
+from benchmarks.common.report import (
+    RESULTS,
+    ROOT,
+    circumstances,
+    plain_parser,
+    positive,
+    print_status,
+    select_names,
+    write_json,
+)
+from benchmarks.sampling import decoding_blocks
 from mmldlm.data.nearest import unit_vectors
-from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
+from mmldlm.data.prepare.documents import Document
+from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, read_python_docs, split_words
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reference_metrics
+from mmldlm.evaluation.likelihood import text_bound
+from mmldlm.run.load import load_run
 
 SHOWN = 10  # samples of the first seed in the tables
 CLOSE = 0.8  # word similarity from which on a held-out text is called close to a training text, if no near copy
@@ -209,7 +237,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
     }
 
 
-# --- tables of the pages ----------------------------------------------------------------
+# --- tables of the pages --------------------------------------------------------------------------
 
 # Title of the row, metric, its baseline and what the baseline is.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
@@ -238,7 +266,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
     made = {}
     for name, corpus in result["corpora"].items():
@@ -290,7 +318,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mmldlm bench learning", description="What the quickstart learns.")
+    parser = plain_parser("learning", "What the quickstart learns.")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for a trial")
     parser.add_argument("--corpora", nargs="+", help=f"some of {', '.join(CASES)} (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
@@ -310,3 +338,116 @@ def main(argv: Sequence[str] | None = None) -> int:
         values = " ".join(_number(each) for each in row["values"])
         print(f"{name:<12} {row['metric']:<22} {row['bar']:<14} {row['passed']} of {row['of']}: {values}")
     return int(any(row["passed"] < row["of"] for _, row in rows))
+
+
+# --- the pages ------------------------------------------------------------------------------------
+
+_BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
+_MAKERS = {"learning": learning_blocks, "decoding": decoding_blocks}
+
+
+def all_blocks() -> dict[str, str]:
+    """Return Markdown by name, from all committed results."""
+    made: dict[str, str] = {}
+    for name, make in _MAKERS.items():
+        path = RESULTS / f"{name}.json"
+        made |= make(json.loads(path.read_text(encoding="utf-8")))
+    return made
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages that may have generated tables."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").glob("*.md"))
+
+
+def rewritten(text: str, made: Mapping[str, str]) -> str:
+    """Return a page with its blocks replaced.
+
+    Raises:
+        KeyError: No benchmark makes a block of that name.
+    """
+    return _BLOCK.sub(lambda match: f"<!-- results:{match[1]} -->\n{made[match[1]]}\n<!-- /results -->", text)
+
+
+def pages_main(argv: Sequence[str] | None = None) -> int:
+    made = all_blocks()
+    for page in pages():
+        page.write_text(rewritten(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+    return 0
+
+
+# --- characters -----------------------------------------------------------------------------------
+
+LENGTH = 256
+CONFIG = """
+run: {{dir: {out}/run}}
+data: {{path: {out}/store}}
+model: {{depth: 4, width: 128, num_heads: 4, conditioning_width: 128, modulation_rank: 32}}
+mode: joint
+optim: {{lr: 3e-3}}
+train: {{steps: {steps}, global_batch_size: 16}}
+log: {{every: 50}}
+validation: {{every: 0}}
+checkpoint: {{every_steps: {every}, keep_last: 100}}
+"""
+
+
+def write_text(path: Path) -> None:
+    """Write the embedded corpus like text8: lower-case letters and single spaces, in lines of LENGTH characters."""
+    sentences = [item.text for item in read_python_docs() if isinstance(item, Document)]
+    text = " ".join(" ".join(re.sub("[^a-z]+", " ", sentence.lower()).split()) for sentence in sentences)
+    lines = (text[start : start + LENGTH] for start in range(0, len(text) - LENGTH + 1, LENGTH))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def ngram_bits(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> tuple[float, float]:
+    """Return bits per character of held-out pieces [n, L] under unigrams and bigrams of the training pieces.
+
+    Add-one smoothed; a piece's first character is scored by unigrams in both.
+    """
+    unigram = np.bincount(train.ravel(), minlength=vocab_size) + 1.0
+    log_unigram = np.log2(unigram / unigram.sum())
+    bigram = np.ones((vocab_size, vocab_size))
+    np.add.at(bigram, (train[:, :-1].ravel(), train[:, 1:].ravel()), 1)
+    log_bigram = np.log2(bigram / bigram.sum(1, keepdims=True))
+    first = log_unigram[held_out[:, 0]].sum()
+    rest = log_bigram[held_out[:, :-1], held_out[:, 1:]].sum()
+    return float(-log_unigram[held_out].mean()), float(-(first + rest) / held_out.size)
+
+
+def command(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "mmldlm.cli", *arguments], check=True)
+
+
+def characters_main(argv: Sequence[str] | None = None) -> None:
+    parser = plain_parser("characters", "A small character-level model against bigrams.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=3000)
+    options = parser.parse_args(argv)
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "text.txt").exists():
+        write_text(out / "text.txt")
+    command(
+        *("prepare", str(out / "text.txt"), "--out", str(out / "store"), "--tokenizer", "characters"),
+        *("--max-length", str(LENGTH), "--channels", "16"),
+    )
+    config = out / "config.yaml"
+    config.write_text(CONFIG.format(out=out, steps=options.steps, every=max(1, options.steps // 8)), encoding="utf-8")
+    command("train", str(config))
+
+    store = Store.open(out / "store")
+    splits = (store.split("train"), store.split("test"))
+    train, test = (split.gather(np.arange(len(split)))[0].reshape(-1, LENGTH) for split in splits)
+    unigram, bigram = ngram_bits(train, test, store.manifest.vocab_size)
+    curve = []
+    for checkpoint in sorted((out / "run" / "checkpoints").glob("step-*")):
+        run = load_run(out / "run", checkpoint)
+        evaluation = Evaluation(run, EvaluationConfig(samples=256, times=4))
+        bits = float(text_bound(evaluation, "none").nats.sum()) / (len(evaluation.ids) * LENGTH) * BITS
+        curve.append({"step": run.step, "bits_per_character": bits})
+        print(f"| {run.step} | {bits:.3f} |", flush=True)
+    result = {"unigram": unigram, "bigram": bigram, "curve": curve}
+    (out / "characters.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"unigram {unigram:.3f}, bigram {bigram:.3f} bits per character")

@@ -10,7 +10,6 @@ on a GPU FusedAdam) steps here without an engine; it trains under ZeRO alone, so
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from statistics import median
 import torch
 
 from benchmarks.common.measure import clock
+from benchmarks.common.report import plain_parser
 from benchmarks.common.task import device
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
@@ -78,9 +78,7 @@ def held_out_losses(config: RunConfig) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="mmldlm bench optimizers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser("optimizers", __doc__)
     parser.add_argument("store", type=Path, help="a data store")
     parser.add_argument("--steps", type=int, default=60, help="of the training")
     parser.add_argument("--updates", type=int, default=10, help="to time, of each optimizer")

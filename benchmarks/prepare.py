@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.common.report import ROOT, parse, parser, positive, print_status, report, work_dir
-from benchmarks.synthetic_corpus import write_synthetic_corpus
 
 STAGES = ("read", "fit", "tokenize", "encode", "measure", "merge")
 _SAMPLE_S = 0.05
@@ -144,3 +144,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"Preparation, by the clock": builds, **({"Stages, one process, by the clock": stages} if stages else {})},
     )
     return 0
+
+
+# --- the corpus -----------------------------------------------------------------------------------
+
+WORDS = 50_000
+_CONSONANTS, _VOWELS = "bcdfghklmnprstvz", "aeiou"
+_AT_ONCE = 10_000  # documents of one random state
+
+
+def vocabulary(size: int = WORDS) -> np.ndarray:
+    """Return `size` different words, the most frequent and shortest first."""
+    syllables = [first + vowel for first in _CONSONANTS for vowel in _VOWELS]
+    words = []
+    for number in range(size):
+        word, left = "", number
+        while True:
+            left, syllable = divmod(left, len(syllables))
+            word += syllables[syllable]
+            if not left:
+                break
+        words.append(word)
+    return np.array(words, object)
+
+
+def write_synthetic_corpus(path: Path, documents: int, words: tuple[int, int] = (52, 112), seed: int = 0) -> Path:
+    """Write one document per line, of `range(*words)` words; a larger corpus begins with a smaller one."""
+    spelled = vocabulary()
+    share = np.cumsum(1 / np.arange(1, len(spelled) + 1))
+    share /= share[-1]
+    with path.open("w", encoding="ascii") as file:
+        for start in range(0, documents, _AT_ONCE):
+            draw = np.random.default_rng([seed, start])
+            lengths = draw.integers(*words, _AT_ONCE)
+            drawn = spelled[np.searchsorted(share, draw.random(int(lengths.sum())))].tolist()
+            ends = np.cumsum(lengths).tolist()
+            for begin, end in list(zip([0, *ends], ends, strict=False))[: documents - start]:
+                file.write(" ".join(drawn[begin:end]) + "\n")
+    return path

@@ -1,32 +1,61 @@
-"""Tokens per second of generation: texts from latents, in batches.
+"""Generated texts: tokens per second by batch size, and quality by decoding, reverse steps and temperature.
 
     python -m benchmarks sampling [--batches 1 8 32] [--steps 8 32] [--width 256] [--quick] [key.sub=value ...]
 
 The network has its initial weights, which cost what trained ones do, and latents are random; lengths are those of
 sentences, so none is drawn. Each batch size generates the same samples in each round, in turns.
+
+    python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
+
+For each run, shown under its name: l2t texts of held-out documents' latents against the documents, and joint texts by
+their diversity. The defaults of `sampling.decoding` follow from these tables. Every row has the same documents and
+random streams.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from benchmarks.common.measure import compare, open_runs
-from benchmarks.common.report import add_settings, parse, parser, positive, print_status, report, work_dir
+from benchmarks.common.report import (
+    RESULTS,
+    add_settings,
+    circumstances,
+    markdown,
+    parse,
+    parser,
+    plain_parser,
+    positive,
+    print_status,
+    report,
+    work_dir,
+    write_json,
+)
 from benchmarks.common.task import Task, device, heads_of, lengths_of, random_store
 from mmldlm.data.loader import fixed_batches
 from mmldlm.data.store import Store
+from mmldlm.diffusion.masked import TextDecoding
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import SamplingConfig, generate
+from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
+from mmldlm.evaluation.joint import diversity_metrics, frechet_metrics
+from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.load import LoadedRun, load_run
+
+# --- speed ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,4 +138,105 @@ def main(argv: Sequence[str] | None = None) -> int:
             title = f"Texts from latents, {steps} steps, {given.width} x {given.depth}"
             tables[title] = measure(with_steps, given.batches, given.rounds)
     report(given, "sampling", tables)
+    return 0
+
+
+# --- quality --------------------------------------------------------------------------------------
+
+VARIETY = ("token_entropy", "distinct_2", "repetition_4")
+
+
+def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
+    """Return rows of l2t, one for each of `settings`."""
+    count = evaluation.num_texts
+    tokens, truth = evaluation.tokens[:count], evaluation.raw_latents[:count]
+    references, rows = evaluation.decode(tokens), []
+    for config in settings:
+        generated = evaluation.generate("l2t", "own", count, config).tokens
+        texts = evaluation.decode(generated)
+        measured = reference_metrics(generated, texts, tokens, references)
+        measured |= reencoding_metrics(evaluation.encode(texts), truth)
+        names = ("bleu", "chrf", "exact_match", "token_accuracy", "reencoded_cosine")
+        rows.append(_settings(config) | {name: measured[name] for name in names})
+    return rows
+
+
+def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
+    """Return rows of joint; the first has the held-out documents themselves."""
+    count = evaluation.num_texts
+
+    def row(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+        metrics = diversity_metrics(tokens)
+        return {name: metrics[name] for name in VARIETY}
+
+    nothing = {"frechet_distance": None, "reencoded_cosine": None}
+    rows = [
+        {"decoding": "held out", "steps": "", "temperature": ""} | row(evaluation.tokens[:count]) | nothing,
+    ]
+    for config in settings:
+        generated = evaluation.generate("joint", "none", count, config)
+        raw = evaluation.run.store.restore(generated.latents)
+        encoded = evaluation.encode(evaluation.decode(generated.tokens))
+        measured = {
+            "frechet_distance": frechet_metrics(evaluation, generated.latents)["frechet_distance"],
+            "reencoded_cosine": reencoding_metrics(encoded, raw)["reencoded_cosine"],
+        }
+        rows.append(_settings(config) | row(generated.tokens) | measured)
+    return rows
+
+
+def _settings(config: SamplingConfig) -> dict[str, Any]:
+    return {"decoding": config.decoding, "steps": config.steps, "temperature": config.temperature}
+
+
+def tables_of(
+    name: str, run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return l2t and joint tables of a run, on its test split."""
+    evaluation = Evaluation(run, EvaluationConfig(samples=2 * texts, texts=texts))
+    tables = {}
+    for title, measure in ((f"l2t, {name}", text_rows), (f"joint, {name}", joint_rows)):
+        print_status(title)
+        tables[title] = measure(evaluation, settings)
+    return tables
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, separator, folder = text.partition("=")
+    if not (name and separator and folder):
+        raise argparse.ArgumentTypeError(f"expected NAME=RUN, found {text!r}")
+    return name, Path(folder)
+
+
+def decoding_blocks(result: dict[str, Any]) -> dict[str, str]:
+    """Markdown tables by name, for `learning.all_blocks`."""
+    return {
+        "decoding": "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in result["tables"].items()),
+    }
+
+
+def decoding_main(argv: Sequence[str] | None = None) -> int:
+    runs_parser = plain_parser("decoding", "Quality of texts by decoding.")
+    runs_parser.add_argument(
+        "runs", nargs="+", type=_named, metavar="NAME=RUN", help="run folders, and what to call them"
+    )
+    runs_parser.add_argument("--texts", type=positive, default=200, help="of each row (%(default)s)")
+    runs_parser.add_argument("--steps", type=positive, nargs="+", default=[8, 20, 64])
+    runs_parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    runs_parser.add_argument("--out", type=Path, default=RESULTS, help="folder of decoding.json")
+    options = runs_parser.parse_args(argv)
+    settings = [
+        SamplingConfig(steps=steps, temperature=temperature, decoding=decoding)
+        for decoding, steps, temperature in product(get_args(TextDecoding), options.steps, options.temperatures)
+    ]
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for name, folder in options.runs:
+        run = load_run(folder)
+        tables |= tables_of(name, run, options.texts, settings)
+    write_json(
+        {"benchmark": "decoding", "texts": options.texts, **circumstances(run.device), "tables": tables},
+        options.out,
+        "decoding",
+    )
+    print("\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items()))
     return 0

@@ -36,11 +36,16 @@ def print_status(status: str) -> None:
 # --- options --------------------------------------------------------------------------------------
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that most benchmarks have."""
-    options = argparse.ArgumentParser(
+def plain_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser without options, for the benchmark `name`."""
+    return argparse.ArgumentParser(
         prog=f"mmldlm bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that most benchmarks have."""
+    options = plain_parser(name, description)
     add = options.add_argument
     add("--rounds", type=positive, default=9, help="measurements, of which medians count (%(default)s)")
     add("--threads", type=positive, default=1, help="threads of PyTorch; with one, seconds are of its CPU time")

@@ -1,23 +1,335 @@
-"""The variants of the ladder: the reference, our trainer with all old practice, and each step to its defaults."""
+"""The variants of the ladder: the reference, our trainer with all old practice, and each step to its defaults.
+
+Shapes: B samples, N tokens of an unpadded micro-batch, L positions of a padded sample, M latent tokens, D width,
+C latent channels, P masked tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.common.old_practice import OldPractice, Practice
-from benchmarks.common.task import Feed, Task, device
+from benchmarks.common.task import HEAD_WIDTH, Feed, Task, device, heads_of
+from mmldlm.batch import Batch, PackedLayout
+from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
+from mmldlm.diffusion.noise import draw_noise, mode_weights_at
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.model import mmdit
+from mmldlm.model.attention import Backend
 from mmldlm.model.cpu_half import has_bf16_instructions
+from mmldlm.model.mmdit import DataShape
+from mmldlm.run.compatibility import data_shape
+from mmldlm.run.factory import build_objective
 from mmldlm.train import train_step
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepTotals, Trainer
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+class ReferenceModel(nn.Module):
+    """The network that users come from: the package `mmdit` 0.3.0 in a wrapper after its documentation.
+
+    Token and learned position embeddings, a two-layer latent encoder, one time embedding for both modalities. Text
+    width, depth and head width are those of the trainer.
+    """
+
+    def __init__(self, depth: int, width: int, shape: DataShape, streams: int, flash: bool = False):
+        """`streams`: residual streams of the hyper-connections; `flash`: attention by PyTorch's fused kernel."""
+        super().__init__()
+        from mmdit.mmdit_generalized_pytorch import MMDiT
+
+        self.shape = shape
+        self.tokens = nn.Embedding(shape.vocab_size, width)
+        self.positions = nn.Embedding(shape.max_length, width)
+        self.latents = nn.Sequential(nn.Linear(shape.latent_channels, width), nn.GELU(), nn.Linear(width, width))
+        self.time = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
+        self.width = width
+        self.backbone = MMDiT(
+            depth=depth,
+            dim_modalities=(width, width),
+            dim_cond=width,
+            dim_head=HEAD_WIDTH,
+            heads=heads_of(width),
+            qk_rmsnorm=True,
+            flash_attn=flash,
+            num_residual_streams=streams,
+        )
+        self.text_head = nn.Linear(width, shape.vocab_size)
+        self.latent_head = nn.Linear(width, shape.latent_channels)
+
+    def forward(
+        self, tokens_BL: Tensor, latents_BMC: Tensor, t_text_B: Tensor, t_latent_B: Tensor, real_BL: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, L, V] and the predicted latents [B, M, C]."""
+        text = self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]]
+        conditioning = self._time(t_text_B) + self._time(t_latent_B)
+        text, latents = self.backbone(
+            modality_tokens=(text, self.latents(latents_BMC)), modality_masks=(real_BL, None), time_cond=conditioning
+        )
+        return self.text_head(text), self.latent_head(latents)
+
+    def _time(self, t_B: Tensor) -> Tensor:
+        half = self.width // 2
+        rate = torch.exp(-math.log(10_000.0) * torch.arange(half, device=t_B.device) / half)
+        angle = 1000.0 * t_B[:, None] * rate
+        return self.time(torch.cat([angle.sin(), angle.cos()], dim=-1))
+
+
+def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
+    """Pad a corrupted micro-batch to rectangles [B, length] on its device."""
+    device, lengths = noised.noised_tokens.device, noised.layout.lengths
+    rows = noised.noised_tokens.split(lengths)
+    tokens = F.pad(
+        pad_sequence(list(rows), batch_first=True, padding_value=pad_id), (0, length - max(lengths)), value=pad_id
+    )
+    real = torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
+    place = noised.layout.sample_of_token * length + noised.layout.position
+    targets = torch.full((tokens.numel(),), -100, device=device)
+    targets[place[noised.positions]] = noised.targets
+    weights = torch.zeros(tokens.numel(), device=device)
+    weights[place[noised.positions]] = noised.token_weight
+    return {"tokens": tokens, "real": real, "targets": targets, "weights": weights}
+
+
+def reference_loss(
+    model: nn.Module, noised: NoisedBatch, latent_weight: float, length: int
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the loss of one micro-batch with all logits, and its values, read from the device."""
+    rectangle = padded(noised, model.shape.pad_id, length)
+    logits, latents = model(
+        rectangle["tokens"], noised.noised_latents, noised.t_text, noised.t_latent, rectangle["real"]
+    )
+    flat, targets = logits.flatten(0, 1), rectangle["targets"]
+    nll = F.cross_entropy(flat.float(), targets, ignore_index=-100, reduction="none")
+    text = (nll * rectangle["weights"]).sum() / rectangle["real"].sum()
+    cosine = F.cosine_similarity(latents.float().flatten(1), noised.latent_target.flatten(1), dim=-1)
+    latent = ((1 - cosine) * noised.latent_weight).sum() / noised.latent_weight.sum().clamp_min(1)
+    loss = text + latent_weight * latent
+    masked = targets != -100
+    accuracy = (flat.argmax(-1) == targets)[masked].float().mean()
+    for value in (text, latent, loss):
+        if torch.isnan(value).any().item():
+            raise FloatingPointError("a loss is not a number")
+    return loss, {"loss": loss.item(), "text": text.item(), "latent": latent.item(), "accuracy": accuracy.item()}
+
+
+class ReferenceRun:
+    """The loop that users come from, with the methods of the trainer's; data and noise are the trainer's, too.
+
+    All samples are padded to the maximum positions, there are logits of the whole vocabulary at every position, and in
+    each step NaN checks and an accuracy whose values are read at once. PyTorch's default AdamW and clipping; nothing is
+    logged.
+    """
+
+    def __init__(self, task: Task, streams: int, flash: bool, feed: Feed):
+        self.config = task.config()
+        self.feed, self.device = feed, device()
+        manifest = Store.open(task.store).manifest
+        self.objective, shape = build_objective(self.config, manifest), data_shape(manifest)
+        torch.manual_seed(self.config.run.seed)
+        self.model = ReferenceModel(task.depth, task.width, shape, streams, flash).to(self.device).train()
+        optim = self.config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), optim.lr, optim.betas, optim.eps, optim.weight_decay
+        )
+        self.read: dict[str, float] = {}
+
+    def step(self) -> None:
+        (noised,) = self.corrupt(self.feed.step, [self.feed.batch()])
+        self.backward(self.loss(noised))
+        self.update()
+        self.end_step()
+
+    def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
+        config = self.config
+        weights = mode_weights_at(step, config.mode, config.mode_schedule)
+        size, samplers = config.train.global_batch_size, (config.text.sampler, config.latent.sampler)
+        return [
+            self.objective.corrupt(batch, draw_noise(batch, config.run.seed, step, size, weights, *samplers)).to(
+                self.device
+            )
+            for batch in micro_batches
+        ]
+
+    def loss(self, noised: NoisedBatch) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            loss, self.read = reference_loss(
+                self.model, noised, self.config.loss.latent_weight, self.model.shape.max_length
+            )
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def end_step(self) -> None:
+        """The values were read in the forward pass."""
+
+
+# --- old practice ---------------------------------------------------------------------------------
+
+Practice = Literal["recompute", "reads", "head", "padding"]
+IGNORED = -100  # target of a position without loss
+
+
+class PaddedLayout(PackedLayout):
+    """B samples of L positions each; those after a sample's own tokens are padding, which nothing attends to."""
+
+    def __init__(self, real: PackedLayout, length: int):
+        super().__init__((length,) * real.num_samples, real.latent_tokens, real.device)
+        self.real_lengths = real.lengths
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Mask bool [B, 1, 1, M + L] of the rows of the joint sequence that may be attended to."""
+        lengths = torch.tensor(self.real_lengths, device=self.device)
+        real = torch.arange(-self.latent_tokens, self.max_length, device=self.device) < lengths[:, None]
+        return real[:, None, None]
+
+
+def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
+    """Compute `joint_attention` over rectangles, with a mask of keys."""
+    samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
+    rows = [latent_qkv.unflatten(0, (samples, m)), text_qkv.unflatten(0, (samples, length))]
+    q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.keys).transpose(1, 2)
+    latent_out, text_out = out.split([m, length], dim=1)
+    return latent_out.flatten(0, 1), text_out.flatten(0, 1)
+
+
+_unpadded_attention = mmdit.joint_attention
+
+
+def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend) -> tuple[Tensor, Tensor]:
+    if isinstance(layout, PaddedLayout):
+        return dense_attention(latent_qkv, text_qkv, layout)
+    return _unpadded_attention(latent_qkv, text_qkv, layout, backend)
+
+
+mmdit.joint_attention = _attention  # the network has no place for a mask
+
+
+def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
+    """Return the micro-batch padded to B x L positions."""
+    layout = noised.layout
+    place = layout.sample_of_token * length + layout.position
+    tokens = noised.noised_tokens.new_full((layout.num_samples * length,), pad_id)
+    return replace(
+        noised,
+        noised_tokens=tokens.index_copy(0, place, noised.noised_tokens),
+        layout=PaddedLayout(layout, length),
+        positions=place.index_select(0, noised.positions),
+    )
+
+
+class WholeBackbone(nn.ModuleList):
+    """Blocks that are recomputed all at once: a loop over them gets one block, which runs all of them.
+
+    The names of the parameters are unchanged.
+    """
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:  # type: ignore[override]
+        yield self._recomputed
+
+    def _recomputed(self, *arguments: Any) -> Any:
+        return checkpoint(self._all, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+    def _all(self, text: Tensor, latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *blocks, last_block = super().__iter__()
+        *others, read = arguments
+        for block in blocks:
+            text, latent = block(text, latent, *others)
+        return last_block(text, latent, *others, read)
+
+
+class OldPractice(Trainer):
+    """Our trainer with the practices of other trainers: the steps of the ladder for which there is no setting.
+
+    The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_variants.py).
+
+    - padding: samples are padded to the most positions, under one dense attention with a mask of keys
+    - head: logits of the whole vocabulary at every position, all at once
+    - reads: three losses and an accuracy are read from the device in each step, and the losses searched for NaN
+    - recompute: activation checkpointing around the whole backbone
+    """
+
+    def __init__(self, config: RunConfig, practices: frozenset[Practice]):
+        super().__init__(config)
+        self.practices = practices
+        self.read: dict[str, float] = {}
+
+    def __enter__(self) -> OldPractice:
+        super().__enter__()
+        if "recompute" in self.practices:
+            model = self.engine.unwrapped_model
+            model.blocks = WholeBackbone(model.blocks)
+        return self
+
+    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
+        if "padding" in self.practices:
+            manifest = self.components.store.manifest
+            noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
+        return super().accumulate(noised)
+
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
+        if not self.practices & {"head", "reads"}:
+            return super().loss(batch, totals)
+        loss, sums = self.components.objective(self._with_logits, batch, totals.counts)
+        if "reads" in self.practices:
+            self._read(loss, sums)
+        self.log.add(loss, sums, batch)
+        return loss
+
+    def _with_logits(
+        self,
+        tokens: Tensor,
+        latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: PackedLayout,
+        positions: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Stand in for the network: return what it returns for `targets`, computed from logits."""
+        rows, labels = positions, targets
+        if "head" in self.practices:
+            rows = torch.arange(len(tokens), device=tokens.device)
+            labels = torch.full_like(tokens, IGNORED).index_copy(0, positions, targets)
+        logits, latent, length_logits, *_ = self.engine.forward(tokens, latents, t_text, t_latent, layout, rows)
+        nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if "reads" in self.practices:
+            self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]
+        return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
+
+    def _read(self, loss: Tensor, sums: Tensor) -> None:
+        cells = self.components.objective.num_bins
+        losses = {"loss": loss, "text": sums[:cells].sum(), "latent": sums[cells : 2 * cells].sum()}
+        for name, value in losses.items():
+            if torch.isnan(value).any().item():
+                raise FloatingPointError(f"{name} is not a number")
+        self.read = {name: value.item() for name, value in losses.items()}
+        self.read["accuracy"] = self._correct.float().mean().item()
+
+
+# --- the variants ---------------------------------------------------------------------------------
 
 # Old practices in the order of the ladder, and how the step that drops each is displayed.
 SWITCHES = {
@@ -75,7 +387,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
 
 
 class Open:
-    """A variant that is ready to step: its `verbs` hold the methods that `counting.METHODS` names."""
+    """A variant that is ready to step: its `verbs` hold the methods that `measure.METHODS` names."""
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.task import Task
-from benchmarks.gpu_memory import Line, lines
-from benchmarks.memory import BOUND, batch, checkpointing, measure, step_memory_mib
+from benchmarks.memory import BOUND, Line, batch, checkpointing, lines, measure, step_memory_mib
 from mmldlm.trainer.dry_run import MIB, Estimate, state_mib
 
 MODEL = "model={depth: 6, width: 256, num_heads: 4}"

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.common.counting import Counts, counts_of, useful_flops
-from benchmarks.common.old_practice import Practice
+from benchmarks.common.measure import Counts, counts_of, useful_flops
 from benchmarks.common.task import Task, typical_batches
-from benchmarks.common.variants import SWITCHES, Open, Variant, opened, variants
+from benchmarks.common.variants import SWITCHES, Open, Practice, Variant, opened, variants
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import LossConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.busy import busy_loops
+from benchmarks.overhead import busy_loops
 from mmldlm.utils.host_cpus import (
     SHORT_SPIN,
     SPIN_CHOICE_ENV,

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.prepare import build, peak_until, started
-from benchmarks.synthetic_corpus import write_synthetic_corpus
+from benchmarks.prepare import build, peak_until, started, write_synthetic_corpus
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError

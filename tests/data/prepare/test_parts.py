@@ -218,7 +218,7 @@ def peak_mib(arguments: list[str]) -> float:
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    from benchmarks.synthetic_corpus import write_synthetic_corpus
+    from benchmarks.prepare import write_synthetic_corpus
 
     peaks = []
     for documents in (3000, 30_000):

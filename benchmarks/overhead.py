@@ -1,4 +1,4 @@
-"""What logging costs: records, TensorBoard, meter and counting; figures and texts; and the wait for data.
+"""What a training run pays besides its steps: logging, pauses for checkpoints, and other processes on its cores.
 
     python -m benchmarks log_overhead [--batch 64] [--width 256] [--samples sentences] [--quick] [key.sub=value ...]
 
@@ -15,32 +15,69 @@ The cost does not depend on the network's size, and that run's half a second is 
 What a validation leaves in TensorBoard is measured as well: what is written, and the passes of the network behind the
 figures and the texts. The total is over that run, each part as often as it occurs there, as a share of its steps. The
 losses of a validation are not included: they are what a validation is for.
+
+    python -m benchmarks checkpoint_stall STORE [--saves 5] [key.sub=value ...]
+
+One process trains a model of about 100 million parameters and saves after every ninth step, in turns: while training
+continues, waiting, and with `torch.save` (which neither syncs nor hashes, and is not safe in a crash). For each kind
+the table has the median stall, the median time until the checkpoint is complete, and how much longer than usual the
+steps took that ran during the writing.
+
+    python -m benchmarks busy [--loops 4] [--threads 2] [--steps 40] [--rounds 5] [--quick] [key.sub=value ...]
+
+`mmldlm train` on the quickstart's network, each run a process of its own: with libgomp's own spin count, which the
+environment names so that nothing is chosen, and with the one that the trainer chooses at its start, in turns. A run's
+speed leaves out the first quarter of its steps. "others" is how many cores other processes kept busy by the run's own
+records: without loops it has to be near 0, or the row is no figure of a quiet machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-from benchmarks.common.measure import Ratio, clock, compare, open_runs, warm_up
-from benchmarks.common.report import ROOT, add_settings, parse, parser, positive, print_status, report, work_dir
+import torch
+
+from benchmarks.common.measure import LocalRun, Ratio, clock, compare, open_runs, warm_up
+from benchmarks.common.report import (
+    ROOT,
+    add_settings,
+    parse,
+    parser,
+    plain_parser,
+    positive,
+    print_status,
+    report,
+    work_dir,
+)
 from benchmarks.common.task import Task, heads_of, lengths_of, random_store, typical_batches
 from benchmarks.common.variants import Variant, opened, training_of
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
+from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.evaluation.validate import validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figures_due, text_samples
 from mmldlm.settings.fields import dump
 from mmldlm.train import train_step
+from mmldlm.trainer.checkpointer import SavedCheckpoint
+from mmldlm.trainer.trainer import Trainer
+from mmldlm.utils.host_cpus import OPENMP_SETTINGS, SPIN_CHOICE_ENV
+
+# --- logging --------------------------------------------------------------------------------------
 
 MEASURED = ROOT / "configs" / "python-docs.yaml"
 AS_THERE = ("mode", "sampling")  # its settings besides shape and intervals
@@ -201,7 +238,7 @@ def _timed_steps(steps: Callable[..., Iterable], spent: dict[str, float]) -> Cal
     return timed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def log_main(argv: Sequence[str] | None = None) -> int:
     measured = load_config(MEASURED)
     shape = measured.model
     options = parser("log_overhead", "What logging takes of a step, and the wait for data.")
@@ -237,4 +274,198 @@ def main(argv: Sequence[str] | None = None) -> int:
         "As it is against no records": [comparison],
     }
     report(given, "log_overhead", tables)
+    return 0
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+INTERVAL = 9  # steps from one save to the next: it is complete by then
+SAVES = ("asynchronous", "synchronous", "torch.save")
+STALL_SETTINGS = (
+    "model={depth: 12, width: 768, num_heads: 12}",
+    "train.global_batch_size=4",
+    "log={every: 100000, tensorboard: false}",
+    "validation.every=0",
+    "checkpoint={every_steps: 0, keep_last: 1}",
+)
+
+
+def plain_save(run: Trainer, folder: Path) -> float:
+    start = time.perf_counter()
+    model, optimizer = run.engine.unwrapped_model, run.engine.unwrapped_optimizer
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
+    return time.perf_counter() - start
+
+
+def stall_main(argv: Sequence[str] | None = None) -> None:
+    stall_parser = plain_parser("checkpoint_stall", "How long training pauses for a checkpoint.")
+    stall_parser.add_argument("store")
+    stall_parser.add_argument("--saves", type=int, default=5, help="of each kind")
+    stall_parser.add_argument("settings", nargs="*")
+    options = stall_parser.parse_intermixed_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        measure_stalls(options, Path(folder))
+
+
+def measure_stalls(options: argparse.Namespace, folder: Path) -> None:
+    total = INTERVAL * (len(SAVES) * options.saves + 2)
+    given = [f"run.dir={folder / 'run'}", f"data.path={options.store}", f"train.steps={total}"]
+    config = load_config(None, [*STALL_SETTINGS, *given, *options.settings])
+    steps: dict[str, list[float]] = defaultdict(list)
+    stalls: dict[str, list[float]] = defaultdict(list)
+    complete: dict[str, list[float]] = defaultdict(list)
+    kind, saved = "", 0
+
+    class Recorder(Trainer):
+        def _log_checkpoints(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+            for checkpoint in checkpoints:
+                stalls[kind].append(checkpoint.stall_s)
+                complete[kind].append(checkpoint.seconds)
+            super()._log_checkpoints(checkpoints)
+
+    with Recorder(config, read_launcher_env(os.environ)) as run:
+        for number, micro_batches in run.steps():
+            start = time.perf_counter()
+            train_step(run, number, micro_batches)
+            steps[kind].append(time.perf_counter() - start)
+            if run.state.step % INTERVAL or run.state.step == total:
+                continue
+            run._log_checkpoints(run.checkpointer.finish())  # none is unfinished when the next begins
+            kind = SAVES[saved % len(SAVES)]
+            saved += 1
+            if kind == "torch.save":
+                stalls[kind].append(plain_save(run, folder))
+                complete[kind].append(stalls[kind][-1])
+            else:
+                checkpoint = replace(config.checkpoint, async_=kind == SAVES[0])
+                run.checkpointer.config = replace(config, checkpoint=checkpoint)
+                run.save()
+        kind = "end"
+        size = run.components.trainable
+    usual = median(steps["torch.save"] + steps["synchronous"])
+    print(f"{size / 1e6:.0f} million parameters, {torch.get_num_threads()} threads; a step takes {usual:.2f} s.\n")
+    print("| checkpoint | stall (s) | in steps | until complete (s) | steps meanwhile |")
+    print("|---|---|---|---|---|")
+    for kind in SAVES:
+        stall, until = median(stalls[kind][1:]), median(complete[kind][1:])  # the first allocates
+        meanwhile = median(steps[kind]) / usual
+        print(f"| {kind} | {stall:.2f} | {stall / usual:.2f} | {until:.2f} | {meanwhile:.2f} x |")
+
+
+# --- other processes ------------------------------------------------------------------------------
+
+DEFAULT, CHOSEN = "default", "chosen"
+DEFAULT_SPIN = "300000"  # of libgomp
+GOALS = {False: 0.97, True: 2.5}  # chosen over default, by whether there are busy loops
+BUSY_SAMPLES = 10_000
+EVERY = 5  # steps of a record
+BUSY_SETTINGS = ("validation.every=0", "checkpoint.every_steps=0", f"log={{every: {EVERY}, tensorboard: false}}")
+
+
+@contextmanager
+def busy_loops(count: int, niceness: int = 0) -> Iterator[None]:
+    """Processes that keep a core busy each, while this one lives; the nicer, the more they leave to others."""
+    loop = f"import os\nos.nice({niceness})\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in loops:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class RunSpeed:
+    """One training."""
+
+    tokens_per_s: float
+    others: float
+    openmp: str
+
+
+@dataclass
+class Training:
+    """Trains `steps` steps in a process of its own each time that it is asked for a step."""
+
+    kind: str
+    threads: int
+    steps: int
+    settings: Sequence[str]
+    folder: Path
+    runs: list[RunSpeed] = field(default_factory=list)
+
+    def step(self, number: int) -> float:
+        """Return seconds per token."""
+        run = self.folder / f"{self.kind}-{len(self.runs)}"
+        environment = {
+            key: value for key, value in os.environ.items() if key not in (*OPENMP_SETTINGS, SPIN_CHOICE_ENV)
+        }
+        environment |= {"OMP_NUM_THREADS": str(self.threads)}
+        environment |= {"GOMP_SPINCOUNT": DEFAULT_SPIN} if self.kind == DEFAULT else {}
+        command = [
+            sys.executable,
+            "-m",
+            "mmldlm.cli",
+            "train",
+            "configs/quickstart.yaml",
+            *BUSY_SETTINGS,
+            *self.settings,
+        ]
+        command += [f"train.steps={self.steps}", f"run.dir={run}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{self.kind}: {done.stderr[-2000:]}")
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        counted = [record for record in records if record["kind"] == "train" and record["step"] > self.steps / 4]
+        seconds = [record["speed/step_s"] for record in counted]
+        tokens = [record["speed/tokens_per_s"] * s for record, s in zip(counted, seconds, strict=True)]
+        speed = RunSpeed(
+            tokens_per_s=sum(tokens) / sum(seconds),
+            others=fmean(record["speed/cores_of_others"] for record in counted),
+            openmp=json.loads((run / "startup.json").read_text())["ranks"][0]["openmp"],
+        )
+        print_status(f"{self.kind}: {speed.tokens_per_s:,.0f} tokens/s; {speed.openmp}")
+        self.runs.append(speed)
+        return 1 / speed.tokens_per_s
+
+
+def measure_busy(loops: int, options: Any, settings: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Compare both ways next to `loops` busy loops."""
+    print_status(f"{loops} busy loops")
+    trainings = {kind: Training(kind, options.threads, options.steps, settings, folder) for kind in (DEFAULT, CHOSEN)}
+    with busy_loops(loops):
+        comparison = compare({kind: LocalRun(each) for kind, each in trainings.items()}, options.rounds, 1, first=0)
+    runs = {kind: training.runs for kind, training in trainings.items()}
+    ratio, goal = comparison.speed(CHOSEN), GOALS[loops > 0]
+    short = sum(run.openmp.startswith("short") for run in runs[CHOSEN])
+    return {
+        "busy loops": loops,
+        **{f"{kind}, tokens/s": median(run.tokens_per_s for run in of_kind) for kind, of_kind in runs.items()},
+        "chosen / default": ratio.median,
+        "95 % low": ratio.low,
+        "high": ratio.high,
+        "default against itself": comparison.control.median,
+        "goal": goal,
+        "met": ratio.median >= goal,
+        "short spinning chosen": f"{short} of {len(runs[CHOSEN])}",
+        **{f"others, {kind}": median(run.others for run in of_kind) for kind, of_kind in runs.items()},
+        "runs": {kind: [asdict(run) for run in of_kind] for kind, of_kind in runs.items()},
+    }
+
+
+def busy_main(argv: Sequence[str] | None = None) -> int:
+    options = parser("busy", "Training with several threads, alone and next to busy loops, by OpenMP's spinning.")
+    add_settings(options)
+    options.add_argument("--loops", type=positive, default=4, help="processes that keep a core busy (%(default)s)")
+    options.add_argument("--steps", type=positive, default=40, help="of each run (%(default)s)")
+    options.set_defaults(threads=2, rounds=5)
+    given = parse(options, argv, steps=2 * EVERY, rounds=1)
+    with work_dir(given) as folder:
+        settings = (
+            f"data.path={random_store(folder / 'store', lengths_of('sentences', BUSY_SAMPLES))}",
+            *given.settings,
+        )
+        rows = [measure_busy(loops, given, settings, folder / f"{loops}-loops") for loops in (0, given.loops)]
+    report(given, "busy", {"Trainer": rows})
     return 0
