@@ -418,8 +418,6 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
     folder.mkdir(parents=True)
     feed = Feed(Store.open(task.store).split("train"), rows, device().type)
     if variant.is_reference:
-        from benchmarks.common.reference import ReferenceRun
-
         run = ReferenceRun(task, variant.streams, variant.flash, feed)
         yield Open(run, feed, run.step, run.model, run.optimizer)
         return
