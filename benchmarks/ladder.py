@@ -23,22 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.measure import (
+from benchmarks.common.counting import (
     OTHER,
     PARTS,
     WAIT,
-    Comparison,
-    LocalRun,
-    ProcessRun,
-    compare,
     compiled_regions_of,
     counts_of,
     kernels_of,
-    open_runs,
     parts_of,
     useful_flops,
-    warm_up,
 )
+from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, warm_up
 from benchmarks.common.report import (
     ROOT,
     add_settings,

@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import CONTROL, Ratio, compare, flops_of, open_runs, warm_up
+from benchmarks.common.counting import flops_of
+from benchmarks.common.measure import CONTROL, Ratio, compare, open_runs, warm_up
 from benchmarks.common.report import add_settings, parse, parser, positive, print_status, report, select_names, work_dir
 from benchmarks.common.task import Task, heads_of, random_store
 from benchmarks.common.variants import Variant, opened
