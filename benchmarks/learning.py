@@ -242,9 +242,9 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 # Title of the row, metric, its baseline and what the baseline is.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
 _SHARED_ROWS = (
-    ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
+    ("BLEU of texts generated from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
     (
-        "cosine of a written text's latent to the given one",
+        "cosine of a generated text's latent to the given one",
         "l2t.reencoded_cosine",
         "l2t.reencoded_cosine_shuffled",
         _ANOTHER,
@@ -255,7 +255,7 @@ _SHARED_ROWS = (
 )
 ROWS = {
     "simple-docs": (
-        ("exact matches among the written texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
+        ("exact matches among the generated texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
         ("chrF", "l2t.chrf", "l2t.chrf_shuffled", _ANOTHER),
         *_SHARED_ROWS,
     ),
@@ -286,16 +286,16 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
         )
         made[name] = "\n".join(lines)
         samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]
-        lines = ["| held-out sentence | written from its latent |", "|---" * 2 + "|"]
+        lines = ["| held-out sentence | generated from its latent |", "|---" * 2 + "|"]
         made[f"{name}-samples"] = "\n".join(
             [*lines, *(f"| {sample['reference']} | {sample['generation']} |" for sample in samples)]
         )
         copies, sizes = corpus["copies"], corpus["samples"]
         made[f"{name}-copies"] = (
             f"With the pinned versions `{name}` has {sizes['train']:,} sentences for training, "
-            f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. Of {copies['texts']} held-out "
-            f"sentences {copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY_OVERLAP:.0%} the "
-            f"same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+            f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. {copies['near_copies']:.1%} of "
+            f"{copies['texts']} held-out sentences share at least {NEAR_COPY_OVERLAP:.0%} of their words, in the same "
+            f"order, with a training sentence; {copies['close']:.1%} share at least {CLOSE:.0%}."
         )
     return made
 
