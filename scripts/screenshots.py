@@ -3,7 +3,8 @@
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
 The other runs appear with the first on the page "HPARAMS". Give relative paths of the runs: the pages show them.
-Needs the extra dev and a Chromium (on Debian: apt-get install chromium fonts-dejavu-core). Exit codes: 2 without them or without a run, 1 where a page could not be photographed.
+Needs the extra dev and a Chromium (on Debian: apt-get install chromium fonts-dejavu-core).
+Exit codes: 2 without them or without a run, 1 if a page could not be photographed.
 """
 
 from __future__ import annotations
