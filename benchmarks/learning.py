@@ -1,4 +1,4 @@
-"""What training learns: the gate over seeds, a character-level model against bigrams, and the pages' tables of results.
+"""What training learns: the learning gate, a character-level model against bigrams, and the tables of results in docs.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
 
@@ -8,16 +8,14 @@ as there are jobs. Exit code 1 if a seed misses a bar.
 
     python -m benchmarks characters OUT_FOLDER [--steps 3000]
 
-A sanity line against public figures: a small character-level model on 27 symbols in pieces of 256. The bound in bits
-per character of held-out text must fall below the cross entropy of a bigram model fitted on the same training text.
-Writes `OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training goes through the same commands as
-any other run.
+A sanity check: a small character-level model on 27 symbols in samples of 256. The bound in bits per character of
+held-out text must fall below the cross entropy of a bigram model fitted on the same training text. Writes
+`OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training uses the same commands as any other run.
 
     python -m benchmarks pages
 
-Writes the tables of README.md and docs/ from the committed results: what is between `<!-- results:NAME -->` and
-`<!-- /results -->`. NAME is one of the blocks that a benchmark makes of its result in `benchmarks/results`. A test
-compares.
+Writes the tables of README.md and docs/ from the committed results, between `<!-- results:NAME -->` and
+`<!-- /results -->`. NAME is a block that a benchmark makes from its result in `benchmarks/results`. A test compares.
 """
 
 from __future__ import annotations
@@ -65,12 +63,12 @@ from mmldlm.evaluation.likelihood import text_bound
 from mmldlm.run.load import load_run
 
 SHOWN = 10  # samples of the first seed in the tables
-CLOSE = 0.8  # word similarity from which on a held-out text is called close to a training text, if no near copy
+CLOSE = 0.8  # word similarity from which a held-out text counts as close to a training text
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bound that every seed's metric must keep; `least` or `most`."""
+    """A bound on a metric of every seed: `least` or `most`."""
 
     least: float | None = None
     most: float | None = None
@@ -140,7 +138,7 @@ def _mmldlm(arguments: Sequence[str], log: Path) -> float:
 
 
 def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence[str], seed: int) -> dict[str, Any]:
-    """Train one seed in `folder` and evaluate it: seed, CPU seconds, and the metrics of `evaluation.json`."""
+    """Train and evaluate one seed in `folder`; return seed, CPU seconds, and the metrics of `evaluation.json`."""
     run = folder / f"seed-{seed}"
     given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
     log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
@@ -168,7 +166,8 @@ def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
     """Compare the texts that an evaluation generates with the training split.
 
-    Return how many have a near copy there by words, and the scores of the training texts with the nearest latents.
+    Returns:
+        The shares with a near copy there by words, and the scores of the training texts with the nearest latents.
     """
     train, test = store.split("train"), store.split("test")
     ids = np.random.default_rng(seed).permutation(len(test))[:count]  # as `Evaluation` draws them
@@ -267,7 +266,7 @@ ROWS = {
 
 
 def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
-    """Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
+    """Return Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
     made = {}
     for name, corpus in result["corpora"].items():
         count = len(corpus["seeds"])

@@ -28,7 +28,7 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.model.flops import ModelFlops
 from mmldlm.run.factory import build_model, build_objective
 
-METHODS = {  # part of a step by the method of a run
+METHODS = {  # parts of a step, by methods of the trainer
     "corrupt": "corrupt, transfer",
     "sync": "corrupt, transfer",
     "accumulate": "corrupt, transfer",
@@ -56,7 +56,7 @@ _ON_CPU = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops} 
 
 @contextmanager
 def watched(run: Open, around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """Surround each of the run's `METHODS` and the wait for data with `around(part)`."""
+    """Surround each of the trainer's `METHODS` and the wait for data with `around(part)`."""
 
     def wrap(method: Callable, part: str) -> Callable:
         def wrapped(*arguments: object) -> object:
@@ -110,7 +110,10 @@ class Counts:
 
 
 class _Counter(TorchDispatchMode):
-    """Without a GPU, all tensors but those `on_host` count as the device's once the batch is ready."""
+    """Counts dispatched operators.
+
+    Without a GPU, all tensors but those `on_host` count as the device's once the batch is ready.
+    """
 
     def __init__(self, vocab_size: int, device_type: str, on_host: Iterable[Tensor]):
         super().__init__()
@@ -208,7 +211,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 def compiled_regions_of(run: Open, step: int) -> int:
     """Return how many compiled regions a step enters.
 
-    None after `counts_of`: PyTorch does not run compiled code under such a counter, nor from then on.
+    Call it before `counts_of`: PyTorch runs no compiled code under such a counter, nor from then on.
     """
     with torch.autograd.profiler.profile() as profiler:
         run.step(step)
@@ -216,7 +219,7 @@ def compiled_regions_of(run: Open, step: int) -> int:
 
 
 def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
-    """Return `ModelFlops` of the trainer's step, mean over the micro-batches `rows`; it serves for every variant."""
+    """Return `ModelFlops` of the trainer's step, the mean over the micro-batches `rows`; used for every variant."""
     config, store = task.config(), Store.open(task.store)
     with torch.device("meta"):
         model_flops = ModelFlops.from_model(build_model(config, store.manifest, "cpu"))

@@ -38,17 +38,17 @@ T = TypeVar("T")
 
 
 class Run(Protocol):
-    """What is compared."""
+    """A run that is compared with others."""
 
     def step(self, number: int) -> object:
-        """Take the step of that number. A float that is returned counts as its seconds."""
+        """Take the step with this number. If it returns a float, that counts as its seconds."""
 
 
 Opener = Callable[[], AbstractContextManager[Run]]
 
 
 def clock() -> float:
-    """Return seconds: CPU time where one thread does all work, else wall time with the GPU's work done."""
+    """Return seconds: CPU time if one thread does all the work, otherwise wall time after the GPU has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -77,7 +77,7 @@ class LocalRun:
 
 
 class ProcessRun:
-    """A run in a process of its own; functions and openers reach it pickled. Use as a context manager."""
+    """A run in a process of its own, to which functions and openers are sent pickled. Use as a context manager."""
 
     def __init__(self, name: str, opener: Opener):
         context = multiprocessing.get_context("forkserver")
@@ -148,7 +148,7 @@ def open_runs(openers: Mapping[str, Opener]) -> Iterator[dict[str, LocalRun | Pr
 
 
 def warm_up(runs: Mapping[str, LocalRun | ProcessRun], steps: int) -> None:
-    """Take steps 0 to `steps`, then exclude what is alive from garbage collection, whose time hits runs at random."""
+    """Take `steps` steps, then exclude all live objects from garbage collection, which would hit runs at random."""
     for run in runs.values():
         for number in range(steps):
             run.call(timed, number)
@@ -175,7 +175,7 @@ def in_new_process(environment: Mapping[str, str], function: Callable[..., T], *
 
 
 class Probe:
-    """Rate of one thread of this machine at the moment, in FLOP/s of a matrix product. Always 1 on a GPU."""
+    """Present rate of one thread of this machine, in FLOP/s of a matrix product. Always 1 on a GPU."""
 
     def __init__(self) -> None:
         self._on_cpu = not torch.cuda.is_available()
@@ -216,7 +216,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Steadiness:
-    """How steady the machine was in the turns that count."""
+    """Steadiness of the machine in the turns that count."""
 
     turns: int
     repeated: int  # turns taken beyond these
@@ -226,7 +226,7 @@ class Steadiness:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of each round, by run and of the first run's `CONTROL`."""
+    """Seconds of each round, by run and for `CONTROL`, the first run again."""
 
     seconds: dict[str, list[float]]
     steadiness: Steadiness
@@ -247,7 +247,7 @@ class Comparison:
 
     @property
     def trusted(self) -> bool:
-        """Whether the first run agrees with itself."""
+        """True if the first run agrees with itself."""
         return abs(self.control.median - 1) <= TRUSTED
 
 
