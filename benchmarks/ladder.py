@@ -84,12 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process per variant")
     add("--memory-of", type=Path, metavar="RESULT.json", help="take the memory of a step from that result")
     add("--store", type=Path, help="a data store to measure on, instead of --data")
-    add(
-        "--stores",
-        type=Path,
-        default=ROOT / "data" / "bench",
-        help="folder of the stores that it makes (%(default)s)",
-    )
+    add("--stores", type=Path, default=ROOT / "data" / "bench", help="folder that keeps its stores (%(default)s)")
     add("--against", type=Path, metavar="RESULT.json", help="compare with it; exit code 1 if something is worse")
     options.set_defaults(name=None)
     given = options.parse_intermixed_args(argv)

@@ -164,7 +164,7 @@ def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
-    """Compare the texts that an evaluation generates with the training split.
+    """Compare the held-out texts of an evaluation with the training split.
 
     Returns:
         The shares with a near copy there by words, and the scores of the training texts with the nearest latents.
