@@ -375,7 +375,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
     ]
     for number, name in enumerate(switches[:-1], 1):
         listed.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
-    listed.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer as it is"))
+    listed.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer"))
     listed += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
     if precision != "bf16" and (device_type == "cuda" or has_bf16_instructions()):
         listed.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
