@@ -8,7 +8,7 @@ Each engine trains a few steps under torchrun with its shipped config file.
   traffic. "payload" is what one rank hands to the collectives, "wire" what it sends with ring algorithms:
   2 (W - 1) / W of the payload for all-reduce, (W - 1) / W for reduce-scatter and all-gather.
 - Memory: bytes of all tensors alive on rank 0 between the last backward and the optimizer's step, for each trained
-  parameter. Activations are freed by then; buckets, gradients, masters and moments are not.
+  parameter. By then activations are freed, but not buckets, gradients, masters and moments.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def measure(engine: str, accumulation: int, options: argparse.Namespace, folder:
 
 if __name__ == "__main__":
     if "--worker" in sys.argv:
-        place = sys.argv.index("--worker")
-        target = Path(sys.argv[place + 1])
-        worker(sys.argv[1:place] + sys.argv[place + 2 :], target)
+        index = sys.argv.index("--worker")
+        target = Path(sys.argv[index + 1])
+        worker(sys.argv[1:index] + sys.argv[index + 2 :], target)
         sys.stdout.flush()
         os._exit(0)
     main()

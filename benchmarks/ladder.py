@@ -1,4 +1,4 @@
-"""The ladder: the reference, our trainer with old practice, and what each step from there to its defaults brings.
+"""The ladder: the reference, our trainer with old practices, and what each step to its defaults brings.
 
     python -m benchmarks ladder [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
 
@@ -23,22 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.measure import (
+from benchmarks.common.counting import (
     OTHER,
     PARTS,
     WAIT,
-    Comparison,
-    LocalRun,
-    ProcessRun,
-    compare,
     compiled_regions_of,
     counts_of,
     kernels_of,
-    open_runs,
     parts_of,
     useful_flops,
-    warm_up,
 )
+from benchmarks.common.measure import Comparison, LocalRun, ProcessRun, compare, open_runs, warm_up
 from benchmarks.common.report import (
     ROOT,
     add_settings,
@@ -78,18 +73,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--precision", choices=("fp32", "bf16"), default="fp32")
     add("--batch", type=positive, help="samples of a micro-batch, instead of the shape's")
     add("--positions", type=positive, help="maximum tokens of a sample, instead of the shape's")
-    add("--variants", nargs="+", metavar="NAME", help="only these; all others are compared with the first")
+    add("--variants", nargs="+", metavar="NAME", help="variants; all others are compared with the first")
     add("--batches", type=positive, default=8, help="micro-batches of a round (%(default)s)")
     add(
         "--patience",
         type=float,
         default=1.0,
-        help="turns repeated where the machine gave less than at its best, as a multiple of all (%(default)s)",
+        help="turns to repeat if the machine was slower than at its best, as a multiple of all (%(default)s)",
     )
     add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process per variant")
     add("--memory-of", type=Path, metavar="RESULT.json", help="take the memory of a step from that result")
     add("--store", type=Path, help="a data store to measure on, instead of --data")
-    add("--stores", type=Path, default=ROOT / "data" / "bench", help="where stores are made and kept (%(default)s)")
+    add("--stores", type=Path, default=ROOT / "data" / "bench", help="folder that keeps its stores (%(default)s)")
     add("--against", type=Path, metavar="RESULT.json", help="compare with it; exit code 1 if something is worse")
     options.set_defaults(name=None)
     given = options.parse_intermixed_args(argv)
@@ -103,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def selected_variants(options: argparse.Namespace) -> list[Variant]:
-    """Return the variants that were asked for.
+    """Return the variants that the options name.
 
     Raises:
         UsageError: A name is unknown, or a package is missing that a variant needs.
@@ -142,7 +137,7 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def measure(task: Task, selected: list[Variant], options: argparse.Namespace) -> Values:
-    """Return the result as JSON has it."""
+    """Measure everything and return the result, which is written as JSON."""
     store = Store.open(task.store)
     manifest, split = store.manifest, store.split("train")
     rows = typical_batches(SampleOrder(split.lengths, seed=0), split, task.batch, options.batches)
@@ -253,7 +248,7 @@ def _num_parameters(run: Open) -> int:
 
 
 def count(run: LocalRun | ProcessRun, variant: Variant, first: int, steps: int, vocab_size: int) -> Values:
-    """Count over `steps` steps from `first`. Comes last, since compiled code no longer runs after it."""
+    """Count over `steps` steps from `first`. Call it last, since compiled code no longer runs after it."""
     kind, numbers = device().type, range(first, first + steps)
     of_gpu = {}
     if kind == "cuda":

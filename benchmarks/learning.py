@@ -1,4 +1,4 @@
-"""What training learns: the gate over seeds, a character-level model against bigrams, and the pages' tables of results.
+"""What training learns: the learning gate, a character-level model against bigrams, and the tables of results in docs.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
 
@@ -8,16 +8,14 @@ as there are jobs. Exit code 1 if a seed misses a bar.
 
     python -m benchmarks characters OUT_FOLDER [--steps 3000]
 
-A sanity line against public figures: a small character-level model on 27 symbols in pieces of 256. The bound in bits
-per character of held-out text must fall below the cross entropy of a bigram model fitted on the same training text.
-Writes `OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training goes through the same commands as
-any other run.
+A sanity check: a small character-level model on 27 symbols in samples of 256. The bound in bits per character of
+held-out text must fall below the cross entropy of a bigram model fitted on the same training text. Writes
+`OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training uses the same commands as any other run.
 
     python -m benchmarks pages
 
-Writes the tables of README.md and docs/ from the committed results: what is between `<!-- results:NAME -->` and
-`<!-- /results -->`. NAME is one of the blocks that a benchmark makes of its result in `benchmarks/results`. A test
-compares.
+Writes the tables of README.md and docs/ from the committed results, between `<!-- results:NAME -->` and
+`<!-- /results -->`. NAME is a block that a benchmark makes from its result in `benchmarks/results`. A test compares.
 """
 
 from __future__ import annotations
@@ -65,12 +63,12 @@ from mmldlm.evaluation.likelihood import text_bound
 from mmldlm.run.load import load_run
 
 SHOWN = 10  # samples of the first seed in the tables
-CLOSE = 0.8  # word similarity from which on a held-out text is called close to a training text, if no near copy
+CLOSE = 0.8  # word similarity from which a held-out text counts as close to a training text
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bound that every seed's metric must keep; `least` or `most`."""
+    """A bound on a metric of every seed: `least` or `most`."""
 
     least: float | None = None
     most: float | None = None
@@ -140,7 +138,7 @@ def _mmldlm(arguments: Sequence[str], log: Path) -> float:
 
 
 def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence[str], seed: int) -> dict[str, Any]:
-    """Train one seed in `folder` and evaluate it: seed, CPU seconds, and the metrics of `evaluation.json`."""
+    """Train and evaluate one seed in `folder`; return seed, CPU seconds, and the metrics of `evaluation.json`."""
     run = folder / f"seed-{seed}"
     given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
     log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
@@ -166,9 +164,10 @@ def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
-    """Compare the texts that an evaluation generates with the training split.
+    """Compare the held-out texts of an evaluation with the training split.
 
-    Return how many have a near copy there by words, and the scores of the training texts with the nearest latents.
+    Returns:
+        The shares with a near copy there by words, and the scores of the training texts with the nearest latents.
     """
     train, test = store.split("train"), store.split("test")
     ids = np.random.default_rng(seed).permutation(len(test))[:count]  # as `Evaluation` draws them
@@ -242,9 +241,9 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 # Title of the row, metric, its baseline and what the baseline is.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
 _SHARED_ROWS = (
-    ("BLEU of texts written from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
+    ("BLEU of texts generated from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
     (
-        "cosine of a written text's latent to the given one",
+        "cosine of a generated text's latent to the given one",
         "l2t.reencoded_cosine",
         "l2t.reencoded_cosine_shuffled",
         _ANOTHER,
@@ -255,7 +254,7 @@ _SHARED_ROWS = (
 )
 ROWS = {
     "simple-docs": (
-        ("exact matches among the written texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
+        ("exact matches among the generated texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
         ("chrF", "l2t.chrf", "l2t.chrf_shuffled", _ANOTHER),
         *_SHARED_ROWS,
     ),
@@ -267,7 +266,7 @@ ROWS = {
 
 
 def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
-    """Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
+    """Return Markdown by name: a table of metrics for each corpus, and samples of the first seed."""
     made = {}
     for name, corpus in result["corpora"].items():
         count = len(corpus["seeds"])
@@ -286,16 +285,16 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
         )
         made[name] = "\n".join(lines)
         samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]
-        lines = ["| held-out sentence | written from its latent |", "|---" * 2 + "|"]
+        lines = ["| held-out sentence | generated from its latent |", "|---" * 2 + "|"]
         made[f"{name}-samples"] = "\n".join(
             [*lines, *(f"| {sample['reference']} | {sample['generation']} |" for sample in samples)]
         )
         copies, sizes = corpus["copies"], corpus["samples"]
         made[f"{name}-copies"] = (
             f"With the pinned versions `{name}` has {sizes['train']:,} sentences for training, "
-            f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. Of {copies['texts']} held-out "
-            f"sentences {copies['near_copies']:.1%} have a training sentence of at least {NEAR_COPY_OVERLAP:.0%} the "
-            f"same words in the same order, {copies['close']:.1%} one of at least {CLOSE:.0%}."
+            f"{sizes['validation']:,} for validation and {sizes['test']:,} held out. {copies['near_copies']:.1%} of "
+            f"{copies['texts']} held-out sentences share at least {NEAR_COPY_OVERLAP:.0%} of their words, in the same "
+            f"order, with a training sentence; {copies['close']:.1%} share at least {CLOSE:.0%}."
         )
     return made
 

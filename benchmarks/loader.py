@@ -2,10 +2,10 @@
 
     python -m benchmarks loader [--samples 10000 100000 1000000] [--micro-batches 8 64 256] [--quick]
 
-Stores are of random tokens, one latent of 64 channels in float16 a sample. Throughput is that of the loader in this
-process on the largest store; its stages are timed apart, on the same samples. "shards" are those of the store, "other"
-is PyTorch's DataLoader around them. Start-up is from the folder to the first micro-batch of 64, with data.verify sizes,
-in a process that has imported everything and a page cache that holds the files.
+Stores have random tokens, and one latent of 64 channels in float16 per sample. Throughput is measured with the loader
+in this process on the largest store; its stages are timed separately, on the same samples. "other" is PyTorch's
+DataLoader around them. Start-up is the time from the folder to the first micro-batch of 64, with data.verify: sizes, in
+a process that has imported everything, with the files in the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmldlm.data.loader import DataConfig, Loader, assign_slots, collate
 from mmldlm.data.store import Store
 
 LENGTH = 100  # tokens of a sample
-GOAL = 50_000  # samples a second of one core
+GOAL = 50_000  # samples per second of one core
 FIRST = 64  # samples of the first micro-batch
 
 
@@ -44,7 +44,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dict[str, Any]:
-    """Return medians over rounds, each of about `samples` samples that follow those of the round before."""
+    """Return medians over rounds, each of about `samples` samples after those of the previous round."""
     loader, split = loader_of(store, micro_batch), store.split("train")
     count = max(1, samples // micro_batch)  # micro-batches of a round
     steps = loader.steps(0, count * (rounds + 1))
@@ -88,7 +88,7 @@ def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dic
 
 
 def start_up(path: Path, rounds: int) -> dict[str, Any]:
-    """Return milliseconds; medians over `rounds` after a first one."""
+    """Return milliseconds of the start, medians over `rounds` after a first one that does not count."""
     times = []
     for _ in range(rounds + 1):
         start = clock()
@@ -109,7 +109,7 @@ def start_up(path: Path, rounds: int) -> dict[str, Any]:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = parser("loader", "Samples a second of the loader on one core, and its start-up.")
+    options = parser("loader", "Samples per second of the loader on one core, and its start-up.")
     options.add_argument("--samples", type=positive, nargs="+", default=[10_000, 100_000, 1_000_000], help="of stores")
     options.add_argument("--micro-batches", type=positive, nargs="+", default=[8, 64, 256])
     options.add_argument("--read", type=positive, default=20_000, help="samples of a round (%(default)s)")

@@ -1,19 +1,19 @@
-"""The dry run's estimate of a run's memory against what the run takes at its peak; and the memory of single steps.
+"""The dry run's estimate of memory against the peak of a real run, and the memory of single steps.
 
     python -m benchmarks memory [--stores FOLDER] [--only WORD] [--out FOLDER]
 
-Each setting trains for a few steps in a process of its own, with the trainer as users call it. Measured is the peak of
-resident memory above what was held before the run; on CUDA, of allocated memory. A short run with a small model comes
-first, so that what libraries load and keep at first use is there before. One thread, and an allocator that returns
-freed memory at once. Exit code 1 if an estimate is off by more than `BOUND`.
+Each setting trains for a few steps in a process of its own, with the real trainer. The peak of resident memory, on CUDA
+of allocated memory, is measured above the memory before the run. A short run with a small model comes first, so that
+what libraries load at first use does not count. One thread, and an allocator that returns freed memory at once. Exit
+code 1 if an estimate is off by more than `BOUND`.
 
     python -m benchmarks gpu_memory [--positions 512 2048] [--gpus 16 24 40 80 141] [key.sub=value ...]
 
 Prints the largest micro-batches that fit a GPU, by that estimate alone, so no GPU is needed: 24 blocks of width 1024,
-vocabulary 30,522, bf16, every sample of the maximum length. Memory is estimated for two micro-batches, and is a
-straight line through them. A GPU of 16 GB has 16e9 bytes, of which `SHARE` is filled: the rest is for CUDA,
-fragmentation, communication, and what an estimate does not include. DDP needs 4 bytes per parameter more than one GPU
-alone: its buckets stay when gradients are freed.
+vocabulary 30,522, bf16, every sample of the maximum length. Memory is estimated for two micro-batches, and extrapolated
+on a straight line through them. A GPU of 16 GB has 16e9 bytes, of which `SHARE` is filled: the rest is for CUDA,
+fragmentation, communication, and everything else that the estimate does not include. DDP needs 4 bytes per parameter
+more than one GPU alone, since its buckets stay when gradients are freed.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _step_memory_mib(name: str, task: Task) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB."""
+    """Memory of a run in MiB."""
 
     measured: float
     estimated: float
@@ -274,8 +274,8 @@ def gpu_main(argv: Sequence[str] | None = None) -> None:
     parser = plain_parser("gpu_memory", __doc__)
     parser.add_argument("--positions", type=int, nargs="+", default=(512, 2048), help="tokens of a sample")
     parser.add_argument("--gpus", type=int, nargs="+", default=(16, 24, 40, 80, 141), metavar="GB")
-    parser.add_argument("--stores", type=Path, help="folder of the stores that samples come from, kept; else temporary")
-    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="of the run config")
+    parser.add_argument("--stores", type=Path, help="folder of the stores to sample from, kept (temporary)")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config")
     options = parser.parse_intermixed_args(argv)
     print(f"| positions | recomputed | engine | {' | '.join(f'{size} GB' for size in options.gpus)} |")
     print("|---" * (3 + len(options.gpus)) + "|", flush=True)

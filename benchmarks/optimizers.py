@@ -2,10 +2,10 @@
 
     python -m benchmarks optimizers STORE [--steps 60] [--updates 10] [--rate 1.5e-3] [key.sub=value ...]
 
-One process. "update" is the median time of the optimizer's step alone, gradients being there, on the model of the
-settings; `--updates-only` leaves the training out, for a larger model. "loss" is that of held-out samples after equal
-steps from the same weights, on the same samples and noise, with the same learning rates. DeepSpeed's AdamW (CPUAdam,
-on a GPU FusedAdam) steps here without an engine; it trains under ZeRO alone, so it has no loss: its curve is AdamW's.
+One process. "update" is the median time of the optimizer's step with given gradients, on the model of the settings;
+`--updates-only` leaves out the training, for a larger model. "loss" is that of held-out samples after equal steps from
+the same weights, on the same samples and noise, with the same learning rates. DeepSpeed's AdamW (CPUAdam, on a GPU
+FusedAdam) steps here without an engine; it trains under ZeRO only, so it has no loss here: its curve is AdamW's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mmldlm.train import train
 
 os.environ.setdefault("DS_ACCELERATOR", device().type)  # DeepSpeed would warn
 
-# The quickstart's model and losses in small.
+# A small version of the quickstart's model and losses.
 SETTINGS = (
     "model={depth: 3, width: 96, num_heads: 4}",
     "mode={l2t: 0.4, t2l: 0.3, joint: 0.3}",
@@ -54,7 +54,7 @@ VARIANTS = {
 
 
 def update_ms(config: RunConfig, updates: int) -> float:
-    """Return the median time of one optimizer's step, after one that makes its state."""
+    """Return the median time of an optimizer's step, after a first one that makes its state."""
     kind = device().type
     model = build_model(config, Store.open(config.data.path).manifest, kind).to(kind)
     optimizer = build_optimizer(model, config.optim, kind, offloaded=kind == "cpu")
@@ -71,7 +71,7 @@ def update_ms(config: RunConfig, updates: int) -> float:
 
 
 def held_out_losses(config: RunConfig) -> tuple[float, float]:
-    """Train, and return (text, latent) after the last step."""
+    """Train, and return the validation losses (text, latent) after the last step."""
     train(config, read_launcher_env({}))
     *_, last = (r for r in read_metrics(Path(config.run.dir) / "metrics.jsonl") if r["kind"] == "validation")
     return last["validation/text"], last["validation/latent"]
@@ -80,8 +80,8 @@ def held_out_losses(config: RunConfig) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = plain_parser("optimizers", __doc__)
     parser.add_argument("store", type=Path, help="a data store")
-    parser.add_argument("--steps", type=int, default=60, help="of the training")
-    parser.add_argument("--updates", type=int, default=10, help="to time, of each optimizer")
+    parser.add_argument("--steps", type=int, default=60, help="training steps")
+    parser.add_argument("--updates", type=int, default=10, help="steps to time for each optimizer")
     parser.add_argument("--updates-only", action="store_true")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("settings", nargs="*")

@@ -2,19 +2,18 @@
 
     python -m benchmarks log_overhead [--batch 64] [--width 256] [--samples sentences] [--quick] [key.sub=value ...]
 
-The real trainer with the shape, the intervals and the sampling of `configs/python-docs.yaml`. A step's bookkeeping is
-measured in two ways:
+Measures the trainer with the shape, the intervals and the sampling of `configs/python-docs.yaml`, in two ways:
 
-- the trainer against the same trainer without records and TensorBoard, over the same samples with the same noise, in
-  turns. Differences below the interval cannot be seen this way.
-- each call of the bookkeeping by itself, while the trainer reads from its own loader. "other threads" is what the
+- The trainer with records against the same trainer without records and TensorBoard, over the same samples with the same
+  noise, in turns. Differences below the interval cannot be seen this way.
+- Each call of the bookkeeping by itself, while the trainer reads from its own loader. "other threads" is what the
   process used besides the thread that trains: TensorBoard writes its files from a thread of its own.
 
 The cost does not depend on the network's size, and that run's half a second is among the shortest steps.
 
-What a validation leaves in TensorBoard is measured as well: what is written, and the passes of the network behind the
-figures and the texts. The total is over that run, each part as often as it occurs there, as a share of its steps. The
-losses of a validation are not included: they are what a validation is for.
+What a validation writes to TensorBoard is measured as well, with the forward passes behind the figures and texts. The
+total is over that run, each part as often as it occurs there, as a share of its steps. The losses of a validation are
+not included: they are its purpose.
 
     python -m benchmarks checkpoint_stall STORE [--saves 5] [key.sub=value ...]
 
@@ -25,10 +24,10 @@ steps took that ran during the writing.
 
     python -m benchmarks busy [--loops 4] [--threads 2] [--steps 40] [--rounds 5] [--quick] [key.sub=value ...]
 
-`mmldlm train` on the quickstart's network, each run a process of its own: with libgomp's own spin count, which the
-environment names so that nothing is chosen, and with the one that the trainer chooses at its start, in turns. A run's
-speed leaves out the first quarter of its steps. "others" is how many cores other processes kept busy by the run's own
-records: without loops it has to be near 0, or the row is no figure of a quiet machine.
+Runs `mmldlm train` on the quickstart's network, each run in a process of its own and in turns: with libgomp's default
+spin count, which is set explicitly so that the trainer chooses none, and with the one that the trainer chooses at its
+start. A run's speed leaves out the first quarter of its steps. "others" is the number of cores that other processes
+kept busy, by the run's own records: without loops it has to be near 0, or the machine was not quiet.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -50,6 +49,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common.measure import LocalRun, Ratio, clock, compare, open_runs, warm_up
 from benchmarks.common.report import (
@@ -64,55 +64,55 @@ from benchmarks.common.report import (
     work_dir,
 )
 from benchmarks.common.task import Task, heads_of, lengths_of, random_store, typical_batches
-from benchmarks.common.variants import Variant, opened, training_of
+from benchmarks.common.variants import Variant, entered, opened
+from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.evaluation.validate import validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figures_due, text_samples
 from mmldlm.settings.fields import dump
 from mmldlm.train import train_step
 from mmldlm.trainer.checkpointer import SavedCheckpoint
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepTotals, Trainer
 from mmldlm.utils.host_cpus import OPENMP_SETTINGS, SPIN_CHOICE_ENV
 
 # --- logging --------------------------------------------------------------------------------------
 
 MEASURED = ROOT / "configs" / "python-docs.yaml"
-AS_THERE = ("mode", "sampling")  # its settings besides shape and intervals
+MEASURED_GROUPS = ("mode", "sampling")  # its settings besides shape and intervals
 CADENCE = 10  # steps from record to record: the default of log.every
 GOAL = 0.01  # of a step, for logging, and for the data
 REPEATS = 3  # of a validation; medians count
 STEP_S = 0.5  # the step that the goal is of
 SAMPLES = 4096  # of the store
-SILENT = Variant("without records", "", settings=("log={every: 1000000, tensorboard: false}",))
-AS_IT_IS = Variant("as it is", "")
-FINISH, METER = "end of the step, with a record every tenth", "meter"
+WITHOUT = Variant("without records", "", settings=("log={every: 1000000, tensorboard: false}",))
+WITH = Variant("with records", "")
+FINISH, STATISTICS = "end of the step, with a record every tenth", "step statistics"
 DATA, OTHERS = "wait for data", "other threads"
 ALL, WHOLE = "all bookkeeping", "whole step"
-BOOKKEEPING = (FINISH, METER, OTHERS)
+BOOKKEEPING = (FINISH, STATISTICS, OTHERS)
 TEXTS, NUMBERS = "texts", "figures: numbers"
 LOSSES_WRITTEN, TEXTS_WRITTEN = "losses: written", "texts: written"
 DRAWN_FIRST, DRAWN = "figures: drawn first, with the import of matplotlib", "figures: drawn"
 TOTAL = "total"
-OF_A_RUN = "The run of configs/python-docs.yaml, its validations' losses not counted"
+RUN_TITLE = "The run of configs/python-docs.yaml, its validations' losses not counted"
 
 
-def against_silence(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
+def compare_records(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
     """Compare with a trainer without records, in rounds of `CADENCE` steps with one record each."""
     split = Store.open(task.store).split("train")
     rows = typical_batches(SampleOrder(split.lengths, seed=0), split, task.batch, CADENCE)
-    openers = {
-        variant.name: partial(opened, variant, task, rows, folder / variant.name) for variant in (SILENT, AS_IT_IS)
-    }
+    openers = {variant.name: partial(opened, variant, task, rows, folder / variant.name) for variant in (WITHOUT, WITH)}
     with open_runs(openers) as runs:
         warm_up(runs, CADENCE)
         comparison = compare(runs, rounds, CADENCE, first=CADENCE)
-    cost = Ratio.of(comparison.seconds[AS_IT_IS.name], comparison.seconds[SILENT.name])
+    cost = Ratio.of(comparison.seconds[WITH.name], comparison.seconds[WITHOUT.name])
     return {
-        "s a step": median(comparison.seconds[SILENT.name]) / CADENCE,
-        "as it is / without records": f"{cost.median:.4f}",
+        "s a step": median(comparison.seconds[WITHOUT.name]) / CADENCE,
+        "with / without records": f"{cost.median:.4f}",
         "95 %": f"{cost.low:.4f} to {cost.high:.4f}",
         "without records against itself": f"{comparison.control.median:.4f}",
         "trusted": comparison.trusted,
@@ -121,28 +121,56 @@ def against_silence(task: Task, rounds: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def direct(task: Task, steps: int, folder: Path) -> dict[str, float]:
+class TimedTrainer(Trainer):
+    """Trainer that adds up the seconds of its bookkeeping, and of its wait for data, in `spent`."""
+
+    def __init__(self, config: RunConfig):
+        super().__init__(config)
+        self.spent: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = clock()
+        yield
+        self.spent[what] += clock() - start
+
+    def _remaining_steps(self) -> Iterator[tuple[int, list[Batch]]]:
+        batches = super()._remaining_steps()
+        while True:
+            with self._timed(DATA):
+                step = next(batches)  # the last is never reached
+            yield step
+
+    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
+        loss, sums = self.components.objective(self.engine.forward, batch, totals.counts)
+        with self._timed(STATISTICS):
+            self.log.add(loss, sums, batch)
+        return loss
+
+    def end_step(self, *arguments: Any) -> None:
+        with self._timed(FINISH):
+            super().end_step(*arguments)
+
+
+def time_calls(task: Task, steps: int, folder: Path) -> dict[str, float]:
     """Return mean seconds per step of each call and of the whole, over `steps` steps after the first `CADENCE`."""
-    spent: dict[str, float] = defaultdict(float)
-    with training_of(AS_IT_IS, task, folder) as training:
-        training.components.loader.steps = _timed_steps(training.components.loader.steps, spent)  # type: ignore[method-assign]
-        training.end_step = _timed(training.end_step, spent, FINISH)  # type: ignore[method-assign]
-        training.log.add = _timed(training.log.add, spent, METER)  # type: ignore[method-assign]
-        with closing(training.steps()) as micro_batches:
+    with entered(TimedTrainer(task.config(folder / "run")), folder) as trainer:
+        spent = trainer.spent
+        with closing(trainer.steps()) as micro_batches:
             for _ in range(CADENCE):
-                train_step(training, *next(micro_batches))
+                train_step(trainer, *next(micro_batches))
             spent.clear()
             start, others = clock(), time.process_time() - time.thread_time()
             for _ in range(steps):
-                train_step(training, *next(micro_batches))
+                train_step(trainer, *next(micro_batches))
             whole = (clock() - start) / steps
-        training.tracker.flush()
+        trainer.tracker.flush()
         spent[OTHERS] = time.process_time() - time.thread_time() - others
     per_step = {name: spent[name] / steps for name in (*BOOKKEEPING, DATA)}
     return {WHOLE: whole, **per_step, ALL: sum(per_step[name] for name in BOOKKEEPING)}
 
 
-def of_a_step(spent: dict[str, float]) -> list[dict[str, Any]]:
+def step_rows(spent: dict[str, float]) -> list[dict[str, Any]]:
     return [
         {
             "of a step": what,
@@ -155,15 +183,15 @@ def of_a_step(spent: dict[str, float]) -> list[dict[str, Any]]:
     ]
 
 
-def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
+def time_validation(task: Task, folder: Path) -> dict[str, float]:
     """Return seconds of what a validation computes and writes."""
     spent: dict[str, list[float]] = defaultdict(list)
-    with training_of(AS_IT_IS, task, folder) as training:
-        parts, config, engine, tracker = training.components, training.config, training.engine, training.tracker
-        with closing(training.steps()) as micro_batches:
-            train_step(training, *next(micro_batches))
+    with entered(Trainer(task.config(folder / "run")), folder) as trainer:
+        parts, config, engine, tracker = trainer.components, trainer.config, trainer.engine, trainer.tracker
+        with closing(trainer.steps()) as micro_batches:
+            train_step(trainer, *next(micro_batches))
         for number in range(REPEATS):
-            with training._eval_mode("validation") as run:
+            with trainer._eval_mode("validation") as run:
                 losses = validation_losses(parts.objective, parts.store, parts.validation_ids, config, engine)
                 figure_data = _once(spent[NUMBERS], collect_figure_data, run, engine)
                 texts = _once(spent[TEXTS], text_samples, run, engine, figure_data)
@@ -176,7 +204,7 @@ def of_a_validation(task: Task, folder: Path) -> dict[str, float]:
     return {what: median(seconds) for what, seconds in spent.items()}
 
 
-def of_a_run(measured: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
+def run_rows(measured: RunConfig, step: dict[str, float], validation: dict[str, float]) -> list[dict[str, Any]]:
     """Return the share of each part in a run's steps, given its seconds in a step and in a validation."""
     steps, every = measured.train.steps, measured.validation.every
     validations = [number for number in range(1, steps + 1) if measured.train.is_due(number, every)]
@@ -211,33 +239,6 @@ def _once(spent: list[float], call: Callable, *arguments: object) -> Any:
         spent.append(clock() - start)
 
 
-def _timed(call: Callable, spent: dict[str, float], what: str) -> Callable:
-    def timed(*arguments: object) -> object:
-        start = clock()
-        try:
-            return call(*arguments)
-        finally:
-            spent[what] += clock() - start
-
-    return timed
-
-
-def _timed_steps(steps: Callable[..., Iterable], spent: dict[str, float]) -> Callable[..., Iterator]:
-    def timed(*arguments: object) -> Iterator:
-        iterator = iter(steps(*arguments))
-        while True:
-            start = clock()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                spent[DATA] += clock() - start
-            yield item
-
-    return timed
-
-
 def log_main(argv: Sequence[str] | None = None) -> int:
     measured = load_config(MEASURED)
     shape = measured.model
@@ -251,7 +252,7 @@ def log_main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--steps", type=positive, default=40, help="in which calls are timed (%(default)s)")
     given = parse(options, argv, width=64, depth=2, batch=4, steps=20, rounds=2)
     measured = load_config(MEASURED, given.settings)
-    as_there = tuple(f"{key}={json.dumps(dump(getattr(measured, key)))}" for key in AS_THERE)
+    groups = tuple(f"{key}={json.dumps(dump(getattr(measured, key)))}" for key in MEASURED_GROUPS)
     with work_dir(given) as folder:
         task = Task(
             store=str(random_store(folder / "store", lengths_of(given.samples, SAMPLES))),
@@ -260,18 +261,18 @@ def log_main(argv: Sequence[str] | None = None) -> int:
             heads=heads_of(given.width),
             batch=given.batch,
             precision="fp32",
-            settings=(*as_there, *given.settings),
+            settings=(*groups, *given.settings),
         )
         print_status("calls of the bookkeeping")
-        step = direct(task, given.steps, folder / "direct")
+        step = time_calls(task, given.steps, folder / "calls")
         print_status("a validation")
-        validation = of_a_validation(task, folder / "validation")
+        validation = time_validation(task, folder / "validation")
         print_status(f"{given.rounds} rounds of {CADENCE} steps")
-        comparison = against_silence(task, given.rounds, folder / "rounds")
+        comparison = compare_records(task, given.rounds, folder / "rounds")
     tables = {
-        "Calls": of_a_step(step),
-        OF_A_RUN: of_a_run(measured, step, validation),
-        "As it is against no records": [comparison],
+        "Calls": step_rows(step),
+        RUN_TITLE: run_rows(measured, step, validation),
+        "With records against without": [comparison],
     }
     report(given, "log_overhead", tables)
     return 0
@@ -364,7 +365,7 @@ BUSY_SETTINGS = ("validation.every=0", "checkpoint.every_steps=0", f"log={{every
 
 @contextmanager
 def busy_loops(count: int, niceness: int = 0) -> Iterator[None]:
-    """Processes that keep a core busy each, while this one lives; the nicer, the more they leave to others."""
+    """Run `count` processes that keep one core busy each, at the given niceness; they end with this process."""
     loop = f"import os\nos.nice({niceness})\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     loops = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
@@ -377,7 +378,7 @@ def busy_loops(count: int, niceness: int = 0) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """One training."""
+    """Speed of one training run."""
 
     tokens_per_s: float
     others: float
@@ -386,7 +387,7 @@ class RunSpeed:
 
 @dataclass
 class Training:
-    """Trains `steps` steps in a process of its own each time that it is asked for a step."""
+    """A run to compare whose step is a whole training of `steps` steps, in a process of its own."""
 
     kind: str
     threads: int
@@ -431,7 +432,7 @@ class Training:
 
 
 def measure_busy(loops: int, options: Any, settings: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Compare both ways next to `loops` busy loops."""
+    """Compare both spin counts next to `loops` busy loops."""
     print_status(f"{loops} busy loops")
     trainings = {kind: Training(kind, options.threads, options.steps, settings, folder) for kind in (DEFAULT, CHOSEN)}
     with busy_loops(loops):

@@ -1,9 +1,9 @@
-"""Documents a second of `mmldlm prepare`, by stage, and the memory that it takes.
+"""Documents per second of `mmldlm prepare`, by stage, and its memory.
 
     python -m benchmarks prepare [--documents 100000] [--processes 1 2] [--part-bytes N] [--quick]
 
 The corpus is synthetic: lines of 52 to 111 words, about 100 tokens each, with the default tokenizer and lsa. Each build
-is a command of its own. Seconds are of the clock, so of a quiet machine; the command itself prints those of the stages.
+is a separate command, which prints the seconds of its stages. Seconds are wall time, so the machine should be quiet.
 Memory is resident memory summed over the processes, with shared pages counted in each.
 """
 
@@ -33,7 +33,7 @@ _SAMPLE_S = 0.05
 
 
 def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[float, int, dict[str, float]]:
-    """Seconds of the whole command, its peak of resident bytes, and seconds of each stage that was left."""
+    """Run the command; return its seconds, its peak of resident bytes, and the seconds of each stage that it ran."""
     began, log = time.perf_counter(), store.with_suffix(".log")
     process = started(corpus, store, processes, *options)
     peak = peak_until(process, lambda: False)
@@ -46,7 +46,7 @@ def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[
 
 
 def started(corpus: Path, store: Path, processes: int, *options: object) -> psutil.Popen:
-    """A preparation that leads a process group of its own, and writes what it says to a file next to the store."""
+    """Start a preparation in a process group of its own, with its output in a file next to the store."""
     command = [
         sys.executable,
         "-m",
@@ -70,7 +70,7 @@ def started(corpus: Path, store: Path, processes: int, *options: object) -> psut
 
 
 def peak_until(process: psutil.Popen, enough: Callable[[], bool]) -> int:
-    """The most resident bytes until it ends, or until `enough`."""
+    """Return the peak of resident bytes until the process ends, or until `enough` returns True."""
     peak = 0
     while process.poll() is None and not enough():
         peak = max(peak, resident(process))
@@ -79,7 +79,7 @@ def peak_until(process: psutil.Popen, enough: Callable[[], bool]) -> int:
 
 
 def resident(process: psutil.Process) -> int:
-    """Bytes of a process and all that it started."""
+    """Return the resident bytes of a process and its descendants."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         for each in [process, *process.children(recursive=True)]:
@@ -96,7 +96,7 @@ def same_bytes(one: Path, other: Path) -> bool:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = parser("prepare", "Documents a second of a preparation, by stage, and its memory.")
+    options = parser("prepare", "Documents per second of a preparation, by stage, and its memory.")
     options.add_argument("--documents", type=positive, default=100_000, help="of the corpus (%(default)s)")
     options.add_argument("--processes", type=positive, nargs="+", default=[1, 2])
     options.add_argument("--part-bytes", type=positive, default=64 << 20, help="of input at a time (%(default)s)")

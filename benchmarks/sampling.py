@@ -2,14 +2,14 @@
 
     python -m benchmarks sampling [--batches 1 8 32] [--steps 8 32] [--width 256] [--quick] [key.sub=value ...]
 
-The network has its initial weights, which cost what trained ones do, and latents are random; lengths are those of
-sentences, so none is drawn. Each batch size generates the same samples in each round, in turns.
+The network has its initial weights, which cost as much as trained ones, and latents are random; lengths are those of
+sentences, not drawn by the length head. Each batch size generates the same samples in each round, in turns.
 
     python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
 
-For each run, shown under its name: l2t texts of held-out documents' latents against the documents, and joint texts by
-their diversity. The defaults of `sampling.decoding` follow from these tables. Every row has the same documents and
-random streams.
+For each run, under its NAME: texts generated from the latents of held-out documents (l2t), compared with the documents,
+and the diversity of joint texts. The defaults of `sampling.decoding` follow from these tables. Every row has the same
+documents and random streams.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ VARIETY = ("token_entropy", "distinct_2", "repetition_4")
 
 
 def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
-    """Return rows of l2t, one for each of `settings`."""
+    """Return the rows of l2t, one for each of `settings`."""
     count = evaluation.num_texts
     tokens, truth = evaluation.tokens[:count], evaluation.raw_latents[:count]
     references, rows = evaluation.decode(tokens), []
@@ -162,7 +162,7 @@ def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> lis
 
 
 def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
-    """Return rows of joint; the first has the held-out documents themselves."""
+    """Return the rows of joint; the first is for the held-out documents themselves."""
     count = evaluation.num_texts
 
     def row(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def decoding_blocks(result: dict[str, Any]) -> dict[str, str]:
-    """Markdown tables by name, for `learning.all_blocks`."""
+    """Return Markdown tables by name, for `learning.all_blocks`."""
     return {
         "decoding": "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in result["tables"].items()),
     }
@@ -218,9 +218,9 @@ def decoding_blocks(result: dict[str, Any]) -> dict[str, str]:
 def decoding_main(argv: Sequence[str] | None = None) -> int:
     runs_parser = plain_parser("decoding", "Quality of texts by decoding.")
     runs_parser.add_argument(
-        "runs", nargs="+", type=_named, metavar="NAME=RUN", help="run folders, and what to call them"
+        "runs", nargs="+", type=_named, metavar="NAME=RUN", help="run folders, and their names in the tables"
     )
-    runs_parser.add_argument("--texts", type=positive, default=200, help="of each row (%(default)s)")
+    runs_parser.add_argument("--texts", type=positive, default=200, help="texts of each row (%(default)s)")
     runs_parser.add_argument("--steps", type=positive, nargs="+", default=[8, 20, 64])
     runs_parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     runs_parser.add_argument("--out", type=Path, default=RESULTS, help="folder of decoding.json")

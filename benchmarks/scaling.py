@@ -2,19 +2,19 @@
 
     python -m benchmarks scaling [--axes tokens length ...] [--width 256] [--depth 4] [--quick] [key.sub=value ...]
 
-The real trainer with its defaults, on samples of random tokens. Along each axis one thing grows and all else stays:
+Measures the trainer with its defaults, on samples of random tokens. Along each axis one quantity grows:
 
     tokens       samples of a step, of 128 tokens each
     length       tokens of a sample, at 1,024 tokens a step
     depth        blocks
     vocabulary   tokens of the vocabulary
-    positions    the maximum length of a sample, to which the reference pads; the samples stay
+    positions    the maximum length of a sample, to which the reference pads; the samples stay the same
     longest      tokens of one sample of eight, at 1,024 tokens a step; the reference pads the others to it
-    memory       as tokens, but the peak memory of a step, each in a process of its own
+    memory       like tokens, with the peak memory of a step, each in a process of its own
 
 FLOPs are counted in real steps, so padding would show; a GPU's attention over unpadded samples is not included. The
-exponent is that of the power of x that fits best: least squares on logarithms of all points in each round; then the
-median over rounds with its 95 % interval.
+exponent is that of the best power law: least squares on the logarithms of all points in each round, then the median
+over rounds with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.measure import CONTROL, Ratio, compare, flops_of, open_runs, warm_up
+from benchmarks.common.counting import flops_of
+from benchmarks.common.measure import CONTROL, Ratio, compare, open_runs, warm_up
 from benchmarks.common.report import add_settings, parse, parser, positive, print_status, report, select_names, work_dir
 from benchmarks.common.task import Task, heads_of, random_store
 from benchmarks.common.variants import Variant, opened
 from benchmarks.memory import step_memory_mib
 
-LENGTH = 128  # tokens of a sample, where that is not what grows
+LENGTH = 128  # tokens of a sample, unless these grow
 BATCH = 8
 VOCABULARY = 2048
 COUNTED = 4  # steps in which FLOPs are counted
@@ -72,7 +73,7 @@ class Point:
 
 
 def with_longest(longest: int) -> tuple[int, ...]:
-    """Return lengths of eight samples with 1,024 tokens together, one of them `longest`."""
+    """Return the lengths of eight samples with 1,024 tokens in total, the last of them `longest`."""
     rest = BATCH * LENGTH - longest
     return (*(rest // (BATCH - 1) + (number < rest % (BATCH - 1)) for number in range(BATCH - 1)), longest)
 
@@ -89,13 +90,13 @@ AXES: dict[str, Callable[[], list[Point]]] = {
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return b of the y = a x^b that fits best: least squares on logarithms."""
+    """Return b of the best fit y = a x^b, by least squares on logarithms."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 @dataclass(frozen=True)
 class Times:
-    """Measurements of each point, in their order."""
+    """Measurements of all points, in their order."""
 
     seconds: list[list[float]]  # of a step, in each round
     control: float  # the first point against itself
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--depth", type=positive, default=4)
     options.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options.add_argument("--steps", type=positive, default=2, help="of a round (%(default)s)")
-    options.add_argument("--points", type=positive, help="only so many of each axis, from the smallest")
+    options.add_argument("--points", type=positive, help="points of each axis, from the smallest (all)")
     in_short = [axis for axis in AXES if axis != "memory"]  # which takes two processes
     given = parse(options, argv, axes=in_short, width=64, depth=2, steps=1, points=2, rounds=2)
     tables: dict[str, list[dict[str, Any]]] = {"Exponents": []}

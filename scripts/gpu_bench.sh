@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The proof on one GPU, in about 20 minutes: set up, run the GPU tests, then measure speed, memory, kernels and MFU of
+# Benchmark on one GPU, in about 20 minutes: set up, run the GPU tests, then measure speed, memory, kernels and MFU of
 # the 24 x 1024 network in bf16 against the reference (mmdit 0.3.0 with 2 residual streams and with 1).
 #
 #   bash scripts/gpu_bench.sh [FOLDER]    FOLDER of the JSON and PNG files; default benchmarks/results
 #
-# Exit codes: 2 without a CUDA device; otherwise that of what failed first. Every part runs, whatever failed before.
+# Exit codes: 2 without a CUDA device; otherwise that of the first part that failed. All parts run in any case.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,9 +36,9 @@ ladder() { # SECONDS NAME OPTION ...
 
 part 300 "$python" -m pytest -q -m gpu
 ladder 420 ladder-gpu-512 --positions 512 --batch 16 --variants reference reference-1 trainer trainer-compiled
-# Two samples: what the reference keeps of its attention grows with the square of the positions.
+# Two samples: the attention weights that the reference keeps grow with the square of the positions.
 ladder 420 ladder-gpu-2048 --positions 2048 --batch 2 --variants reference reference-1 trainer trainer-compiled
-# The batches that the trainer has room for.
+# The largest batches that fit with the trainer.
 ladder 240 ladder-gpu-512-large --positions 512 --batch 64 --variants trainer trainer-compiled trainer-selective
 ladder 240 ladder-gpu-2048-large --positions 2048 --batch 16 --variants trainer trainer-compiled trainer-selective
 exit "$status"

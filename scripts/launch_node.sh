@@ -10,7 +10,7 @@
 # NODE_RANK        number of this node, from 0
 # MASTER_ADDR      address of node 0, as all nodes reach it
 # MASTER_PORT      a free port of node 0; default 29500
-# MAX_RESTARTS     how often a node starts its processes again after one failed; default 0
+# MAX_RESTARTS     how often a node restarts its processes after one has failed; default 0
 # LOG_DIR          everything printed is also appended to LOG_DIR/nodeNODE_RANK.log; default logs
 # DOCTOR           skip: no checks before the start; anything else: options for `mmldlm doctor`
 # PYTHON           interpreter with mmldlm; default: that of .venv, or the one next to mmldlm on PATH
@@ -72,11 +72,11 @@ if [[ "$engine" == zero* ]]; then
   launch+=(--deepspeed_multinode_launcher standard) # this script runs on each node: no ssh, no hostfile
 fi
 launch+=(-m mmldlm.train "$config" "$@")
-# How long the launcher lets processes save after a signal, and peers notice a loss, before it kills them.
+# Seconds that processes have to save after a signal, or to notice the loss of a rank, before the launcher kills them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 
 mkdir -p -- "$LOG_DIR" || fail "LOG_DIR: cannot create $LOG_DIR"
-# tee outlives the signals that end the launcher, or it would miss its last words.
+# tee ignores the signals that end the launcher, so that it still writes the launcher's last output.
 exec > >(trap '' INT TERM HUP && exec tee -a -- "$LOG_DIR/node$NODE_RANK.log") 2>&1
 printf '==> %s node %s of %s on %s:' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$NODE_RANK" "$NNODES" "$(uname -n)"
 printf ' %q' "${launch[@]}"
@@ -84,7 +84,7 @@ printf '\n'
 
 if [ "${DOCTOR:-}" != skip ]; then
   read -ra options <<<"${DOCTOR:-}" # several in one variable
-  # In the background, so that a signal need not wait for its end; from its first moment on it ends with this script.
+  # In the background, so that a signal is handled at once; the traps end it together with this script.
   trap 'kill $(jobs -p) || true; exit 143' TERM
   trap 'kill $(jobs -p) || true; exit 130' INT
   "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" "${options[@]}" &

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a model that writes sentences, on the embedded data: about 12 minutes on 2 cores.
+# From nothing to a model that generates sentences, on the embedded data: about 12 minutes on 2 cores.
 # Safe to run again: finished parts are kept, and an interrupted training resumes where it stopped.
 #
 #   bash scripts/quickstart.sh [key.sub=value ...]    settings for the training, e.g. train.steps=100
@@ -32,7 +32,7 @@ cat <<'END'
 ==> Done. Look at
     runs/quickstart/samples.md         held-out texts and those generated from their latents
     runs/quickstart/evaluation.json    every metric with its baseline
-    .venv/bin/mmldlm demo runs/quickstart    a page to write from sentences of your own
+    .venv/bin/mmldlm demo runs/quickstart    a page to generate from sentences of your own
     and at the curves:
     .venv/bin/tensorboard --logdir runs --samples_per_plugin text=200,images=200,scalars=100000 --host 127.0.0.1
 END

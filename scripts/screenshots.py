@@ -2,10 +2,9 @@
 
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
-The other runs appear with the first on the page "HPARAMS".
-
-Give the runs by relative paths: the pages show them. Needs the extra dev and a Chromium (on Debian: apt-get install
-chromium fonts-dejavu-core). Exit codes: 2 without them or without a run, 1 where a page could not be photographed.
+The other runs appear with the first on the page "HPARAMS". Give relative paths of the runs: the pages show them.
+Needs the extra dev and a Chromium (on Debian: apt-get install chromium fonts-dejavu-core).
+Exit codes: 2 without them or without a run, 1 if a page could not be photographed.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from PIL import Image
 from playwright.sync_api import Error as BrowserError
 from playwright.sync_api import sync_playwright
 
-# File -> page with what it shows, the window in pixels, and what is to be seen in it: a selector, and how many of it.
-# Without forceSVG a worker draws the lines of the time series, with WebGL, of which a picture may know nothing.
+# By name of the file: the page, the window in pixels, and a selector with the number of its elements to wait for.
+# Without forceSVG a worker draws the time series with WebGL, which a screenshot may miss.
 Page = tuple[str, tuple[int, int], str, int]
 PAGES: dict[str, Page] = {
     "tensorboard-timeseries": (
@@ -62,7 +61,7 @@ def fail(message: str) -> NoReturn:
 
 @contextmanager
 def running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a server of this Python, which is stopped at the end together with the processes that it has started."""
+    """Run a module of this Python as a server, and stop it with all its processes at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
@@ -110,7 +109,7 @@ def demo(run: Path) -> Iterator[str]:
 def open_tensorboard(page: Any, url: str, shown: Page) -> None:
     address, (width, height), selector, least = shown
     page.set_viewport_size({"width": width, "height": height})
-    page.goto("about:blank")  # or only what is behind the # would change
+    page.goto("about:blank")  # otherwise a change after the # would not load the page again
     page.goto(f"{url}{address}")
     page.locator(selector).nth(least - 1).wait_for(state="attached")
 
@@ -127,10 +126,10 @@ def open_demo(page: Any, url: str) -> None:
 
 
 def photograph(page: Any, to: Path) -> None:
-    """Save the page once it changes no more; AssertionError if it never comes to rest."""
+    """Save the page once it has stopped changing; AssertionError if it never does."""
     before, deadline = b"", time.monotonic() + PATIENCE_S
     while (now := page.screenshot()) != before:
-        assert time.monotonic() < deadline, f"{page.url} never comes to rest"
+        assert time.monotonic() < deadline, f"{page.url} keeps changing"
         before = now
         time.sleep(STILL_S)
     with Image.open(io.BytesIO(now)) as picture:

@@ -2,7 +2,7 @@
 # Make .venv in the project root and install mmldlm into it. Safe to run again: it does only what is missing.
 #
 #   bash scripts/setup.sh          what training, `mmldlm report` and `mmldlm demo` need
-#   bash scripts/setup.sh --dev    and lint, types, tests, benchmarks
+#   bash scripts/setup.sh --dev    also what lint, types, tests and benchmarks need
 #
 # PYTHON=/path/to/python3 chooses the interpreter (3.10 or newer).
 set -euo pipefail
@@ -10,10 +10,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
-# Passes lines on. Where none comes for 15 seconds, tells how far the installation is: pip is silent for minutes.
+# Print lines; after 15 seconds without one, print how much is installed so far, since pip is silent for minutes.
 filtered() {
   local line status
-  SECONDS=0 # of this subshell, as a part of a pipeline is one
+  SECONDS=0 # of this subshell: a part of a pipeline runs in one
   while true; do
     status=0
     IFS= read -rt "${TELL_EVERY:-15}" line || status=$?
@@ -44,7 +44,7 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv | filtered || fail "cannot create .venv (on Debian: apt-get install python3-venv)"
 fi
 
-# What was installed is known by a fingerprint of everything that decides it.
+# A fingerprint of all inputs of the installation tells whether it is up to date.
 want="$(cat pyproject.toml constraints.txt scripts/test-model.txt | .venv/bin/python -c \
   'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')${dev:+ dev}"
 have="$(cat .venv/.mmldlm-installed 2>/dev/null || true)"

@@ -17,7 +17,7 @@ esac
 
 bash scripts/setup.sh --dev
 bin=.venv/bin
-# One thread a process: the tests run side by side, and their numbers do not depend on the machine's cores.
+# One thread per process: the tests run side by side, and their numbers do not depend on the machine's cores.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 printf '==> lint\n'

@@ -1,4 +1,4 @@
-"""What benchmarks share: options, where and with what something was measured, tables of rows, JSON files."""
+"""Options of the benchmarks, the circumstances of a measurement, tables, and JSON files."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that most benchmarks have."""
     options = plain_parser(name, description)
     add = options.add_argument
-    add("--rounds", type=positive, default=9, help="measurements, of which medians count (%(default)s)")
-    add("--threads", type=positive, default=1, help="threads of PyTorch; with one, seconds are of its CPU time")
+    add("--rounds", type=positive, default=9, help="measurements, of which the medians are reported (%(default)s)")
+    add("--threads", type=positive, default=1, help="threads of PyTorch; with one, seconds are its CPU time")
     add("--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)")
     add("--name", default=f"{name}-{device().type}", help="name of the files in it (%(default)s)")
-    add("--quick", action="store_true", help="small and short, to see that it works: nothing to quote")
+    add("--quick", action="store_true", help="small and short, to see that it works")
     return options
 
 
@@ -103,7 +103,7 @@ def work_dir(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def circumstances(on: torch.device) -> dict[str, Any]:
-    """Return when, on which machine and with which versions something was measured."""
+    """Return date, machine, versions and commit of a measurement."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

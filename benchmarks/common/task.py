@@ -1,8 +1,8 @@
-"""What is measured: a network of one size on stores of fixed samples, in one precision.
+"""`Task`, the network, batch and store that are measured, and functions that write stores.
 
-`make_store` has real tokens in samples of real lengths: the embedded corpus as one stream of tokens, cut by the
-histograms of `data/lengths.json`. `random_store` has random tokens and latents of given lengths, for what does not
-depend on text.
+`make_store` writes real tokens in samples of real lengths: the embedded corpus as one stream of tokens, cut by the
+histograms of `data/lengths.json`. `random_store` writes random tokens and latents of given lengths, for measurements
+that do not depend on text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def device() -> torch.device:
 
 
 def heads_of(width: int) -> int:
-    """Heads of 64 channels, as the shapes and the reference have them."""
+    """Return the number of heads of 64 channels, which the shapes and the reference have."""
     return max(1, width // HEAD_WIDTH)
 
 
@@ -79,7 +79,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Task:
-    """Plain values, so that another process can do the same."""
+    """What a variant trains: plain values, so that another process can open the same."""
 
     store: str
     width: int
@@ -106,10 +106,10 @@ class Task:
 
 
 class Feed:
-    """Hands out micro-batches in turn, in place of the loader's order.
+    """Micro-batches in turn, in place of the loader's.
 
-    On a CPU each is read from the store on request, as by the loader's default. Otherwise all are in page-locked memory
-    before the first step, as they are where loader processes keep up.
+    On a CPU each is read from the store on request, like the loader's by default. On a GPU all are in page-locked
+    memory before the first step, like those of loader processes that keep up.
     """
 
     def __init__(self, split: Split, rows: list[np.ndarray], device_type: str):
@@ -121,8 +121,8 @@ class Feed:
         index = self.step % len(self.rows)
         return self._ready[index] if self._ready else batch_of(self.split, self.rows[index])
 
-    def steps(self, *_: Any) -> Iterator[tuple[int, list[Batch]]]:
-        """Stand in for `Loader.steps`."""
+    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
+        """Yield steps without end, each with its micro-batch."""
         while True:
             yield self.step, [self.batch()]
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redi
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.model import mmdit
-from mmldlm.model.attention import Backend
+from mmldlm.model.attention import BACKENDS
 from mmldlm.model.cpu_half import has_bf16_instructions
 from mmldlm.model.mmdit import DataShape
 from mmldlm.run.compatibility import data_shape
@@ -41,7 +40,7 @@ from mmldlm.trainer.trainer import StepTotals, Trainer
 
 
 class ReferenceModel(nn.Module):
-    """The network that users come from: the package `mmdit` 0.3.0 in a wrapper after its documentation.
+    """The network that users come from: the package `mmdit` 0.3.0 in a wrapper that follows its documentation.
 
     Token and learned position embeddings, a two-layer latent encoder, one time embedding for both modalities. Text
     width, depth and head width are those of the trainer.
@@ -74,7 +73,7 @@ class ReferenceModel(nn.Module):
     def forward(
         self, tokens_BL: Tensor, latents_BMC: Tensor, t_text_B: Tensor, t_latent_B: Tensor, real_BL: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, L, V] and the predicted latents [B, M, C]."""
+        """Return logits [B, L, V] and the predicted latents [B, M, C]."""
         text = self.tokens(tokens_BL) + self.positions.weight[: tokens_BL.shape[1]]
         conditioning = self._time(t_text_B) + self._time(t_latent_B)
         text, latents = self.backbone(
@@ -97,11 +96,11 @@ def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
         pad_sequence(list(rows), batch_first=True, padding_value=pad_id), (0, length - max(lengths)), value=pad_id
     )
     real = torch.arange(length, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
-    place = noised.layout.sample_of_token * length + noised.layout.position
+    index = noised.layout.sample_of_token * length + noised.layout.position
     targets = torch.full((tokens.numel(),), -100, device=device)
-    targets[place[noised.positions]] = noised.targets
+    targets[index[noised.positions]] = noised.targets
     weights = torch.zeros(tokens.numel(), device=device)
-    weights[place[noised.positions]] = noised.token_weight
+    weights[index[noised.positions]] = noised.token_weight
     return {"tokens": tokens, "real": real, "targets": targets, "weights": weights}
 
 
@@ -128,11 +127,10 @@ def reference_loss(
 
 
 class ReferenceRun:
-    """The loop that users come from, with the methods of the trainer's; data and noise are the trainer's, too.
+    """The training loop that users come from, with the methods, data and noise of `Trainer`.
 
-    All samples are padded to the maximum positions, there are logits of the whole vocabulary at every position, and in
-    each step NaN checks and an accuracy whose values are read at once. PyTorch's default AdamW and clipping; nothing is
-    logged.
+    All samples are padded to the maximum length, the whole vocabulary has logits at every position, and each step reads
+    NaN checks and an accuracy from the device. AdamW and clipping are PyTorch's defaults; nothing is logged.
     """
 
     def __init__(self, task: Task, streams: int, flash: bool, feed: Feed):
@@ -205,8 +203,8 @@ class PaddedLayout(PackedLayout):
         return real[:, None, None]
 
 
-def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
-    """Compute `joint_attention` over rectangles, with a mask of keys."""
+def padded_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
+    """Attend over rectangles, with a mask of keys."""
     samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
     rows = [latent_qkv.unflatten(0, (samples, m)), text_qkv.unflatten(0, (samples, length))]
     q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
@@ -215,33 +213,24 @@ def dense_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) 
     return latent_out.flatten(0, 1), text_out.flatten(0, 1)
 
 
-_unpadded_attention = mmdit.joint_attention
-
-
-def _attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend) -> tuple[Tensor, Tensor]:
-    if isinstance(layout, PaddedLayout):
-        return dense_attention(latent_qkv, text_qkv, layout)
-    return _unpadded_attention(latent_qkv, text_qkv, layout, backend)
-
-
-mmdit.joint_attention = _attention  # the network has no place for a mask
+BACKENDS["padded"] = padded_attention
 
 
 def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
     """Return the micro-batch padded to B x L positions."""
     layout = noised.layout
-    place = layout.sample_of_token * length + layout.position
+    index = layout.sample_of_token * length + layout.position
     tokens = noised.noised_tokens.new_full((layout.num_samples * length,), pad_id)
     return replace(
         noised,
-        noised_tokens=tokens.index_copy(0, place, noised.noised_tokens),
+        noised_tokens=tokens.index_copy(0, index, noised.noised_tokens),
         layout=PaddedLayout(layout, length),
-        positions=place.index_select(0, noised.positions),
+        positions=index.index_select(0, noised.positions),
     )
 
 
 class WholeBackbone(nn.ModuleList):
-    """Blocks that are recomputed all at once: a loop over them gets one block, which runs all of them.
+    """Blocks that are recomputed together: iteration yields one function that runs all of them.
 
     The names of the parameters are unchanged.
     """
@@ -260,26 +249,39 @@ class WholeBackbone(nn.ModuleList):
         return last_block(text, latent, *others, read)
 
 
-class OldPractice(Trainer):
+class FeedTrainer(Trainer):
+    """Our trainer on the micro-batches of a feed."""
+
+    def __init__(self, config: RunConfig, feed: Feed):
+        super().__init__(config)
+        self.feed = feed
+
+    def _remaining_steps(self) -> Iterator[tuple[int, list[Batch]]]:
+        return self.feed.steps()
+
+
+class OldPractice(FeedTrainer):
     """Our trainer with the practices of other trainers: the steps of the ladder for which there is no setting.
 
     The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_variants.py).
 
-    - padding: samples are padded to the most positions, under one dense attention with a mask of keys
+    - padding: samples are padded to the maximum length, under one dense attention with a mask of keys
     - head: logits of the whole vocabulary at every position, all at once
     - reads: three losses and an accuracy are read from the device in each step, and the losses searched for NaN
     - recompute: activation checkpointing around the whole backbone
     """
 
-    def __init__(self, config: RunConfig, practices: frozenset[Practice]):
-        super().__init__(config)
+    def __init__(self, config: RunConfig, feed: Feed, practices: frozenset[Practice]):
+        super().__init__(config, feed)
         self.practices = practices
         self.read: dict[str, float] = {}
 
     def __enter__(self) -> OldPractice:
         super().__enter__()
+        model = self.engine.unwrapped_model
+        if "padding" in self.practices and model.backend != "cpu_half":  # which replaces layouts, and has no mask
+            model.backend = "padded"
         if "recompute" in self.practices:
-            model = self.engine.unwrapped_model
             model.blocks = WholeBackbone(model.blocks)
         return self
 
@@ -320,8 +322,8 @@ class OldPractice(Trainer):
         return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
 
     def _read(self, loss: Tensor, sums: Tensor) -> None:
-        cells = self.components.objective.num_bins
-        losses = {"loss": loss, "text": sums[:cells].sum(), "latent": sums[cells : 2 * cells].sum()}
+        bins = self.components.objective.num_bins
+        losses = {"loss": loss, "text": sums[:bins].sum(), "latent": sums[bins : 2 * bins].sum()}
         for name, value in losses.items():
             if torch.isnan(value).any().item():
                 raise FloatingPointError(f"{name} is not a number")
@@ -373,7 +375,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
     ]
     for number, name in enumerate(switches[:-1], 1):
         listed.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
-    listed.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer as it is"))
+    listed.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer"))
     listed += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
     if precision != "bf16" and (device_type == "cuda" or has_bf16_instructions()):
         listed.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
@@ -387,24 +389,24 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
 
 
 class Open:
-    """A variant that is ready to step: its `verbs` hold the methods that `measure.METHODS` names."""
+    """A variant that is ready to step: its `trainer` has the methods that `counting.METHODS` names."""
 
     def __init__(
         self,
-        verbs: Any,
+        trainer: Any,
         feed: Feed,
         step: Callable[[], None],
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
     ):
-        self.verbs, self.feed, self.model, self.optimizer = verbs, feed, model, optimizer
+        self.trainer, self.feed, self.model, self.optimizer = trainer, feed, model, optimizer
         self._step = step
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def defer_fetch(self) -> None:
         """Fetch the numbers of steps late, as on a GPU; the reference reads its own in each step."""
-        if isinstance(self.verbs, Trainer):
-            self.verbs.log.defer_fetch = True
+        if isinstance(self.trainer, Trainer):
+            self.trainer.log.defer_fetch = True
 
     def step(self, number: int) -> None:
         """Take one step, on the micro-batch and with the noise of its number."""
@@ -421,34 +423,35 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         run = ReferenceRun(task, variant.streams, variant.flash, feed)
         yield Open(run, feed, run.step, run.model, run.optimizer)
         return
-    with training_of(variant, task, folder) as training:
-        training.components.loader.steps = feed.steps  # type: ignore[method-assign]
-        with closing(training.steps()) as steps:
-            engine = training.engine
-            yield Open(
-                training,
-                feed,
-                lambda: train_step(training, *next(steps)),
-                engine.unwrapped_model,
-                engine.unwrapped_optimizer,
-            )
+    with entered(_trainer(variant, task, feed, folder / "run"), folder) as trainer, closing(trainer.steps()) as steps:
+        engine = trainer.engine
+        yield Open(
+            trainer,
+            feed,
+            lambda: train_step(trainer, *next(steps)),
+            engine.unwrapped_model,
+            engine.unwrapped_optimizer,
+        )
+
+
+TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 @contextmanager
-def training_of(variant: Variant, task: Task, folder: Path) -> Iterator[Trainer]:
-    """Open a run of a variant of ours in `folder`/run, with its own loader; its output goes to `folder`/output.txt."""
+def entered(trainer: TrainerT, folder: Path) -> Iterator[TrainerT]:
+    """Enter the trainer with its output in `folder/output.txt`, then reset the signal handlers."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         output = stack.enter_context((folder / "output.txt").open("w"))
         with redirect_stdout(output), redirect_stderr(output):
-            training = stack.enter_context(_training(variant, task, folder / "run"))
-        # The trainer would save and exit after the step; here is nothing to save.
+            stack.enter_context(trainer)
+        # The trainer's would save and exit after the step, and there is nothing to save.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        yield training
+        yield trainer
 
 
-def _training(variant: Variant, task: Task, run_dir: Path) -> Trainer:
+def _trainer(variant: Variant, task: Task, feed: Feed, run_dir: Path) -> Trainer:
     settings = {
         "attention": "attention.backend=sdpa",
         "adamw": "optim.fused=false",
@@ -458,4 +461,4 @@ def _training(variant: Variant, task: Task, run_dir: Path) -> Trainer:
     given = tuple(setting for name, setting in settings.items() if name in variant.old)
     config = task.config(run_dir, given + variant.settings)
     practices = variant.old & set(get_args(Practice))
-    return OldPractice(config, practices) if practices else Trainer(config)  # type: ignore[arg-type]
+    return OldPractice(config, feed, practices) if practices else FeedTrainer(config, feed)

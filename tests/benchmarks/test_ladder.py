@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command_line
-from benchmarks.common.measure import OTHER, PARTS, WAIT
+from benchmarks.common.counting import OTHER, PARTS, WAIT
 from benchmarks.ladder import regressions
 from mmldlm import cli
 from mmldlm.errors import DataError

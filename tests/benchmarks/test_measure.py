@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.measure import (
-    CONTROL,
-    Comparison,
-    LocalRun,
-    Probe,
-    Ratio,
-    Steadiness,
-    compare,
-    covered,
-    open_runs,
-)
+from benchmarks.common.counting import covered
+from benchmarks.common.measure import CONTROL, Comparison, LocalRun, Probe, Ratio, Steadiness, compare, open_runs
 from benchmarks.common.task import largest_batch, lengths_of, typical_batches
 from benchmarks.scaling import AXES, exponent
 from mmldlm.data.sampler import SampleOrder

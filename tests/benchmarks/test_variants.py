@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.common.measure import Counts, counts_of, useful_flops
+from benchmarks.common.counting import Counts, counts_of, useful_flops
 from benchmarks.common.task import Task, typical_batches
 from benchmarks.common.variants import SWITCHES, Open, Practice, Variant, opened, variants
 from mmldlm.data.sampler import SampleOrder
@@ -46,11 +46,11 @@ def loss_and_gradients(run: Open) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for step in range(2):
         run.feed.step = step
-        noised = run.verbs.corrupt(step, [run.feed.batch()])
-        totals = run.verbs.sync(step, noised)
-        for batch in run.verbs.accumulate(noised):
-            loss = run.verbs.loss(batch, totals)
-            run.verbs.backward(loss)
+        noised = run.trainer.corrupt(step, [run.feed.batch()])
+        totals = run.trainer.sync(step, noised)
+        for batch in run.trainer.accumulate(noised):
+            loss = run.trainer.loss(batch, totals)
+            run.trainer.backward(loss)
             values[f"loss {step}"] = loss.detach()
     return values | {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
 
@@ -107,7 +107,7 @@ def test_each_rung_drops_one_practice() -> None:
 
 def loss_by_samples(run: Open, step: int) -> Tensor:
     """MDLM's weighted sum over masked tokens, divided by all tokens, and the mean distance of trained latents."""
-    (noised,) = run.verbs.corrupt(step, [run.feed.batch()])
+    (noised,) = run.trainer.corrupt(step, [run.feed.batch()])
     text, latent, trained, start = torch.zeros(()), torch.zeros(()), 0.0, 0
     for sample, length in enumerate(noised.layout.lengths):
         one, end = slice(sample, sample + 1), start + length
@@ -135,7 +135,7 @@ def test_loss_of_the_reference(tiny_store: Path, tmp_path: Path, streams: int) -
     with perturbed(Variant("reference", "", streams=streams), tiny_store, tmp_path / "run") as run:
         for step in range(2):
             run.feed.step = step
-            (noised,) = run.verbs.corrupt(step, [run.feed.batch()])
-            loss = run.verbs.loss(noised)
+            (noised,) = run.trainer.corrupt(step, [run.feed.batch()])
+            loss = run.trainer.loss(noised)
             torch.testing.assert_close(loss, loss_by_samples(run, step), rtol=1e-4, atol=1e-5)
-            assert run.verbs.read["loss"] == float(loss.detach())
+            assert run.trainer.read["loss"] == float(loss.detach())
