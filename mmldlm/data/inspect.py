@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
 from mmldlm.data.nearest import latent_blocks, nearest_neighbors
 from mmldlm.data.shard_writer import squared_deviations
-from mmldlm.data.store import Split, Store
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import partition_items, verify_items
 from mmldlm.errors import DataError

@@ -1,7 +1,6 @@
 """`Store`: memory-mapped pairs of tokens and latents, in shards.
 
-The cost of opening a store depends on its number of files, not on its number of samples. A store is written by
-`mmldlm.data.store_writer.StoreWriter`, which is exported here for convenience, as `Split` is.
+The cost of opening a store depends on its number of files, not on its number of samples.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ import numpy as np
 
 from mmldlm.data.dataset import Source, Split
 from mmldlm.data.manifest import LatentInfo, Manifest
-from mmldlm.data.store_writer import StoreWriter
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo
-
-__all__ = ["Manifest", "Source", "Split", "Store", "StoreWriter"]
 
 _FILES_PER_TASK = 2048  # of a thread that checks sizes
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME
 from mmldlm.data.prepare.pipeline import PrepareConfig
-from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.utils.files import file_info
 

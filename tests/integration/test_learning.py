@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.config import load_config
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.quality import quality

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents, LsaEncoder
 from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
 from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part
@@ -19,7 +20,6 @@ from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.prepare.readers.text import read_file, read_text, text_parts
 from mmldlm.data.shard_writer import ShardWriter
-from mmldlm.data.store_writer import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from tests.helpers.prepare_runs import FORKING
