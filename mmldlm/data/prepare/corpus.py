@@ -47,7 +47,7 @@ class DocumentCacheWriter:
         return len(self._offsets)
 
     def add(self, document: Document) -> None:
-        """Append a document without its group, which has determined its split."""
+        """Append a document."""
         arrays = [
             None if array is None else np.ascontiguousarray(array) for array in (document.tokens, document.latents)
         ]
