@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmldlm.settings.fields import flatten
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.metrics import Kind, MetricsFile
 from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.tensorboard import TensorBoard
+from mmldlm.utils.nested import flatten
 
 if TYPE_CHECKING:
     from mmldlm.telemetry.figure_data import FigureData
