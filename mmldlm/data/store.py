@@ -47,7 +47,7 @@ class Store:
 
         Args:
             path: folder of the store.
-            name: of its source in records; by default the folder's name.
+            name: name of its source in records; by default the folder's name.
 
         Raises:
             DataError: names the file that is missing, truncated or has another shape.
@@ -66,10 +66,10 @@ class Store:
     @classmethod
     def from_sources(cls, manifest: Manifest, sources: Sequence[Source], reopen: Callable[[], Store]) -> Store:
         """Create the store of `sources`; `reopen` opens it again in another process."""
-        splits = {
-            name: Split(name, manifest, sources, [shard for source in sources for shard in source.shards(name)], reopen)
-            for name in manifest.splits
-        }
+        splits = {}
+        for name in manifest.splits:
+            shards = [shard for source in sources for shard in source.shards(name)]
+            splits[name] = Split(name, manifest, sources, shards, partial(_reopen_split, reopen, name))
         return cls(manifest, sources, splits, reopen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -162,6 +162,10 @@ def _check_sizes(folder: Path, files: Sequence[tuple[str, FileInfo]]) -> None:
             raise DataError(f"{folder / name}: missing, expected a file of {info.bytes} bytes")
         if status.st_size != info.bytes:
             raise DataError(f"{folder / name}: damaged: {status.st_size} bytes, expected {info.bytes}")
+
+
+def _reopen_split(reopen: Callable[[], Store], name: str) -> Split:
+    return reopen().split(name)
 
 
 def _open_store(reopen: Callable[[], Store], skipped: dict[str, list[int]], latent: LatentInfo) -> Store:

@@ -51,7 +51,7 @@ def write_manifest(
 
     Args:
         folder: contains the shards, the saved tokenizer and encoder, and any other files of the store.
-        contents: of the shards.
+        contents: contents of the shards.
         latent: statistics of the latents.
         tokenizer: described in the manifest.
         encoder: described in the manifest.

@@ -1,4 +1,4 @@
-"""What a preparation reports to the user: its progress, and every document that it could not use."""
+"""Progress of a preparation, the log of documents that it could not use, and its summary."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class StageProgress(Progress):
         reported: Number of problems by kind that this process has found.
     """
 
-    def __init__(self, shown: bool, interval: float = INTERVAL_S):
-        super().__init__(shown, interval)
+    def __init__(self, enabled: bool, interval: float = INTERVAL_S):
+        super().__init__(enabled, interval)
         self.reported: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
 
