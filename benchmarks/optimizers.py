@@ -28,7 +28,7 @@ from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import ConfigError
 from mmldlm.run.factory import build_model
-from mmldlm.telemetry import read_metrics
+from mmldlm.tools.run_history import History
 from mmldlm.train import train
 
 os.environ.setdefault("DS_ACCELERATOR", device().type)  # DeepSpeed would warn
@@ -73,7 +73,7 @@ def update_ms(config: RunConfig, updates: int) -> float:
 def held_out_losses(config: RunConfig) -> tuple[float, float]:
     """Train, and return the validation losses (text, latent) after the last step."""
     train(config, read_launcher_env({}))
-    *_, last = (r for r in read_metrics(Path(config.run.dir) / "metrics.jsonl") if r["kind"] == "validation")
+    last = History(config.run.dir).by_kind("validation")[-1]
     return last["validation/text"], last["validation/latent"]
 
 

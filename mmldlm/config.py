@@ -12,7 +12,7 @@ from mmldlm.data.batch_schedule import TrainConfig
 from mmldlm.data.loader import DataConfig
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import TextConfig
-from mmldlm.diffusion.noise import ModeShares, trained_modes
+from mmldlm.diffusion.noise import Mode, ModeShares, trained_modes
 from mmldlm.diffusion.objective import LossConfig
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, SamplingConfig
 from mmldlm.distributed.config import DistributedConfig
@@ -25,8 +25,8 @@ from mmldlm.model.parts import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
-from mmldlm.settings.fields import build, set_dotted, setting, to_yaml
-from mmldlm.settings.layers import EXTENDS, ConfigLayer, Provenance, merge_layers, read_layers
+from mmldlm.settings.fields import build, flat_settings, set_dotted, setting, to_yaml
+from mmldlm.settings.layers import EXTENDS, ConfigLayer, merge_layers, origins, read_layers
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.short_repr import display_name
 
@@ -218,7 +218,7 @@ class RunConfig:
     distributed: DistributedConfig = setting(DistributedConfig(), "several processes")
 
     def __post_init__(self) -> None:
-        trained = trained_modes(self.mode, self.mode_schedule)
+        trained = self.trained_modes
         if self.sampling.guidance != 1 and "joint" not in trained:
             raise ValueError(f"sampling.guidance: {self.sampling.guidance} needs {GUIDANCE_NEEDS}")
         # The losses that the modes and weights train, each with the reason for the message of `check_trainable`.
@@ -248,6 +248,11 @@ class RunConfig:
                 "optim.name: muon trains the matrices of the blocks, found backbone frozen; expected adamw"
             )
 
+    @property
+    def trained_modes(self) -> tuple[Mode, ...]:
+        """The modes with a share at some step."""
+        return trained_modes(self.mode, self.mode_schedule)
+
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True) -> RunConfig:
     """Load the run config from a YAML file, the files that it extends, and overrides.
@@ -260,13 +265,19 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_exte
     Raises:
         ConfigError: one line with all unknown keys and bad values.
     """
-    return load_with_provenance(path, overrides, may_extend)[0]
+    return _load(path, overrides, may_extend)[0]
 
 
-def load_with_provenance(
-    path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True
-) -> tuple[RunConfig, Provenance]:
-    """Load the run config as `load_config` does, with the origin of each value that is not a default."""
+def load_with_provenance(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
+    """Load the run config as `load_config` does, with the origin of each value by dotted key."""
+    config, layers, tree = _load(path, overrides, may_extend=True)
+    return config, origins(RunConfig, layers, overrides, tree)
+
+
+def _load(
+    path: Path | str | None, overrides: Sequence[str], may_extend: bool
+) -> tuple[RunConfig, list[ConfigLayer], dict[str, Any]]:
+    """Return the run config, its files, and the tree of settings that it was built from."""
     tree: dict[str, Any] = {}
     layers: list[ConfigLayer] = []
     if path is not None:
@@ -277,7 +288,7 @@ def load_with_provenance(
             raise ConfigError(f"{EXTENDS}: expected in a config file, found on the command line")
         set_dotted(tree, assignment)
     try:
-        return build(RunConfig, tree), Provenance(RunConfig, layers, overrides, tree)
+        return build(RunConfig, tree), layers, tree
     except ConfigError as error:
         # With overrides the faulty value may be one of the command line's, so no file is named.
         source = f"{display_name(str(path))}: " if path is not None and not overrides else ""
@@ -294,10 +305,7 @@ def require_paths(config: RunConfig, *keys: str) -> None:
     for key in keys:
         if key == "data.path" and config.data.mixture:
             continue
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if not value:
+        if not flat_settings(config)[key]:
             raise ConfigError(f"{key}: expected a path, found nothing; set it in the config or as {key}=PATH")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -25,19 +24,10 @@ from mmldlm.errors import ExitCode, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.optim.ema import add_weights_option
-from mmldlm.run.load import load_run, newest_checkpoint, run_config
+from mmldlm.run.load import add_run_options, load_run, newest_checkpoint, run_config
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.progress import INTERVAL_S, Progress
-
-
-def replace_nonfinite(value: Any) -> Any:
-    """Return `value` with None for non-finite numbers, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: replace_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [replace_nonfinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse_modes(text: str) -> tuple[str, ...]:
@@ -53,10 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mmldlm evaluate",
         description="Evaluate a run on held-out documents; docs/evaluation.md describes the metrics.",
     )
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: the newest valid one")
-    parser.add_argument("--data", help="data store, if it is no longer at the config's data.path")
-    add_weights_option(parser)
+    add_run_options(parser)
     parser.add_argument(
         "--modes", type=_parse_modes, help="comma-separated list of l2t, t2l and joint; default: the trained modes"
     )

@@ -7,31 +7,18 @@ Shape letters: n samples, N tokens of n samples, M latent tokens of a sample, C 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mmldlm.data.manifest import MANIFEST_NAME, LatentInfo, Manifest
 from mmldlm.data.shard import Shard
 from mmldlm.errors import DataError
-
-
-class SplitOwner(Protocol):
-    """The part of a store's interface that unpickling a split in a worker needs."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def with_manifest(self, manifest: Manifest) -> SplitOwner: ...
-
-    def without(self, indices: Mapping[str, Sequence[int]]) -> SplitOwner: ...
-
-    def split(self, name: str) -> Split: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,7 @@ class Split:
         manifest: Manifest,
         sources: Sequence[Source],
         shards: Sequence[Shard],
-        reopen: Callable[[], SplitOwner],
+        reopen: Callable[[], Split],
         skipped: Sequence[int] | np.ndarray = (),
     ):
         """Create a split.
@@ -112,7 +99,7 @@ class Split:
             manifest: describes all sources together.
             sources: store folders, in the order of their indices.
             shards: the shards of all `sources`, in the same order.
-            reopen: opens the store again in another process.
+            reopen: opens the split again in another process.
             skipped: ascending indices of samples to leave out.
         """
         self.name, self.manifest, self.sources, self.shards = name, manifest, sources, shards
@@ -126,7 +113,7 @@ class Split:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled memory map carries its data; workers that are spawned map the files again instead.
-        return _open_split, (self._reopen, self.name, self.skipped.tolist(), self.manifest.latent)
+        return _open_split, (self._reopen, self.skipped.tolist(), self.manifest.latent)
 
     def without(self, indices: Sequence[int]) -> Split:
         """Return this split with exactly `indices` (ascending) skipped.
@@ -267,6 +254,6 @@ class Split:
         return f"{self.shards[shard].path(kind)}: sample {row} (row {index_in_source} of split {self.name})"
 
 
-def _open_split(reopen: Callable[[], SplitOwner], name: str, skipped: list[int], latent: LatentInfo) -> Split:
-    store = reopen()
-    return store.with_manifest(replace(store.manifest, latent=latent)).without({name: skipped}).split(name)
+def _open_split(reopen: Callable[[], Split], skipped: list[int], latent: LatentInfo) -> Split:
+    split = reopen()
+    return split.with_manifest(replace(split.manifest, latent=latent)).without(skipped)

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
 from mmldlm.data.nearest import latent_blocks, nearest_neighbors
 from mmldlm.data.shard_writer import squared_deviations
-from mmldlm.data.store import Split, Store
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import partition_items, verify_items
 from mmldlm.errors import DataError
@@ -259,14 +260,17 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
         store: the data.
         split_name: train, validation or test.
         count: samples.
-        seed: of the draw.
+        seed: seed of the draw.
         neighbors: samples with the nearest latents to show for each sample.
     """
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     indices = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
     # One pass over the latents for all samples.
-    neighbors_of_samples = nearest(store, split, indices, neighbors) if neighbors else [[] for _ in indices]
+    neighbors_of_samples: list[list[tuple[int, float]]] = [[] for _ in indices]
+    if neighbors:
+        latents = split.gather(indices)[2]
+        neighbors_of_samples = nearest_neighbors(store, split, latents, neighbors, indices.tolist())
 
     def printable_text(index: int) -> str:
         (text,) = tokenizer.decode_batch([split.tokens(index).tolist()], keep_special=True)
@@ -280,8 +284,3 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
         yield f"  {printable_text(index)}"
         for neighbor, cosine in neighbors_of_sample:
             yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {printable_text(neighbor)}"
-
-
-def nearest(store: Store, split: Split, indices: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
-    """Return, for each sample, (index, cosine) of the `count` other samples with the most similar latents."""
-    return nearest_neighbors(store, split, split.gather(indices)[2], count, indices.tolist())

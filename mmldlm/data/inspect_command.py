@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from mmldlm.data import inspect as inspection
 from mmldlm.data.store import Store
-from mmldlm.errors import DataError, UsageError, run_command
+from mmldlm.errors import DataError, UsageError
 
 _MAX_PRINTED = 20  # problems
 
@@ -56,7 +55,3 @@ def main(argv: list[str] | None = None) -> int:
         ):
             print(line)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

@@ -17,15 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.dataset import Split
 from mmldlm.data.mixture import make_sample_order
-from mmldlm.data.sampler import MixedOrder, SampleOrder, permute
-from mmldlm.data.store import Split, Store
+from mmldlm.data.sampler import MixedOrder, SampleOrder
+from mmldlm.data.store import Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches
 from mmldlm.errors import DataError
 from mmldlm.settings.fields import setting
 from mmldlm.utils.short_repr import display_name
-
-__all__ = ["DataConfig", "Loader", "SampleOrder", "fixed_batches", "permute"]
 
 
 @dataclass(frozen=True)

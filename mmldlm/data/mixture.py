@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.dataset import Source, Split
 from mmldlm.data.manifest import LatentInfo, Manifest, SplitInfo
 from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
-from mmldlm.data.store import Source, Split, Store
+from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 from mmldlm.utils.short_repr import short_repr
 

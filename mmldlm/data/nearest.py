@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mmldlm.data.store import Split, Store
+from mmldlm.data.dataset import Split
+from mmldlm.data.store import Store
 
 _BLOCK_SAMPLES = 8192
 

@@ -230,7 +230,7 @@ def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
 
     Args:
         position: samples drawn in all.
-        shares: of the parts, in descending order; they sum to 1.
+        shares: shares of the parts, in descending order; they sum to 1.
     """
     counts, samples_left, share_left = [], position, Fraction(1)
     for share in shares:

@@ -1,7 +1,6 @@
 """`Store`: memory-mapped pairs of tokens and latents, in shards.
 
-The cost of opening a store depends on its number of files, not on its number of samples. A store is written by
-`mmldlm.data.store_writer.StoreWriter`, which is exported here for convenience, as `Split` is.
+The cost of opening a store depends on its number of files, not on its number of samples.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ import numpy as np
 
 from mmldlm.data.dataset import Source, Split
 from mmldlm.data.manifest import LatentInfo, Manifest
-from mmldlm.data.store_writer import StoreWriter
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo
-
-__all__ = ["Manifest", "Source", "Split", "Store", "StoreWriter"]
 
 _FILES_PER_TASK = 2048  # of a thread that checks sizes
 
@@ -51,7 +47,7 @@ class Store:
 
         Args:
             path: folder of the store.
-            name: of its source in records; by default the folder's name.
+            name: name of its source in records; by default the folder's name.
 
         Raises:
             DataError: names the file that is missing, truncated or has another shape.
@@ -70,10 +66,10 @@ class Store:
     @classmethod
     def from_sources(cls, manifest: Manifest, sources: Sequence[Source], reopen: Callable[[], Store]) -> Store:
         """Create the store of `sources`; `reopen` opens it again in another process."""
-        splits = {
-            name: Split(name, manifest, sources, [shard for source in sources for shard in source.shards(name)], reopen)
-            for name in manifest.splits
-        }
+        splits = {}
+        for name in manifest.splits:
+            shards = [shard for source in sources for shard in source.shards(name)]
+            splits[name] = Split(name, manifest, sources, shards, partial(_reopen_split, reopen, name))
         return cls(manifest, sources, splits, reopen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,6 +162,10 @@ def _check_sizes(folder: Path, files: Sequence[tuple[str, FileInfo]]) -> None:
             raise DataError(f"{folder / name}: missing, expected a file of {info.bytes} bytes")
         if status.st_size != info.bytes:
             raise DataError(f"{folder / name}: damaged: {status.st_size} bytes, expected {info.bytes}")
+
+
+def _reopen_split(reopen: Callable[[], Store], name: str) -> Split:
+    return reopen().split(name)
 
 
 def _open_store(reopen: Callable[[], Store], skipped: dict[str, list[int]], latent: LatentInfo) -> Store:

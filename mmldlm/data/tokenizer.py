@@ -79,9 +79,10 @@ class Tokenizer:
         return cls(backend)
 
     @classmethod
-    def characters(cls, alphabet: str = LOWERCASE_ALPHABET) -> Tokenizer:
-        """Build a vocabulary of the characters of `alphabet`; encoding any other character raises DataError."""
-        backend = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(alphabet)}))
+    def characters(cls) -> Tokenizer:
+        """Build a vocabulary of the `LOWERCASE_ALPHABET`; encoding any other character raises DataError."""
+        ids = {character: i for i, character in enumerate(LOWERCASE_ALPHABET)}
+        backend = tokenizers.Tokenizer(models.WordLevel(ids))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Fuse()
         return cls(backend)

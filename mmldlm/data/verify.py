@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from mmldlm.data.dataset import Split
 from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.store import Split, Store
-from mmldlm.data.store_writer import SPLITS
+from mmldlm.data.shard_writer import SPLITS
+from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.partition import partition_by_size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import ConfigError
-from mmldlm.settings.fields import flatten
+from mmldlm.utils.nested import flatten
 from mmldlm.utils.short_repr import short_repr
 
 AUTO = "auto"

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmldlm.diffusion.noise import Mode, trained_modes
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig, check_num_samples
 from mmldlm.evaluation.joint import diversity_metrics, frechet_metrics
@@ -36,10 +35,9 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
     check_num_samples(len(ids), config.split, run.store)
     evaluation = Evaluation(run, config, processes, ids)
     measure = {"l2t": _l2t, "t2l": _t2l, "joint": _joint}
-    modes: tuple[Mode, ...] = trained_modes(run.config.mode, run.config.mode_schedule)
     return {
         f"quality/{mode}_{key}": value
-        for mode in modes
+        for mode in run.config.trained_modes
         for key, value in measure[mode](evaluation).items()
         # Without counts, intervals, and metrics that cannot be measured (None).
         if isinstance(value, float)

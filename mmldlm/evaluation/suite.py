@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmldlm.diffusion.noise import Mode, trained_modes
+from mmldlm.diffusion.noise import Mode
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
@@ -50,7 +50,7 @@ def evaluate(
         The content of `evaluation.json`, the same on every rank.
     """
     processes = processes or Collectives()
-    trained = trained_modes(run.config.mode, run.config.mode_schedule)
+    trained = run.config.trained_modes
     modes = tuple(modes or trained)
     model = None
     # An error on one rank ends all of them; otherwise the others would wait for it in a collective.

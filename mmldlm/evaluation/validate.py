@@ -12,10 +12,12 @@ import torch
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
-from mmldlm.data.loader import fixed_batches, permute
+from mmldlm.data.dataset import Split
+from mmldlm.data.loader import fixed_batches
 from mmldlm.data.mixture import samples_per_source
-from mmldlm.data.store import Split, Store
-from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights, trained_modes
+from mmldlm.data.sampler import permute
+from mmldlm.data.store import Store
+from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def validation_losses(
     objective = objective.for_validation(refine)
     split = store.split("validation")
     sums, counts = torch.zeros(2, len(split.sources), objective.size, dtype=torch.float64)
-    trained = trained_modes(config.mode, config.mode_schedule)
+    trained = config.trained_modes
     # The index of the mode takes the place of the step: a mode's noise does not depend on which others are trained.
     for step, mode in enumerate(MODES):
         if mode not in trained:

@@ -1,7 +1,7 @@
 """The data behind figures, histograms and text tables of a few held-out samples: the same on any number of ranks.
 
-These generations are only looked at, and they cost a training more than all else that it shows. So their reverse
-processes have no more steps than make a visible difference; `mmldlm sample` and `mmldlm evaluate` use `sampling.steps`.
+These generations are for monitoring only, and cost more than all else that a run logs. So their reverse processes have
+no more steps than make a visible difference; `mmldlm sample` and `mmldlm evaluate` use `sampling.steps`.
 
 Shape letters: n samples, B samples and N tokens of a micro-batch, D = M x C numbers of a latent.
 """
@@ -18,7 +18,6 @@ from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.data.store import Store
-from mmldlm.diffusion.noise import trained_modes
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
@@ -67,7 +66,7 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     """Generate for `log.figure_samples` held-out samples, in the modes that the run trains (collective)."""
     config = run.config
     evaluation = _evaluation(run, config.log.figure_samples, processes)
-    trained, count = trained_modes(config.mode, config.mode_schedule), len(evaluation.ids)
+    trained, count = config.trained_modes, len(evaluation.ids)
     likeliest_lengths, token_hits = _first_guesses(evaluation) if "l2t" in trained else (None, None)
     t2l_latents: np.ndarray | None = None
     similarity: np.ndarray | None = None
@@ -105,7 +104,7 @@ def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None
     if not config.log.tensorboard or not count:
         return {}
     tables: dict[str, list[dict[str, str]]] = {}
-    if "l2t" in trained_modes(config.mode, config.mode_schedule):
+    if "l2t" in config.trained_modes:
         evaluation = _evaluation(run, count, processes)
         sampling = _cap_steps(config.sampling, int(evaluation.lengths.max()))
         tokens = evaluation.generate("l2t", "own", len(evaluation.ids), sampling).tokens

@@ -98,7 +98,7 @@ def edit(
     Args:
         run: the run.
         config: settings of the sampler.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         template_ids: tokens, of which only [MASK] is replaced.
         raw_latents: [n, M, C] on the encoder's scale.
         count: versions per latent.

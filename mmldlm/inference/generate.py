@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion.noise import Mode, trained_modes
+from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
@@ -38,7 +38,7 @@ def sample(
         run: the run.
         mode: which modalities to generate.
         config: settings of the sampler.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         raw_latents: the conditions in l2t, [n, M, C] on the encoder's scale.
         texts: the conditions in t2l.
         count: samples per condition; in joint, which has none, the number of samples.
@@ -131,14 +131,9 @@ def tokenize_texts(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
-def supports_guidance(run: LoadedRun) -> bool:
-    """Return whether the run was trained on the null condition that guidance needs."""
-    return "joint" in trained_modes(run.config.mode, run.config.mode_schedule)
-
-
 def check_guidance(run: LoadedRun, mode: Mode, config: SamplingConfig) -> None:
     """Raise `UsageError` if `config` requests guidance that the mode or the run does not support."""
-    if config.guidance != 1 and (mode == "joint" or not supports_guidance(run)):
+    if config.guidance != 1 and (mode == "joint" or "joint" not in run.config.trained_modes):
         raise UsageError(
             f"--guidance: mode {mode}, trained {run.config.mode}: expected l2t or t2l, and {GUIDANCE_NEEDS}"
         )

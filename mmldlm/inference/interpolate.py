@@ -53,7 +53,7 @@ def interpolate(
     Args:
         run: the run.
         config: settings of the sampler.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         raw_latents: the two ends, [2, M, C] on the encoder's scale.
         points: number of latents, both ends included.
         length: tokens of each text; by default the median of the length head for the latent in the middle.

@@ -8,8 +8,7 @@ from pathlib import Path
 from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ConfigError, UsageError
-from mmldlm.optim.ema import add_weights_option
-from mmldlm.run.load import LoadedRun
+from mmldlm.run.load import LoadedRun, add_run_options
 from mmldlm.settings.fields import build, dump
 
 MAX_POINTS = 1000
@@ -21,7 +20,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mmldlm sample", description="Generate texts from latents, latents from texts, or both from noise."
     )
-    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--mode", choices=MODES, default="l2t", help="default: %(default)s")
     parser.add_argument(
         "--text", action="append", help="l2t: generate from this text's latent; t2l: generate its latent; repeatable"
@@ -32,9 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="write the generated latents to this .npy file")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--watch", action="store_true", help="show the texts step by step as they are generated")
-    parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; default: the newest good one")
-    parser.add_argument("--data", help="data store, if it is no longer at the config's data.path")
-    add_weights_option(parser)
+    add_run_options(parser)
     group = parser.add_argument_group("interpolation and editing (l2t)")
     group.add_argument(
         "--interpolate", nargs=2, metavar=("A", "B"), help="generate texts between the latents of two texts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,15 +36,6 @@ class EmaConfig:
     def eval_weights(self) -> Weights:
         """Weights that validations in training use."""
         return "ema" if self.decay and self.evaluate else "trained"
-
-
-def add_weights_option(parser: ArgumentParser) -> None:
-    """Add the option `--weights` to a parser."""
-    parser.add_argument(
-        "--weights",
-        choices=list(WEIGHTS_LABELS),
-        help="weights of a checkpoint that has both: ema or trained; default: ema, unless ema.evaluate is false",
-    )
 
 
 def decay_at(step: int, config: EmaConfig) -> float:

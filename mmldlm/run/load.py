@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,18 @@ class LoadedRun:
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"
+
+
+def add_run_options(parser: ArgumentParser) -> None:
+    """Add the run, and the options that replace its newest checkpoint, data store and weights, to a parser."""
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: the newest valid one")
+    parser.add_argument("--data", help="data store, if it is no longer at the config's data.path")
+    parser.add_argument(
+        "--weights",
+        choices=list(WEIGHTS_LABELS),
+        help="weights of a checkpoint that has both: ema or trained; default: ema, unless ema.evaluate is false",
+    )
 
 
 def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

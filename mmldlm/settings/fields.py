@@ -90,7 +90,7 @@ def setting(
 
 
 def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
-    """Check that the setting `name`, which is read only if the setting `under` is one of `values`, was not set in vain.
+    """Check that the setting `name` is set only where it is read, which is if the setting `under` is one of `values`.
 
     Raises:
         ValueError: `name` is not at its default, and nothing reads it.
@@ -296,13 +296,12 @@ def dump(value: Any) -> Any:
     return value
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as a single dict with dotted keys."""
+def flat_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a settings dataclass as `dump` has them, by dotted key in order of declaration."""
     flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        # An empty mapping is a value: otherwise its key would disappear.
-        flat |= flatten(value, key + ".") if isinstance(value, Mapping) and value else {key: value}
+    for field in dataclasses.fields(settings):
+        key, value = f"{prefix}{key_of(field)}", getattr(settings, field.name)
+        flat |= flat_settings(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: dump(value)}
     return flat
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,10 @@ def _groups(cls: type) -> set[str]:
     return {key[:index] for key, _ in leaves(cls) for index, char in enumerate(key) if char == "."}
 
 
-class Provenance:
-    """Origin of each setting: `FILE:LINE` or `command line`; a key without an origin has its default.
+def origins(
+    cls: type, layers: Sequence[ConfigLayer], overrides: Sequence[str], tree: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the origin of each setting: `FILE:LINE`, `command line` or `default`.
 
     Args:
         cls: The settings dataclass.
@@ -147,26 +149,17 @@ class Provenance:
         overrides: `key.sub=value` of the command line.
         tree: The merged settings, overrides included.
     """
-
-    DEFAULT, COMMAND_LINE = "default", "command line"
-
-    def __init__(self, cls: type, layers: Sequence[ConfigLayer], overrides: Sequence[str], tree: Mapping[str, Any]):
-        self._cls, self._layers, self._tree = cls, layers, tree
-        self._assigned = [assignment.partition("=")[0].strip() for assignment in overrides]
-
-    def by_key(self) -> dict[str, str]:
-        """Return the origin of every key that is set."""
-        keys = [key for key, _ in leaves(self._cls)]
-        origins: dict[str, str] = {}
-        for layer in self._layers:
-            lines = find_key_lines(layer.text, keys)
-            origins |= {key: f"{layer.path}:{line}" for key, line in lines.items()}
-        for assigned in self._assigned:
-            # An override may set a whole group (model={...}) or one entry of a map (mode.l2t=1).
-            affected = [key for key in keys if f"{key}.".startswith(f"{assigned}.") or assigned.startswith(f"{key}.")]
-            origins |= dict.fromkeys(affected, self.COMMAND_LINE)
-        # An override of a whole group removes the keys that it does not contain.
-        return {key: origins[key] for key in keys if key in origins and _contains(self._tree, key)}
+    keys = [key for key, _ in leaves(cls)]
+    by_key: dict[str, str] = {}
+    for layer in layers:
+        by_key |= {key: f"{layer.path}:{line}" for key, line in find_key_lines(layer.text, keys).items()}
+    for assignment in overrides:
+        assigned = assignment.partition("=")[0].strip()
+        # An override may set a whole group (model={...}) or one entry of a map (mode.l2t=1).
+        affected = [key for key in keys if f"{key}.".startswith(f"{assigned}.") or assigned.startswith(f"{key}.")]
+        by_key |= dict.fromkeys(affected, "command line")
+    # An override of a whole group removes the keys that it does not contain.
+    return {key: by_key[key] if key in by_key and _contains(tree, key) else "default" for key in keys}
 
 
 def _contains(tree: Any, key: str) -> bool:
@@ -175,12 +168,3 @@ def _contains(tree: Any, key: str) -> bool:
             return False
         tree = tree[part]
     return True
-
-
-def iter_values(tree: Mapping[str, Any], cls: type) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every setting of a complete tree, in order of declaration."""
-    for key, _ in leaves(cls):
-        value: Any = tree
-        for part in key.split("."):
-            value = value[part]
-        yield key, value

@@ -1,12 +1,11 @@
 """Logging of a run: `metrics.jsonl`, TensorBoard and a progress line behind one `Tracker`."""
 
-from mmldlm.telemetry.metrics import MetricsFile, read_metrics
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import ProgressLine
-from mmldlm.telemetry.resources import cpu_load_metrics, cuda_memory_mib, memory_limits, memory_metrics, resident_mib
+from mmldlm.telemetry.resources import cpu_load_metrics, memory_limits, memory_metrics, resident_mib
 from mmldlm.telemetry.step_stats import StepNumbers, StepStats
-from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.telemetry.tracker import Tracker
 
 __all__ = [
@@ -17,13 +16,10 @@ __all__ = [
     "StepNumbers",
     "StepProfiler",
     "StepStats",
-    "TensorBoard",
     "Tracker",
     "cpu_load_metrics",
-    "cuda_memory_mib",
     "memory_limits",
     "memory_metrics",
     "phase",
-    "read_metrics",
     "resident_mib",
 ]

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mmldlm.errors import DataError
 from mmldlm.utils.files import write_atomically
 
 Kind = Literal[
@@ -61,27 +60,8 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
-
-
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Return all records of a metrics file that may still be written to: a torn last line is left out.
-
-    Raises:
-        DataError: the file is missing, or a line before the last is not a record.
-    """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        record = _parse(line)
-        if record is not None:
-            records.append(record)
-        elif number < len(lines):
-            raise DataError(f"{path}: line {number} is not a JSON object with kind and step")
-    return records
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

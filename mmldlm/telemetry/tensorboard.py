@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.settings.fields import flatten
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.nested import flatten
 
 # Category -> chart -> tags, which are regular expressions. The first category is open on arrival.
 LAYOUT: dict[str, dict[str, list[str]]] = {
@@ -164,20 +164,22 @@ class TensorBoard:
         if self._end is not None:
             self._writer._get_file_writer().add_summary(self._end, max(step, self._first_step))
 
-    def layout(self, layout: Mapping[str, Mapping[str, list[str]]] = LAYOUT) -> None:
+    def layout(self) -> None:
         """Write the charts of the page "Custom Scalars"."""
         from torch.utils.tensorboard.summary import custom_scalars
 
         charts = {
             category: {title: ["Multiline", tags] for title, tags in group.items()}
-            for category, group in layout.items()
+            for category, group in LAYOUT.items()
         }
         self._writer._get_file_writer().add_summary(custom_scalars(charts), self._first_step)
 
     def flush(self) -> None:
+        """Write all events to disk."""
         self._writer.flush()
 
     def close(self) -> None:
+        """Flush and close the event file."""
         self._writer.close()
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmldlm.settings.fields import flatten
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.metrics import Kind, MetricsFile
 from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.tensorboard import TensorBoard
+from mmldlm.utils.nested import flatten
 
 if TYPE_CHECKING:
     from mmldlm.telemetry.figure_data import FigureData
@@ -220,9 +219,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:

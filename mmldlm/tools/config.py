@@ -19,9 +19,9 @@ from mmldlm.config import (
     with_absolute_paths,
 )
 from mmldlm.errors import ConfigError, ExitCode, UsageError
-from mmldlm.settings.fields import dump
+from mmldlm.settings.fields import flat_settings
 from mmldlm.settings.json_schema import json_schema
-from mmldlm.settings.layers import ExtendsConfig, Provenance, iter_values
+from mmldlm.settings.layers import ExtendsConfig
 from mmldlm.utils.short_repr import display_name
 
 _MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
@@ -43,7 +43,7 @@ def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
 
     Args:
         settings: Values by dotted key.
-        origins: Origins by dotted key; a missing one is the default.
+        origins: Origins by dotted key.
     """
     lines: list[tuple[str, str]] = []
     open_groups: list[str] = []
@@ -54,16 +54,14 @@ def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
             if open_groups[: depth + 1] != groups[: depth + 1]:
                 lines.append(("  " * depth + f"{group}:", ""))
         open_groups = groups
-        lines.append(("  " * len(groups) + _one_line({name: value})[1:-1], origins.get(key, Provenance.DEFAULT)))
+        lines.append(("  " * len(groups) + _one_line({name: value})[1:-1], origins[key]))
     width = max((len(line) for line, origin in lines if origin and len(line) <= _MAX_ALIGNED_COLUMNS), default=0)
     return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]
 
 
 def config_diff(first: RunConfig, second: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return both values of each setting that differs, by dotted key; paths are compared as absolute paths."""
-    first_values, second_values = (
-        dict(iter_values(dump(with_absolute_paths(config)), RunConfig)) for config in (first, second)
-    )
+    first_values, second_values = (flat_settings(with_absolute_paths(config)) for config in (first, second))
     return {key: (value, second_values[key]) for key, value in first_values.items() if value != second_values[key]}
 
 
@@ -138,15 +136,13 @@ def print_difference(paths: Sequence[str], as_json: bool) -> None:
 
 def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_json: bool) -> None:
     """Print the config at `path` with the origin of each value."""
-    config, provenance = load_with_provenance(config_file(path), overrides)
-    settings, origins = dict(iter_values(dump(config), RunConfig)), provenance.by_key()
+    config, origins = load_with_provenance(config_file(path), overrides)
+    settings = flat_settings(config)
     if changed_only:
-        defaults = dict(iter_values(dump(RunConfig()), RunConfig))
+        defaults = flat_settings(RunConfig())
         settings = {key: value for key, value in settings.items() if value != defaults[key]}
     if as_json:
-        entries = {
-            key: {"value": value, "origin": origins.get(key, Provenance.DEFAULT)} for key, value in settings.items()
-        }
+        entries = {key: {"value": value, "origin": origins[key]} for key, value in settings.items()}
         print(json.dumps(entries, indent=1))
     else:
         print("\n".join(annotate(settings, origins)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import functools
 import math
 import os
 import re
@@ -18,21 +16,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmldlm.data.nearest import nearest_neighbors
-from mmldlm.diffusion.noise import Mode, trained_modes
+from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ExitCode, MmldlmError, UsageError
 from mmldlm.evaluation import cosine
 from mmldlm.inference.conditions import encode_or_raise, load_run_encoder
-from mmldlm.inference.generate import sample, supports_guidance
+from mmldlm.inference.generate import sample
 from mmldlm.inference.interpolate import interpolate
-from mmldlm.optim.ema import add_weights_option
-from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.fields import build, dump, setting
 from mmldlm.utils.short_repr import truncate
 
@@ -62,11 +58,8 @@ CSS = """
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm demo`, which serves until it is interrupted; returns the exit code."""
     parser = argparse.ArgumentParser("mmldlm demo", description=__doc__)
-    parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0: a free one; default: %(default)s")
-    parser.add_argument("--checkpoint", type=Path, help="a checkpoint's folder; default: the newest good one")
-    parser.add_argument("--data", help="data store, where it is no longer at the config's data.path")
-    add_weights_option(parser)
+    add_run_options(parser)
     options = parser.parse_args(argv)
     if options.port and not MIN_PORT <= options.port < 2**16:
         raise UsageError(f"--port: expected 0 or {MIN_PORT} to {2**16 - 1}, found {options.port}")
@@ -91,8 +84,8 @@ class Request:
     """Fields of the page's forms, of which each form has some."""
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    seed: int = setting(0, "of all random numbers", at_least=0)
-    count: int = setting(3, "texts to write", at_least=1, at_most=16)
+    seed: int = setting(0, "seed of all random numbers", at_least=0)
+    count: int = setting(3, "texts to generate", at_least=1, at_most=16)
     length: int = setting(0, "tokens of each text; 0: by the length head", at_least=0)
     neighbors: int = setting(5, "documents listed for each latent", at_least=1, at_most=50)
     points: int = setting(7, "texts between two sentences, both ends included", at_least=2, at_most=32)
@@ -101,45 +94,26 @@ class Request:
 class Demo:
     """Requests of the page to a run, answered as HTML in which every text is escaped.
 
-    A field that is None takes its default; those of sampling take the run's own. Raises `MmldlmError` with one line for
-    a request that makes no sense.
+    `fields` are those of `Request` and of its `sampling`. One that is missing or None takes its default, in `sampling`
+    the run's own. Raises `MmldlmError` with one line for a request that makes no sense.
     """
 
     def __init__(self, run: LoadedRun):
         self.run, self.encoder = run, load_run_encoder(run)
 
-    def write(
-        self,
-        text: str,
-        count: int | None = None,
-        length: int | None = None,
-        steps: int | None = None,
-        temperature: float | None = None,
-        guidance: float | None = None,
-        seed: int | None = None,
-    ) -> str:
-        """Write texts from the latent of `text`, each with the cosine of its own latent to that one."""
-        request = self._request(
-            count=count, length=length, steps=steps, temperature=temperature, guidance=guidance, seed=seed
-        )
+    def write(self, text: str, **fields: Any) -> str:
+        """Generate texts from the latent of `text`, each with the cosine of its own latent to that one."""
+        request = self._request(**fields)
         latents = encode_or_raise(self.encoder, [_checked(text)])
         _, texts = sample(
             self.run, "l2t", request.sampling, request.seed, latents, count=request.count, length=request.length
         )
-        note = "Left: cosine of the written text's latent, by the encoder, to the latent that it was written from."
+        note = "Left: cosine of the generated text's latent, by the encoder, to the latent that it was generated from."
         return _lines(zip(cosine(self.encoder.encode(texts), latents), texts, strict=True)) + _subdued(note)
 
-    def nearest(
-        self,
-        text: str,
-        neighbors: int | None = None,
-        split: str = "train",
-        steps: int | None = None,
-        guidance: float | None = None,
-        seed: int | None = None,
-    ) -> str:
+    def nearest(self, text: str, split: str = "train", **fields: Any) -> str:
         """Generate a latent for `text`; list the documents nearest to it, and those nearest to the encoder's latent."""
-        request = self._request(neighbors=neighbors, steps=steps, guidance=guidance, seed=seed)
+        request = self._request(**fields)
         text, documents = _checked(text), self.run.store.split(split)
         generation, _ = sample(self.run, "t2l", request.sampling, request.seed, texts=[text])
         generated, encoded = generation.latents.numpy(), self.encoder.encode([text])
@@ -156,21 +130,9 @@ class Demo:
         note = "Left: cosine of the standardized latents, that is, without the mean of all."
         return f'{title}<div class="columns">{columns}</div>{_subdued(note)}'
 
-    def between(
-        self,
-        start: str,
-        end: str,
-        points: int | None = None,
-        length: int | None = None,
-        steps: int | None = None,
-        temperature: float | None = None,
-        guidance: float | None = None,
-        seed: int | None = None,
-    ) -> str:
-        """Write texts along the way from the latent of `start` to that of `end`; words that are new are marked."""
-        request = self._request(
-            points=points, length=length, steps=steps, temperature=temperature, guidance=guidance, seed=seed
-        )
+    def between(self, start: str, end: str, **fields: Any) -> str:
+        """Generate texts along the way from the latent of `start` to that of `end`; words that are new are marked."""
+        request = self._request(**fields)
         ends = encode_or_raise(self.encoder, [_checked(start), _checked(end)])
         _, texts = interpolate(self.run, request.sampling, request.seed, ends, request.points, request.length)
         marked = [escape(texts[0]), *map(_mark_new_words, texts[1:], texts)]
@@ -184,8 +146,8 @@ class Demo:
         rows = (len(split) // 3, 2 * len(split) // 3)
         return self.run.tokenizer.decode_batch([split.tokens(row).tolist() for row in rows])
 
-    def _request(self, **values: Any) -> Request:
-        given = {key: value for key, value in values.items() if value is not None}
+    def _request(self, **fields: Any) -> Request:
+        given = {key: value for key, value in fields.items() if value is not None}
         sampling = dump(self.run.config.sampling)
         # Fields of the sampler override the run's own settings; the rest are fields of `Request`.
         sampling |= {key: given.pop(key) for key in tuple(given) if key in sampling}
@@ -252,7 +214,7 @@ class Page:
 
     def __init__(self, gradio: Any, demo: Demo):
         self.gr, self.demo, self.run = gradio, demo, demo.run
-        self.modes = trained_modes(self.run.config.mode, self.run.config.mode_schedule)
+        self.modes = self.run.config.trained_modes
         self.examples = demo.examples()
         self.one_at_a_time = {"concurrency_limit": 1, "concurrency_id": "model"}
         about = f"{self.run.folder}, {self.run}; encoder {self.run.store.manifest.encoder['name']}"
@@ -274,47 +236,46 @@ class Page:
         """
         from starlette.middleware import Middleware  # which gradio needs, too
 
-        with socket.socket() as probe:
-            # Old connections that are still closing do not occupy the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                raise UsageError(f"--port: {port} is in use, expected a free one, or 0 to find one") from None
-            # 0 has become a free port.
-            port = probe.getsockname()[1]
-        _, url, _ = self.blocks.launch(
-            server_name=HOST,
-            server_port=port,
-            share=False,
-            inbrowser=False,
-            quiet=True,
-            prevent_thread_lock=True,
-            ssr_mode=False,
-            mcp_server=False,
-            run_history=False,  # otherwise the browser would keep every request
-            enable_monitoring=False,
-            footer_links=[],
-            theme=self.gr.themes.Default(primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["monospace"]),
-            css=CSS,
-            app_kwargs={"middleware": [Middleware(SamePageOnly)]},
-        )
+        theme = self.gr.themes.Default(primary_hue="blue", font=["system-ui", "sans-serif"], font_mono=["monospace"])
+        try:
+            _, url, _ = self.blocks.launch(
+                server_name=HOST,
+                server_port=port or _free_port(),
+                share=False,
+                inbrowser=False,
+                quiet=True,
+                prevent_thread_lock=True,
+                ssr_mode=False,
+                mcp_server=False,
+                run_history=False,  # otherwise the browser would keep every request
+                enable_monitoring=False,
+                footer_links=[],
+                theme=theme,
+                css=CSS,
+                app_kwargs={"middleware": [Middleware(same_page_only)]},
+            )
+        except OSError as error:
+            if "Cannot find empty port" not in str(error):
+                raise
+            raise UsageError(f"--port: {port} is in use, expected a free one, or 0 to find one") from None
         return str(url)
 
     def _write_form(self) -> None:
         self._note(
-            "l2t", "The encoder turns the sentence into a latent; the model writes texts from that latent alone."
+            "l2t", "The encoder turns the sentence into a latent; the model generates texts from that latent alone."
         )
         text = self._text("Sentence", self.examples[0], autofocus=True)
         with self.gr.Row():
-            fields = [self._number("Count", Request.count), self._length(), *self._sampling()]
-        results = self._buttons("Write", self.demo.write, [text], fields)
+            fields = {"count": self._number("Count", Request.count), "length": self._length(), **self._sampling()}
+        results = self._buttons("Generate", self.demo.write, [text], fields)
         if "l2t" in self.modes:
             title = f"<p>From a held-out sentence: <strong>{escape(self.examples[0])}</strong></p>"
-            first = self._show_errors(lambda: title + self.demo.write(self.examples[0]))
-            self.blocks.load(first, outputs=results, api_visibility="private", **self.one_at_a_time)
+            self.blocks.load(
+                lambda: self._show_errors(lambda: title + self.demo.write(self.examples[0])),
+                outputs=results,
+                api_visibility="private",
+                **self.one_at_a_time,
+            )
 
     def _nearest_form(self) -> None:
         self._note(
@@ -327,7 +288,7 @@ class Page:
         with self.gr.Row():
             neighbors = self._number("Neighbors", Request.neighbors)
             split = self.gr.Dropdown(splits, value="train", label="Split", min_width=FIELD_WIDTH)
-            fields = [neighbors, split, *self._sampling(temperature=False)]
+            fields = {"neighbors": neighbors, "split": split, **self._sampling(temperature=False)}
         self._buttons("Find", self.demo.nearest, [text], fields)
 
     def _between_form(self) -> None:
@@ -338,11 +299,11 @@ class Page:
         )
         texts = [self._text("From", self.examples[0]), self._text("To", self.examples[1])]
         with self.gr.Row():
-            fields = [self._number("Points", Request.points), self._length(), *self._sampling()]
-        self._buttons("Write", self.demo.between, texts, fields)
+            fields = {"points": self._number("Points", Request.points), "length": self._length(), **self._sampling()}
+        self._buttons("Generate", self.demo.between, texts, fields)
 
     def _note(self, mode: Mode, note: str) -> None:
-        self.gr.Markdown(note if mode in self.modes else f"{note} **This run did not train {mode}: expect little.**")
+        self.gr.Markdown(note if mode in self.modes else f"{note} **This run did not train {mode}.**")
 
     def _text(self, label: str, example: str, **options: Any) -> Any:
         return self.gr.Textbox(label=label, placeholder=f"such as: {example}", max_length=MAX_TEXT_CHARS, **options)
@@ -353,56 +314,59 @@ class Page:
     def _length(self) -> Any:
         return self._number("Length (0: auto)", Request.length)
 
-    def _sampling(self, temperature: bool = True) -> list[Any]:
-        config, has_guidance = self.run.config.sampling, supports_guidance(self.run)
+    def _sampling(self, temperature: bool = True) -> dict[str, Any]:
+        config, has_guidance = self.run.config.sampling, "joint" in self.modes
+        fields = {"steps": self._number("Steps", config.steps)}
+        if temperature:
+            fields["temperature"] = self._number("Temperature", config.temperature, step=0.1)
         label = "Guidance" if has_guidance else "Guidance (needs joint training)"
-        return [
-            self._number("Steps", config.steps),
-            *([self._number("Temperature", config.temperature, step=0.1)] if temperature else []),
-            self._number(label, config.guidance, step=0.1, interactive=has_guidance),
-            self._number("Seed", Request.seed),
-        ]
+        fields["guidance"] = self._number(label, config.guidance, step=0.1, interactive=has_guidance)
+        fields["seed"] = self._number("Seed", Request.seed)
+        return fields
 
-    def _buttons(self, verb: str, request: Callable[..., str], texts: list[Any], fields: list[Any]) -> Any:
-        """Add the buttons of a form, whose last field is the seed, and a place for the results, which is returned."""
+    def _buttons(self, verb: str, request: Callable[..., str], texts: list[Any], fields: dict[str, Any]) -> Any:
+        """Add the buttons of a form with a field `seed`, and a place for the results, which is returned."""
+
+        def respond(*values: Any) -> str:
+            given = dict(zip(fields, values[len(texts) :], strict=True))
+            return self._show_errors(lambda: request(*values[: len(texts)], **given))
+
         with self.gr.Row():
             go = self.gr.Button(verb, variant="primary")
             again = self.gr.Button("With the next seed")
-        results, seed, respond = self.gr.HTML(), fields[-1], self._show_errors(request)
-        options = {"inputs": [*texts, *fields], "outputs": results, **self.one_at_a_time}
+        results, seed = self.gr.HTML(), fields["seed"]
+        options = {"inputs": [*texts, *fields.values()], "outputs": results, **self.one_at_a_time}
         self.gr.on([go.click, *(text.submit for text in texts)], respond, api_name=request.__name__, **options)
         increment = again.click(lambda value: (value or 0) + 1, seed, seed, api_visibility="private")
         increment.then(respond, api_visibility="private", **options)
         return results
 
-    def _show_errors(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Have an error of `function` shown in the page and logged on the terminal."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except MmldlmError as error:
-                message = str(error).removeprefix("--")  # options of `mmldlm sample` have the names of the fields
-                print(f"mmldlm demo: {message}", file=sys.stderr, flush=True)
-            except Exception as error:
-                message = f"internal error, see the terminal: {type(error).__name__}: {' '.join(str(error).split())}"
-                traceback.print_exc()
-            raise self.gr.Error(escape(truncate(message, MAX_ERROR_CHARS)), print_exception=False)
-
-        return call
+    def _show_errors(self, respond: Callable[[], str]) -> str:
+        """Return what `respond` returns; its errors are shown in the page and logged on the terminal."""
+        try:
+            return respond()
+        except MmldlmError as error:
+            message = str(error).removeprefix("--")  # options of `mmldlm sample` have the names of the fields
+            print(f"mmldlm demo: {message}", file=sys.stderr, flush=True)
+        except Exception as error:
+            message = f"internal error, see the terminal: {type(error).__name__}: {' '.join(str(error).split())}"
+            traceback.print_exc()
+        raise self.gr.Error(escape(truncate(message, MAX_ERROR_CHARS)), print_exception=False)
 
 
-class SamePageOnly:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def same_page_only(app: Any) -> Any:
     """ASGI middleware: refuses what another site has a browser send here, and sets the page's content policy.
 
-    Such a site has a host name of its own that leads here (DNS rebinding), or its own origin.
+    Such a site has a host name of its own that resolves to this machine (DNS rebinding), or its own origin.
     """
 
-    def __init__(self, app: Any):
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def guarded_app(scope: Any, receive: Any, send: Any) -> None:
         async def send_with_policy(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"content-security-policy", CONTENT_POLICY.encode())]
@@ -416,4 +380,6 @@ class SamePageOnly:
                 await send({"type": "http.response.start", "status": 403, "headers": []})
                 await send({"type": "http.response.body", "body": b"only for pages of this server"})
                 return
-        await self.app(scope, receive, send_with_policy)
+        await app(scope, receive, send_with_policy)
+
+    return guarded_app

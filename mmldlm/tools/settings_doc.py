@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mmldlm.config import RunConfig
-from mmldlm.settings.fields import key_of, leaves
+from mmldlm.settings.fields import key_of
 
 HEAD = """\
 # Settings
@@ -71,44 +72,33 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def settings_markdown() -> str:
     """Return the whole page: a section per group, a row per setting, in order of declaration, advice in italics."""
-    groups: dict[str, list[str]] = {"": []}
-    for key, field in leaves(RunConfig):
-        group = key.rpartition(".")[0]
-        groups.setdefault(group, []).append(_row(key, field))
-    parts = [HEAD, _section("Without a group", "Top-level keys of the YAML file.", groups.pop(""))]
-    parts += [_section(f"`{group}`", f"{_sentence(_about(group))}.", rows) for group, rows in groups.items()]
-    return "\n".join(parts)
+    return "\n".join([HEAD, *_sections(RunConfig, "", "Without a group", "Top-level keys of the YAML file.")])
 
 
-def _about(group: str) -> str:
-    """Return the doc of a group, which may be nested in another group."""
-    parent, _, name = group.rpartition(".")
-    return {key_of(field): field for field in dataclasses.fields(_hint(parent))}[name].metadata["doc"]
-
-
-def _section(title: str, about: str, rows: list[str]) -> str:
+def _sections(cls: type, prefix: str, title: str, about: str) -> Iterator[str]:
+    """Yield the section of the settings in `cls`, whose keys begin with `prefix`, and those of the groups in it."""
+    hints, rows, groups = get_type_hints(cls), [], []
+    for field in dataclasses.fields(cls):
+        key, hint = prefix + key_of(field), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            doc = field.metadata["doc"]
+            groups.append(_sections(hint, f"{key}.", f"`{key}`", f"{doc[:1].upper()}{doc[1:]}."))  # type: ignore[arg-type]
+        else:
+            rows.append(_row(key, field, hint))
     table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
-    return "\n".join([f"## {title}", "", about, "", *table, ""])
+    yield "\n".join([f"## {title}", "", about, "", *table, ""])
+    yield from chain(*groups)
 
 
-def _row(key: str, field: dataclasses.Field[Any]) -> str:
+def _row(key: str, field: dataclasses.Field[Any], hint: Any) -> str:
     bounds = [f"{label} {field.metadata[name]}" for name, label in _BOUNDS.items() if name in field.metadata]
-    kind = ", ".join([type_name(_hint(key)), *bounds])
+    kind = ", ".join([type_name(hint), *bounds])
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
     doc, advice = field.metadata["doc"], field.metadata["advice"]
     meaning = f"{doc}. *{advice}*" if advice else doc
     cells = [f"`{key}`", kind, f"`{_literal(default)}`", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _hint(key: str) -> Any:
-    """Return the type of the setting or group `key`; "" is the whole config. Fields hold their type only as text."""
-    hint: Any = RunConfig
-    for part in filter(None, key.split(".")):
-        field = next(field for field in dataclasses.fields(hint) if key_of(field) == part)
-        hint = get_type_hints(hint)[field.name]
-    return hint
 
 
 def type_name(hint: Any) -> str:
@@ -136,10 +126,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return str(value) or '""'
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import mmldlm
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, StorageError
-from mmldlm.settings.fields import dump, leaves
+from mmldlm.settings.fields import flat_settings
 from mmldlm.utils.files import make_folder, probe_file, wait_until_visible
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def check_shared_folder(engine: Engine, run_dir: Path) -> None:
 
 def config_fingerprint(config: RunConfig) -> dict[str, str]:
     """Return every leaf of the config as `config.KEY`, except for paths of data, which may differ between nodes."""
-    tree = dump(config)
-    return {f"config.{key}": _text(_lookup(tree, key)) for key, _ in leaves(RunConfig) if key not in PATH_KEYS}
+    return {f"config.{key}": _text(value) for key, value in flat_settings(config).items() if key not in PATH_KEYS}
 
 
 def data_fingerprint(store: Store) -> dict[str, str]:
@@ -129,13 +128,6 @@ def disagreements(fingerprints: Sequence[Mapping[str, str]], who: str = "rank") 
         others = _format_numbers(who, [i for i, v in enumerate(values) if v == usual])
         lines.append(f"{', '.join(deviating)}, {_short(usual)} on {others}")
     return lines
-
-
-def _lookup(tree: Any, key: str) -> Any:
-    """Return the value of a dotted key."""
-    for part in key.split("."):
-        tree = tree[part]
-    return tree
 
 
 def _text(value: Any) -> str:

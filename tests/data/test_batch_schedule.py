@@ -22,9 +22,9 @@ from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
-from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.dry_run import Estimate, estimate
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.metrics import read_metrics
 
 quick = pytest.mark.quick
 

@@ -23,9 +23,9 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import partition_items, verify, verify_part
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
-from mmldlm.telemetry import read_metrics
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.engine_runs import environment
+from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.inspect import info, nearest, samples, verify_store
+from mmldlm.data.inspect import info, samples, verify_store
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
+from mmldlm.data.nearest import nearest_neighbors
 from mmldlm.data.store import Store
 from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 from tests.helpers.user_errors import assert_user_error
@@ -68,7 +69,7 @@ def test_sample_shows_texts_lengths_norms_and_neighbors(
     standard /= np.linalg.norm(standard, axis=1, keepdims=True)
     cosines = standard @ standard[row]
     cosines[row] = -2
-    ((first, second),) = nearest(store, split, np.array([row]), 2)
+    ((first, second),) = nearest_neighbors(store, split, split.gather(np.array([row]))[2], 2, [row])
     assert first[1] == pytest.approx(cosines.max()) and second[1] == pytest.approx(np.sort(cosines)[-2])
     assert cosines[first[0]] == pytest.approx(first[1])
     assert len(list(samples(store, "test", 10**6, 0, 0))) == 2 * len(store.split("test"))

@@ -19,8 +19,8 @@ from mmldlm.data.shard import Shard
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
-from mmldlm.telemetry import read_metrics
 from tests.helpers.batch_sizes import constant_batch_size
+from tests.helpers.metrics import read_metrics
 from tests.helpers.stores import linked_shards_store, many_shards_store, random_letters_store
 
 pytestmark = pytest.mark.quick

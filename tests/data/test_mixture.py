@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mmldlm.config import load_config, require_paths
-from mmldlm.data.loader import DataConfig, Loader, SampleOrder
+from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.mixture import open_data
-from mmldlm.data.sampler import MixedOrder, MixturePart, count_draws
+from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids

@@ -10,7 +10,8 @@ import torch
 
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import DataConfig, Loader, SampleOrder, assign_slots, fixed_batches, permute
+from mmldlm.data.loader import DataConfig, Loader, assign_slots, fixed_batches
+from mmldlm.data.sampler import SampleOrder, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size

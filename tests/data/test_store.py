@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
-from mmldlm.data.store import Store, StoreWriter
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mmldlm.data.nearest import unit_vectors
-from mmldlm.evaluate import replace_nonfinite
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text, text_bound
@@ -22,6 +21,7 @@ from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import LoadedRun
+from mmldlm.utils.nested import replace_nonfinite
 from tests.helpers.known_runs import fresh_run, perfect_run
 
 pytestmark = pytest.mark.quick

@@ -14,7 +14,7 @@ from mmldlm.evaluation.quality import SEED, quality
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.run.load import load_run
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 
 MODES = {"l2t": "bleu", "t2l": "cosine", "joint": "token_entropy"}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import PATIENCE_S, wait_until

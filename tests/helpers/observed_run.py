@@ -11,9 +11,9 @@ from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.errors import MmldlmError
 from mmldlm.inference import sample
 from mmldlm.run.load import load_run
-from mmldlm.telemetry import read_metrics
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.metrics import read_metrics
 
 Aspect = Literal["curve", "validation", "texts", "latents", "batches", "workers", "parts", "records", "files", "end"]
 ASPECTS: dict[Aspect, str] = {

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.prepare.pipeline import PrepareConfig
-from mmldlm.data.store import StoreWriter
+from mmldlm.data.prepare.documents import SUFFIXES, Document, Format, Problem
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.utils.files import file_info
 
@@ -38,6 +41,15 @@ def write_corpus(path: Path, documents: int = 600, seed: int = 0) -> Path:
 def small_config(out: Path, *inputs: Path, **options: object) -> PrepareConfig:
     values: dict = {"vocab_size": 300, "channels": 8, "validation_fraction": 0.1, "test_fraction": 0.1, **options}
     return PrepareConfig(str(out), tuple(map(str, inputs)), **values)
+
+
+def read_file(
+    path: Path, format: Format | None = None, field: str = "text", key_field: str | None = None
+) -> Iterator[Document | Problem]:
+    """Yield the documents and problems of one text file, by default in the format of its suffix."""
+    format = format or SUFFIXES[path.suffix]
+    for part in text_parts(str(path), path.stat().st_size, format):
+        yield from read_text(part, field, format, key_field)
 
 
 def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> dict[str, list]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest, ShardInfo
-from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 
 

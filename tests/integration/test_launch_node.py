@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.two_nodes import LAUNCH, environment

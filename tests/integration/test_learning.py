@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.config import load_config
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.store import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.quality import quality
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.load import load_run
-from mmldlm.telemetry import read_metrics
 from mmldlm.train import train
+from tests.helpers.metrics import read_metrics
 
 # The least value of each metric after the last step. Without latents, the grammar alone gives a token accuracy of 0.55.
 BARS = {"t2l_cosine": 0.9, "t2l_recall_at_1": 0.9, "l2t_token_accuracy": 0.9}

@@ -24,9 +24,9 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import DataError
 from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
-from mmldlm.telemetry import read_metrics
 from mmldlm.tools.doctor.checks import check_store
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.metrics import read_metrics
 from tests.helpers.sample_corpus import overwrite_value
 from tests.helpers.stores import random_letters_store
 

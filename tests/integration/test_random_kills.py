@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mmldlm.checkpoint import CheckpointStore, Retention
-from mmldlm.telemetry import read_metrics
 from tests.helpers.engine_runs import CURVE
 from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.metrics import read_metrics
 from tests.helpers.tiny_config import TINY
 from tests.helpers.waiting import PATIENCE_S
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.slurm_commands import SCONTROL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 from tests.helpers.two_nodes import TwoNodes, one_node, unavailable
 from tests.helpers.waiting import PATIENCE_S, wait_until
 

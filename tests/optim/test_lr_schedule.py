@@ -18,7 +18,7 @@ from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import Plateau, ScheduleConfig, batch_scale, describe_lr, lr_at, resolved_warmup
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 
 quick = pytest.mark.quick
 PEAK, TOTAL, WARMUP, FLOOR = 3e-3, 100, 10, 0.05

@@ -15,7 +15,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.run.load import load_run
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 from tests.helpers.tiny_config import TINY
 
 quick = pytest.mark.quick

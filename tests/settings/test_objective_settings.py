@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmldlm import train
-from mmldlm.telemetry import read_metrics
+from tests.helpers.metrics import read_metrics
 
 MODE, LOGIT, HUBER = "text.time_sampling=mode", "latent.time_sampling=logit_normal", "loss.latent=huber"
 LATENT_MODE, MIN_SNR = "latent.time_sampling=mode", "loss.latent_time_weighting=min_snr"

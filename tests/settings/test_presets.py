@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from mmldlm import train
-from mmldlm.config import RunConfig, load_with_provenance
+from mmldlm.config import load_with_provenance
 from mmldlm.model.mmdit import DataShape, MMDiT, count_parameters
-from mmldlm.settings.fields import dump
-from mmldlm.settings.layers import iter_values
+from mmldlm.settings.fields import flat_settings
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.quick
@@ -25,15 +24,11 @@ CLAIM = re.compile(
 )
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
-    return dict(iter_values(dump(config), RunConfig))
-
-
 def set_by(name: str) -> dict[str, Any]:
     """Return the values that the file itself sets, by dotted key."""
     file = CONFIGS / f"{name}.yaml"
     config, origins = load_with_provenance(file)
-    return {key: flat(config)[key] for key, origin in origins.by_key().items() if origin.startswith(f"{file}:")}
+    return {key: flat_settings(config)[key] for key, origin in origins.items() if origin.startswith(f"{file}:")}
 
 
 @pytest.mark.parametrize("name", [*SIZES, *MODES, *MANNERS])
@@ -41,7 +36,7 @@ def test_each_preset_loads(name: str) -> None:
     config, _ = load_with_provenance(CONFIGS / f"{name}.yaml")
     assert config.run.dir and config.data.path
     config.train.check_batches(world_size=1)
-    without = flat(load_with_provenance(CONFIGS / "common.yaml")[0])
+    without = flat_settings(load_with_provenance(CONFIGS / "common.yaml")[0])
     idle = {key for key, value in set_by(name).items() if value == without[key]}
     wanted = {"memory.activation_checkpointing", "optim.lr"}  # which a size may have set; which every size names
     assert idle <= wanted, "what is so in any case says nothing"
@@ -68,7 +63,7 @@ def test_presets_of_different_kinds_combine(tmp_path: Path) -> None:
         config, _ = load_with_provenance(path)
         size, mode, manner = (own[name] for name in names)
         expected = size | mode | manner
-        assert {key: flat(config)[key] for key in expected} == expected, names
+        assert {key: flat_settings(config)[key] for key in expected} == expected, names
 
 
 def test_the_smallest_takes_its_vocabulary_from_any_store(tiny_store: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ FILES = (
     "tools/settings_doc.py",
     "trainer/consistency.py",
 )
-FUNCTIONS = ("__post_init__", "require_paths", "with_absolute_paths", "load_with_provenance")
+FUNCTIONS = ("__post_init__", "require_paths", "with_absolute_paths", "trained_modes")
 
 # Settings under which a key is read that is not read in `BASE`, each a run of its own. Add to it where the test asks.
 RUNS: tuple[tuple[str, ...], ...] = (

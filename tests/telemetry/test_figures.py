@@ -20,9 +20,10 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import load_run
-from mmldlm.telemetry import Tracker, figures, read_metrics
+from mmldlm.telemetry import Tracker, figures
 from mmldlm.telemetry.figure_data import FigureData
 from mmldlm.telemetry.tensorboard import LAYOUT
+from tests.helpers.metrics import read_metrics
 from tests.helpers.tiny_config import TINY
 
 DRAWN = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import Notices, ProgressLine, host_memory
+from mmldlm.telemetry import Notices, ProgressLine, resources
 from mmldlm.telemetry.notices import to_stderr
 
 pytestmark = pytest.mark.quick
@@ -79,12 +79,12 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_memory_of_the_host_and_of_a_control_group(tmp_path: Path) -> None:
-    result = host_memory.host_memory_mib()
+    result = resources.host_memory_mib()
     assert result is not None and 0 < result[1] < result[0]
     names = ("memory.max", "memory.current", "inactive_file")
     (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {20 * 2**20}\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(host_memory._cgroup_memory(tmp_path, *names)) == []
+    assert list(resources._cgroup_memory(tmp_path, *names)) == []
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
-    assert list(host_memory._cgroup_memory(tmp_path, *names)) == [(100.0, 60.0)], "caches of files can be had back"
+    assert list(resources._cgroup_memory(tmp_path, *names)) == [(100.0, 60.0)], "caches of files can be had back"

@@ -4,7 +4,8 @@ import signal
 import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from mmldlm.telemetry import Tracker, read_metrics
+from mmldlm.telemetry import Tracker
+from tests.helpers.metrics import read_metrics
 
 
 def values(step):

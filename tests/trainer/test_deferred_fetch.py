@@ -15,12 +15,12 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.engine import is_accepted
-from mmldlm.telemetry import read_metrics
 from mmldlm.trainer.step_guard import propagate_nonfinite
 from mmldlm.trainer.trainer import StepResult, Trainer
 from tests.helpers.engine_runs import exit_record, records
 from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.metrics import read_metrics
 
 TIMES = ("time", "stall_s", "seconds", "path")
 SETTINGS = (

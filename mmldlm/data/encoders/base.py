@@ -54,7 +54,7 @@ class ImportedLatents:
         """Create an encoder.
 
         Args:
-            name: of the model that computed the latents.
+            name: name of the model that computed the latents.
             revision: distinguishes sources of latents.
             shape: [M, C] of the source latents.
             channels: C to truncate to; by default all.
@@ -81,6 +81,7 @@ class ImportedLatents:
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See `LatentEncoder.identity`."""
         return {
             "name": self.name,
             "revision": self.revision,
@@ -94,11 +95,13 @@ class ImportedLatents:
         return np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)
 
     def save(self, folder: Path | str) -> None:
+        """Write the encoder to `folder`."""
         shape = {"latent_tokens": self.latent_tokens, "source_channels": self.source_channels}
         write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **shape, **self.identity})
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> ImportedLatents:
+        """Load the encoder that `save` wrote."""
         del folder
         shape = (description["latent_tokens"], description["source_channels"])
         return cls(description["name"], description["revision"], shape, description["dim"], description["normalise"])

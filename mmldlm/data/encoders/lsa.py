@@ -21,6 +21,7 @@ from mmldlm.errors import DataError
 
 _WORD = re.compile(r"\w+")
 _BLOCK_TEXTS = 4096
+_MAX_TERMS = 20_000
 
 
 class LsaEncoder:
@@ -41,14 +42,13 @@ class LsaEncoder:
         self._idf, self._projection = torch.from_numpy(idf), torch.from_numpy(projection)
 
     @classmethod
-    def fit(cls, texts: Iterable[str], channels: int = 64, seed: int = 0, max_terms: int = 20_000) -> LsaEncoder:
+    def fit(cls, texts: Iterable[str], channels: int = 64, seed: int = 0) -> LsaEncoder:
         """Fit an encoder to `texts`; deterministic for equal texts and seed.
 
         Args:
             texts: the corpus.
             channels: C, the rank of the SVD.
-            seed: of the randomized SVD.
-            max_terms: size of the vocabulary; the words that occur in most texts are kept.
+            seed: seed of the randomized SVD.
 
         Raises:
             DataError: the corpus has fewer texts or words than `channels`.
@@ -57,8 +57,8 @@ class LsaEncoder:
         frequency: Counter[str] = Counter()
         for text in texts:
             frequency.update(_words(text).keys())
-        # Ties in alphabetical order, so that the terms do not depend on the order of the texts.
-        terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:max_terms]
+        # Words that occur in most texts; ties in alphabetical order, so that the order of the texts does not matter.
+        terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:_MAX_TERMS]
         if (max_channels := min(len(terms), len(texts))) < channels:
             raise DataError(
                 f"--channels {channels}: the training split has {len(texts)} texts and {len(terms)} words, "
@@ -114,6 +114,7 @@ class LsaEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See `LatentEncoder.identity`."""
         digest = hashlib.sha256("\n".join(self.terms).encode())
         digest.update(self._idf.numpy().tobytes() + self._projection.numpy().tobytes())
         return {
@@ -136,6 +137,7 @@ class LsaEncoder:
         return normalize_rows(projected.numpy())[:, None, :]
 
     def save(self, folder: Path | str) -> None:
+        """Write the encoder to `folder`."""
         folder = Path(folder)
         write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
         arrays = {"idf": self._idf.numpy(), "projection": self._projection.numpy()}
@@ -143,6 +145,7 @@ class LsaEncoder:
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> LsaEncoder:
+        """Load the encoder that `save` wrote."""
         arrays = load_file(folder / "lsa.safetensors")
         return cls(description["terms"], arrays["idf"], arrays["projection"], description["seed"])
 

@@ -41,14 +41,14 @@ class SentenceTransformerEncoder:
         """Load the model.
 
         Args:
-            name_or_folder: of the model.
+            name_or_folder: name or folder of the model.
             channels: C to truncate to; by default all.
             prompt: text to prepend to each text; E5, for example, expects "query: " or "passage: ".
             normalize: scale vectors to unit norm.
             prompt_name: one of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
             revision: commit of a model given by name.
             batch_size: texts per forward pass.
-            device: by default the library's choice.
+            device: device of the model; by default the library's choice.
 
         Raises:
             UsageError: the library is not installed, or an option does not suit the model.
@@ -89,6 +89,7 @@ class SentenceTransformerEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See `LatentEncoder.identity`."""
         return {
             "name": self.name,
             "revision": self._revision(),
@@ -131,6 +132,7 @@ class SentenceTransformerEncoder:
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
+        """Load the encoder that `save` wrote."""
         name = description["name"]
         # A name may point to another commit now; a folder can only be compared by its hash, below.
         commit = None if Path(name).is_dir() else description["revision"]

@@ -118,7 +118,7 @@ def _run_on_ray(executor: RayPipelineExecutor, step: TaskStep) -> None:
 
 
 def _run_stage(job: Job, stage: Stage, chunk: int) -> None:
-    run_task(job, stage, chunk, StageProgress(shown=False))
+    run_task(job, stage, chunk, StageProgress(enabled=False))
 
 
 def _merge(job: Job, chunk: int) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -40,9 +39,7 @@ class DocumentCacheWriter:
     def __enter__(self) -> DocumentCacheWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
         np.save(self.folder / _OFFSETS, np.array(self._offsets, np.int64), allow_pickle=False)
 
@@ -50,7 +47,7 @@ class DocumentCacheWriter:
         return len(self._offsets)
 
     def add(self, document: Document) -> None:
-        """Append a document without its group, which has determined its split."""
+        """Append a document."""
         arrays = [
             None if array is None else np.ascontiguousarray(array) for array in (document.tokens, document.latents)
         ]

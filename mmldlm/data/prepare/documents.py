@@ -50,7 +50,6 @@ class Part:
 class Document:
     """An input text with its location: `line` (or row) of the file `source`, counted from 1.
 
-    Documents of the same `group` are assigned to the same split; "" means that the group is derived from the text.
     Optional contents of the input are `tokens` [L], ids of a text that is tokenized already (`text` may then be empty),
     `latents` float [M, C] of a text that is encoded already, and `key`, the id of the document.
     """
@@ -58,7 +57,6 @@ class Document:
     text: str
     source: str
     line: int
-    group: str = ""
     tokens: np.ndarray | None = None
     latents: np.ndarray | None = None
     key: str = ""

@@ -85,7 +85,7 @@ def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
         elif not config.format and is_datasets_folder(Path(name)):
             inputs.append((name, "datasets"))
         else:
-            files = find_files([name])
+            files = find_files(name)
             inputs += [(path, config.format or SUFFIXES.get(PurePosixPath(path).suffix, "lines")) for path in files]
     # A file that two patterns match is read once.
     return list(dict.fromkeys(inputs))

@@ -196,6 +196,6 @@ def run_task(job: Job, stage: Stage, chunk: int, progress: StageProgress) -> Non
         try:
             folder.rename(path)
         except OSError:
-            if not path.exists():  # else another process was as fast
+            if not path.exists():  # otherwise another process has finished the same task
                 raise
     fsync(job.staging)

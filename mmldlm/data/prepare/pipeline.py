@@ -1,9 +1,12 @@
 """`mmldlm prepare`: raw data to a store.
 
-    read      chunks of the input to caches of documents, each with its split          read.py
-    fit       tokenizer and encoder, on the training split only                        fit.py
-    encode    documents of a chunk to shards of tokens and latents                     encode.py, measure.py
-    merge     the shards of all chunks to one store                                    merge.py
+    count     number of documents of each chunk, if latents belong to them by position    read.py
+    read      chunks of the input to caches of documents, each with its split             read.py
+    fit       tokenizer and encoder, on the training split only                           fit.py
+    encode    documents of a chunk to shards of tokens and latents                        encode.py
+    mean      mean of all training latents                                                measure.py
+    measure   deviations of each chunk's latents from that mean                           measure.py
+    merge     the shards of all chunks to one store                                       merge.py
 
 A stage is a set of tasks, one per chunk or one for all; each begins when the stage before is finished. What a task
 writes depends on nothing but the plan and earlier stages, so the store does not depend on who runs which task: this
@@ -38,8 +41,6 @@ from mmldlm.data.prepare.workers import run_in_process, worker_pool
 from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError, run_command
 from mmldlm.utils.progress import INTERVAL_S, print_status
 
-__all__ = ["PrepareConfig", "add_arguments", "from_args", "main", "prepare", "summary"]
-
 STAGES = (
     Stage("count", "counting documents", count_chunk, when=needs_counts),
     Stage("read", "reading documents", read_chunk),
@@ -70,9 +71,9 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums depend on the number of threads
     try:
-        shown = StageProgress(progress, interval)
-        with shown:
-            shown.phase("looking through the input", announce=False)
+        stage_progress = StageProgress(progress, interval)
+        with stage_progress:
+            stage_progress.phase("looking through the input", announce=False)
             job = Job(config, make_plan(config))
             # Without the lock, which would create the staging folder next to a finished store.
             if not job.staging.exists() and (manifest := _existing_store(job)):
@@ -84,7 +85,7 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
                         shutil.rmtree(job.staging)
                     return manifest
                 job.open_staging()
-                _run_stages(job, shown)
+                _run_stages(job, stage_progress)
             manifest = Manifest.read(job.out)
             print_status(summary(manifest))
             return manifest

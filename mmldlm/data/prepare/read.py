@@ -54,7 +54,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
             if isinstance(item, Problem):
                 problems.add(item)
                 continue
-            group = item.group or exact_groups([item.text])[0]
+            group = exact_groups([item.text])[0]
             splits.append(assign_split(group, config))
             groups.append(hash64(group))
             cache.add(item)

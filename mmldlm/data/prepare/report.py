@@ -1,4 +1,4 @@
-"""What a preparation reports to the user: its progress, and every document that it could not use."""
+"""Progress of a preparation, the log of documents that it could not use, and its summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mmldlm.data.manifest import Manifest
@@ -41,9 +40,7 @@ class ProblemLog:
     def __enter__(self) -> ProblemLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def add(self, problem: Problem) -> None:
@@ -102,8 +99,8 @@ class StageProgress(Progress):
         reported: Number of problems by kind that this process has found.
     """
 
-    def __init__(self, shown: bool, interval: float = INTERVAL_S):
-        super().__init__(shown, interval)
+    def __init__(self, enabled: bool, interval: float = INTERVAL_S):
+        super().__init__(enabled, interval)
         self.reported: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
 

@@ -74,7 +74,7 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
         executor.shutdown()
     except BrokenProcessPool:
         raise PeerLostError(
-            "a worker process was killed, perhaps for want of memory; start the same command again to continue"
+            "a worker process was killed, perhaps because memory ran out; start the same command again to continue"
         ) from None
     finally:
         # Ends workers at once, also within a task; after success they have ended by the shutdown above.
@@ -96,7 +96,7 @@ class _WorkerProgress(StageProgress):
     """Counts the documents of the current chunk in `counts`, for the main process to report."""
 
     def __init__(self, counts: MutableSequence[int]):
-        super().__init__(shown=False)
+        super().__init__(enabled=False)
         self.chunk, self._counts = 0, counts
 
     def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:

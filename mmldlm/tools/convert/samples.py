@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmldlm.data.prepare.readers.latents import as_latents
+from mmldlm.data.prepare.readers import latents
 from mmldlm.errors import DataError
 
 _MAX_ARCHIVE_BYTES = 1 << 26  # of one sample's tokens, uncompressed; larger ones are not read into memory
@@ -37,18 +37,11 @@ class SourceSample(NamedTuple):
 
 
 def map_array(path: Path) -> np.ndarray:
-    """Memory-map a `.npy` file, so that a header that promises more than the file holds allocates nothing.
-
-    Raises:
-        UnusableSample: It is no array, or one of pickled objects.
-    """
+    """Memory-map a `.npy` file; UnusableSample if that fails."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # NumPy and the system raise many types
-        raise UnusableSample(f"{path}: not a readable array ({' '.join(str(error).split())})") from None
-    if not isinstance(array, np.ndarray):
-        raise UnusableSample(f"{path}: an archive of arrays, expected one array")
-    return array
+        return latents.map_array(path)
+    except DataError as error:
+        raise UnusableSample(str(error)) from None
 
 
 def read_token_archive(path: Path) -> np.ndarray:
@@ -97,7 +90,7 @@ def check_latents(array: np.ndarray) -> np.ndarray:
     """
     with np.errstate(over="ignore"):
         # The check for finite values applies to what is written: float64 may overflow in float32.
-        latents = as_latents(array.astype(np.float32) if array.dtype.kind == "f" else array)
-    if isinstance(latents, tuple):
-        raise UnusableSample(latents[1])
-    return latents
+        result = latents.as_latents(array.astype(np.float32) if array.dtype.kind == "f" else array)
+    if isinstance(result, tuple):
+        raise UnusableSample(result[1])
+    return result

@@ -15,7 +15,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the findings name missi
 import torch
 
 from mmldlm.config import split_arguments
-from mmldlm.errors import UsageError, run_command
+from mmldlm.errors import UsageError
 from mmldlm.tools.doctor.checks import (
     Finding,
     check_config,
@@ -88,7 +88,7 @@ def run_checks(options: argparse.Namespace, node_env: NodeEnv, clock: Callable[[
     return findings + (check_master(node_env, options.timeout) if node_env.processes > 1 else [])
 
 
-def run(argv: list[str] | None = None, clock: Callable[[], float] = time.time) -> int:
+def main(argv: list[str] | None = None, clock: Callable[[], float] = time.time) -> int:
     """Run `mmldlm doctor`; an `MmldlmError` propagates. Tests pass another `clock`."""
     options = parse_arguments(argv)
     devices = torch.cuda.device_count() if device_type(options.device) == "cuda" else 1
@@ -104,8 +104,3 @@ def run(argv: list[str] | None = None, clock: Callable[[], float] = time.time) -
     else:
         print(format_report(findings))
     return code
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm doctor` and print errors as one line."""
-    return run_command(lambda: run(argv))

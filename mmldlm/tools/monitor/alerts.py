@@ -17,6 +17,7 @@ from mmldlm.utils.format import human_duration
 _GIB = 2**30
 _BLOCK = 10  # records per median, so that one unusual batch raises no alert
 _MIN_SIGMAS = 4.0  # by which two such medians must differ
+_MIN_EARLIER = 20  # records that recent ones are compared with
 _OVERFLOW_WINDOW = 200  # steps
 _MIN_STEPS_PER_SPEED = 10
 _NUM_SPEEDS = 10  # speeds that are compared
@@ -214,16 +215,10 @@ _LOSS_RISES = (_diverged, _rising_training_loss, _rising_validation_loss)
 
 
 def _norm_jump(snapshot: Snapshot) -> str | None:
-    norms = finite_values(snapshot.train_records, "optim/grad_norm")
-    recent, before = norms[-5:], norms[-105:-5]
-    if len(before) < 20:
+    medians = _recent_and_earlier_median(finite_values(snapshot.train_records, "optim/grad_norm")[-105:], 5)
+    if medians is None or medians[0] <= snapshot.thresholds.norm_jump * medians[1]:
         return None
-    usual, norm = statistics.median(before), statistics.median(recent)
-    return (
-        f"{norm:.3g} (median of 5 records), before {usual:.3g}"
-        if norm > snapshot.thresholds.norm_jump * usual
-        else None
-    )
+    return f"{medians[0]:.3g} (median of 5 records), before {medians[1]:.3g}"
 
 
 def _norm_clipped(snapshot: Snapshot) -> str | None:
@@ -286,22 +281,20 @@ def _disk(snapshot: Snapshot) -> str | None:
 
 def _data_bound(snapshot: Snapshot) -> str | None:
     share = snapshot.data_wait_share
-    return (
-        None
-        if share is None or share <= snapshot.thresholds.data_wait
-        else f"{share:.0%} of a step is waiting for data"
-    )
+    if share is None or share <= snapshot.thresholds.data_wait:
+        return None
+    return f"{share:.0%} of a step is waiting for data"
 
 
-def _recent_and_earlier_median(snapshot: Snapshot, tag: str) -> tuple[float, float] | None:
-    """Return the medians over the last 10 records and over the earlier session; None while that is short."""
-    values = finite_values(snapshot.session_records, tag)
-    return (statistics.median(values[-10:]), statistics.median(values[:-10])) if len(values) >= 30 else None
+def _recent_and_earlier_median(values: Sequence[float], recent: int) -> tuple[float, float] | None:
+    """Return the medians of the last `recent` values and of those before; None while there are few of those."""
+    earlier = values[:-recent]
+    return (statistics.median(values[-recent:]), statistics.median(earlier)) if len(earlier) >= _MIN_EARLIER else None
 
 
 def _slowdown(snapshot: Snapshot) -> str | None:
     """Return the speed if it is far below the earlier speed of this session."""
-    speeds = _recent_and_earlier_median(snapshot, "speed/tokens_per_s")
+    speeds = _recent_and_earlier_median(finite_values(snapshot.session_records, "speed/tokens_per_s"), 10)
     if speeds is None or speeds[0] >= snapshot.thresholds.speed_drop * speeds[1]:
         return None
     return f"{speeds[0]:.0f} tokens/s (median of 10 records), before {speeds[1]:.0f}"
@@ -309,10 +302,8 @@ def _slowdown(snapshot: Snapshot) -> str | None:
 
 def _busy_cores(snapshot: Snapshot) -> str | None:
     """Return the speed if it fell and other processes keep more of the host's cores busy than before."""
-    slowdown, cores = (
-        _slowdown(snapshot),
-        _recent_and_earlier_median(snapshot, "speed/cores_of_others"),
-    )
+    slowdown = _slowdown(snapshot)
+    cores = _recent_and_earlier_median(finite_values(snapshot.session_records, "speed/cores_of_others"), 10)
     if slowdown is None or cores is None or cores[0] - cores[1] < snapshot.thresholds.cores_of_others:
         return None
     return f"{slowdown}; other processes keep {cores[0]:.1f} cores of this host busy, before {cores[1]:.1f}"
@@ -342,11 +333,9 @@ def _unstable_speed(snapshot: Snapshot) -> str | None:
 def _tokens_per_s(records: Sequence[Record]) -> float:
     """Return the tokens per second over all of these training records."""
     seconds = finite_values(records, "speed/step_s")
-    # Of an average step of each record: the records have equally many steps.
-    tokens = [
-        speed * step_s for speed, step_s in zip(finite_values(records, "speed/tokens_per_s"), seconds, strict=True)
-    ]
-    return sum(tokens) / max(sum(seconds), 1e-9)
+    # Tokens of an average step of each record: the records have equally many steps.
+    pairs = zip(finite_values(records, "speed/tokens_per_s"), seconds, strict=True)
+    return sum(speed * step_s for speed, step_s in pairs) / max(sum(seconds), 1e-9)
 
 
 # (name, condition, advice), the most urgent first. Of several rows with one name, the first whose condition holds
@@ -371,11 +360,7 @@ ALERTS: tuple[tuple[str, Condition, Advice], ...] = (
         "look at that rank first: its node's log, stacks.rank*.txt, `mmldlm doctor` on its node; the other ranks ended "
         "because of it",
     ),
-    (
-        "not finite",
-        _nonfinite_loss,
-        "go back to a checkpoint before that step (resume=PATH) with a lower optim.lr",
-    ),
+    ("not finite", _nonfinite_loss, "go back to a checkpoint before that step (resume=PATH) with a lower optim.lr"),
     (
         "skipped steps",
         _skipped_steps,
@@ -428,11 +413,7 @@ ALERTS: tuple[tuple[str, Condition, Advice], ...] = (
 ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
     ("no news", _process_stopped, lambda snapshot: f"`kill -CONT {_stopped_pids(snapshot)}` lets it continue"),
     ("no news", _no_news, _advice_for_silence),
-    (
-        "data-bound",
-        _data_bound,
-        "raise data.num_workers or data.prefetch_factor, or put the store on a local disk",
-    ),
+    ("data-bound", _data_bound, "raise data.num_workers or data.prefetch_factor, or put the store on a local disk"),
     (
         "busy cores",
         _busy_cores,

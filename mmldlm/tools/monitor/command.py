@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmldlm.errors import ExitCode, UsageError, run_command
+from mmldlm.errors import ExitCode, UsageError
 from mmldlm.settings.fields import build, leaves, set_dotted
 from mmldlm.tools.monitor.alerts import Alert, alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
@@ -122,7 +122,3 @@ def main(argv: list[str] | None = None) -> int:
         return watch(histories, options.interval, thresholds, Output(options.json, options.once))
     except KeyboardInterrupt:
         return ExitCode.DONE
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

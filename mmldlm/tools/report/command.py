@@ -30,6 +30,7 @@ from mmldlm.tools.report.html import ReportContent, render_page
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import format_number
+from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.ratio import CONFIDENCE, SEEDS_METHOD, Ratio, SeedStats
 
 PAGE, METRICS = "report.html", "final_metrics.json"
@@ -106,12 +107,6 @@ def _seed_stats(stats: SeedStats) -> dict[str, Any]:
     return {"mean": stats.mean, "standard_deviation": stats.std, "n": stats.n}
 
 
-def _as_json(values: Any) -> str:
-    """Return strict JSON; values from a run's files may be of types that JSON lacks, or NaN and Infinity (to null)."""
-    plain = json.loads(json.dumps(values, default=str), parse_constant=lambda _: None)
-    return json.dumps(plain, indent=1, allow_nan=False) + "\n"
-
-
 def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportContent:
     """Write a report.
 
@@ -132,7 +127,9 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
         out.mkdir(parents=True, exist_ok=True)
         figures = draw_figures(groups, out)
         content = ReportContent(groups, compare_groups(groups, max_step), max_step, figures, datetime.now(timezone.utc))
-        write_atomically(out / METRICS, _as_json(final_metrics(content)))
+        # Values from a run's files may be of types that JSON lacks.
+        metrics = json.dumps(replace_nonfinite(final_metrics(content)), indent=1, allow_nan=False, default=str)
+        write_atomically(out / METRICS, f"{metrics}\n")
         write_atomically(out / PAGE, render_page(content))
     except OSError as error:
         raise StorageError(f"--out: cannot write {error.filename or out}: {error.strerror}") from error

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmldlm.settings.fields import flatten
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
+from mmldlm.utils.nested import flatten
 from mmldlm.utils.ratio import Ratio, SeedStats, ratio_of_means
 
 PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ

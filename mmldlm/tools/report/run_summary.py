@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from mmldlm.settings.fields import flatten
 from mmldlm.tools.run_history import History, Series
 from mmldlm.tools.run_status import RunState, read_json
+from mmldlm.utils.nested import flatten
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents, LsaEncoder
 from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
 from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.prepare.plan import make_plan
-from mmldlm.data.prepare.readers.text import read_file, read_text, text_parts
+from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.shard_writer import ShardWriter
-from mmldlm.data.store_writer import StoreWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from tests.helpers.prepare_runs import FORKING
-from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.sample_corpus import read_file, small_config, write_corpus
 
 quick = pytest.mark.quick
 
@@ -42,7 +42,7 @@ def test_parts_together_are_the_file(tmp_path: Path, format: str) -> None:
         whole = list(read_file(path, format))  # type: ignore[arg-type]
         size = path.stat().st_size
         for target in (1, 7, 50, size or 1, 10**9):
-            parts = text_parts(path, target, format)  # type: ignore[arg-type]
+            parts = text_parts(str(path), target, format)  # type: ignore[arg-type]
             assert [part.start for part in parts] + [size] == [0, *(part.stop for part in parts)] if size else not parts
             assert all(part.stop - part.start >= target for part in parts[:-1])
             order = draw.sample(parts, len(parts)) if trial % 2 else parts

@@ -22,10 +22,9 @@ from mmldlm.data.prepare.readers.python_docs import (
     split_words,
     without_near_copies,
 )
-from mmldlm.data.prepare.readers.text import read_file
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
-from tests.helpers.sample_corpus import write_corpus
+from tests.helpers.sample_corpus import read_file, write_corpus
 
 pytestmark = pytest.mark.quick
 
@@ -189,11 +188,12 @@ def test_jsonl(tmp_path: Path) -> None:
 def test_inputs_are_found_or_named(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.jsonl", "d.bin"):
         (tmp_path / name).write_text("x")
-    names = [Path(path).name for path in find_files([str(tmp_path / "b.txt"), str(tmp_path), str(tmp_path / "*.bin")])]
-    assert names == ["b.txt", "a.txt", "c.jsonl", "d.bin"]
+    for name, expected in ((tmp_path / "b.txt", ["b.txt"]), (tmp_path, ["a.txt", "b.txt", "c.jsonl"]),
+                           (tmp_path / "*.bin", ["d.bin"])):  # fmt: skip
+        assert [Path(path).name for path in find_files(str(name))] == expected
     for missing in ("none.txt", "*.none"):
         with pytest.raises(DataError, match="no such file"):
-            find_files([str(tmp_path / missing)])
+            find_files(str(tmp_path / missing))
 
 
 # --- near-duplicates -----------------------------------------------------------------------------

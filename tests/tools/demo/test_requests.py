@@ -64,7 +64,9 @@ def test_texts_are_those_of_sample(demo: Demo, short_run: LoadedRun) -> None:
 
 def test_an_empty_field_takes_its_default(demo: Demo, short_run: LoadedRun) -> None:
     config = short_run.config.sampling
-    given = demo.write(TEXT, 3, 0, config.steps, config.temperature, config.guidance, 0)
+    sampling = {"steps": config.steps, "temperature": config.temperature, "guidance": config.guidance}
+    given = demo.write(TEXT, count=3, length=0, seed=0, **sampling)
+    assert demo.write(TEXT, **dict.fromkeys(("count", "length", "seed", *sampling))) == given
     assert demo.write(TEXT) == given and len(rows(given)) == 3
     assert demo.write(TEXT, seed=1) != given
 
@@ -105,10 +107,13 @@ def test_texts_between_two(demo: Demo, short_run: LoadedRun) -> None:
 
 
 def test_the_client_gets_what_the_page_shows(client: Any, demo: Demo) -> None:
-    assert client.predict(TEXT, 2, 7, 3, 0.5, 1, 3, api_name="/write") == demo.write(TEXT, 2, 7, 3, 0.5, 1, 3)
-    assert client.predict(TEXT, 2, "test", 3, 1, 0, api_name="/nearest") == demo.nearest(TEXT, 2, "test", 3, 1, 0)
-    between = client.predict(TEXT, "The wave.", 3, 5, 2, 1, 1, 0, api_name="/between")
-    assert between == demo.between(TEXT, "The wave.", 3, 5, 2, 1, 1, 0)
+    result = client.predict(TEXT, 2, 7, 3, 0.5, 1, 3, api_name="/write")
+    assert result == demo.write(TEXT, count=2, length=7, steps=3, temperature=0.5, guidance=1, seed=3)
+    result = client.predict(TEXT, 2, "test", 3, 1, 0, api_name="/nearest")
+    assert result == demo.nearest(TEXT, "test", neighbors=2, steps=3, guidance=1, seed=0)
+    result = client.predict(TEXT, "The wave.", 3, 5, 2, 1, 1, 0, api_name="/between")
+    fields = {"points": 3, "length": 5, "steps": 2, "temperature": 1, "guidance": 1, "seed": 0}
+    assert result == demo.between(TEXT, "The wave.", **fields)
 
 
 def test_one_request_at_a_time_reaches_the_model(client: Any, short_run: LoadedRun) -> None:

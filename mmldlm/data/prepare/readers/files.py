@@ -8,14 +8,14 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from mmldlm.data.prepare.documents import SUFFIXES
 from mmldlm.errors import DataError, MmldlmError, UsageError
-from mmldlm.utils.files import FileInfo, file_info
+from mmldlm.utils.files import FileInfo
 
 _BUFFER_BYTES = 1 << 20
 
@@ -41,8 +41,6 @@ def open_input(path: str) -> BinaryIO:
 
 def input_info(path: str) -> FileInfo:
     """Return size and SHA-256 of a file, for which it is read in full; errors are those of `open_input`."""
-    if not is_url(path):
-        return file_info(Path(path))
     digest, size = hashlib.sha256(), 0
     with open_input(path) as file:
         while block := file.read(_BUFFER_BYTES):
@@ -51,15 +49,15 @@ def input_info(path: str) -> FileInfo:
     return FileInfo(size, digest.hexdigest())
 
 
-def find_files(inputs: Sequence[str]) -> list[str]:
-    """Return the files named by paths, URLs, glob patterns and folders, each once and sorted within each input.
+def find_files(name: str) -> list[str]:
+    """Return the sorted files that a path, URL, glob pattern or folder names.
 
-    Folders are searched recursively for the suffixes in `SUFFIXES`.
+    A folder is searched recursively for the suffixes in `SUFFIXES`.
 
     Raises:
-        DataError: An input matches no file.
+        DataError: The name matches no file.
     """
-    return list(dict.fromkeys(path for name in inputs for path in (_find_url if is_url(name) else _find_local)(name)))
+    return _find_url(name) if is_url(name) else _find_local(name)
 
 
 def _find_local(name: str) -> list[str]:

@@ -62,7 +62,7 @@ class LatentFile:
         if self.path.suffix == ".parquet":
             names, self._rows = read_latent_table(self.path)
         else:
-            self._rows = _map_array(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
+            self._rows = map_array(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
         shape = tuple(self._rows.shape)
         if len(shape) not in (2, 3) or 0 in shape:
             raise DataError(f"{self.path}: shape {list(shape)}, expected [n, C] or [n, M, C]")
@@ -131,6 +131,21 @@ def as_latents(array: np.ndarray) -> np.ndarray | tuple[ProblemKind, str]:
     return np.atleast_2d(array)
 
 
+def map_array(path: Path) -> np.ndarray:
+    """Memory-map a `.npy` file, so that a header that promises more than the file holds allocates nothing.
+
+    Raises:
+        DataError: It is no array, or one of pickled objects.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # NumPy and the system raise many types
+        raise DataError(f"{path}: not a readable array ({' '.join(str(error).split())})") from None
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path}: an archive of arrays, expected one array")
+    return array
+
+
 class _Tensor:
     """The tensor `latents`, or the only tensor, of a safetensors file; slices are read without the rest."""
 
@@ -153,16 +168,6 @@ class _Tensor:
             raise DataError(
                 f"{self._path}: cannot read row {rows.start} ({error}); expected float16 or float32"
             ) from None
-
-
-def _map_array(path: Path) -> np.ndarray:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: not a readable array ({error})") from None
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"{path}: an archive of arrays, expected one array")
-    return array
 
 
 def _read_ids(path: Path) -> list[str]:

@@ -304,7 +304,7 @@ def _document(path: str, line: int, values: dict[str, Any], field: str, columns:
         if values[columns.key] is None or isinstance(values[columns.key], UnicodeDecodeError):
             problem = problem or ("invalid", f"column {columns.key!r} holds no id")
         key = str(values[columns.key])
-    return Problem(path, line, *problem) if problem else Document(text or "", path, line, "", tokens, latents, key)
+    return Problem(path, line, *problem) if problem else Document(text or "", path, line, tokens, latents, key)
 
 
 def _to_array(value: Any) -> np.ndarray | None:

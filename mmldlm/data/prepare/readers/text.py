@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
-from mmldlm.data.prepare.documents import SUFFIXES, Document, Format, Part, Problem, ProblemKind
+from mmldlm.data.prepare.documents import Document, Format, Part, Problem, ProblemKind
 from mmldlm.data.prepare.readers.files import is_url, open_input
 from mmldlm.errors import DataError
 
-
-def read_file(
-    path: Path, format: Format | None = None, field: str = "text", key_field: str | None = None
-) -> Iterator[Document | Problem]:
-    """Yield the documents of one text file in order, with a `Problem` for each that cannot be read.
-
-    Lines end in \\n or \\r\\n only.
-
-    Args:
-        format: Defaults to the format of the file's suffix, or to `lines`.
-        field: Field of JSON lines that holds the text.
-        key_field: Field of JSON lines that holds the document's key.
-
-    Raises:
-        DataError: The file cannot be opened.
-    """
-    format = format or SUFFIXES.get(path.suffix, "lines")
-    for part in text_parts(path, _WHOLE_FILE, format):
-        yield from read_text(part, field, format, key_field)
-
-
-@dataclass(frozen=True)
-class _KeyedText:
-    text: str
-    key: str
-
-
 _Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
 _Text: TypeAlias = "str | tuple[ProblemKind, str]"  # a text, or the kind and reason of a problem
-_NumberedTexts: TypeAlias = "Iterator[tuple[int, _Text | _KeyedText]]"  # line number and text
-_READ_BYTES, _WHOLE_FILE = 1 << 20, 1 << 60
+_NumberedTexts: TypeAlias = "Iterator[tuple[int, _Text, str]]"  # line number, text and key
+_READ_BYTES = 1 << 20
 _EMPTY: tuple[ProblemKind, str] = ("empty", "empty document")
 
 
-def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") -> list[Part]:
+def text_parts(path: str, target_bytes: int, format: Format) -> list[Part]:
     """Cut a text file into parts of whole lines (or whole blocks), each the shortest of at least `target_bytes`.
 
     Raises:
         DataError: The file cannot be read.
     """
     try:
-        with open_input(str(path)) as file:
+        with open_input(path) as file:
             # To the end, which also tells the size of a URL.
             size = file.seek(0, 2)
             bounds = [0]
@@ -64,7 +36,7 @@ def text_parts(path: Path | str, target_bytes: int, format: Format = "lines") ->
                 bounds.append(_next_boundary(file, min_stop, format == "blocks") if min_stop < size else size)
     except OSError as error:
         raise DataError(f"{path}: cannot read: {error.strerror}") from None
-    return [Part(str(path), start, stop) for start, stop in pairwise(bounds)]
+    return [Part(path, start, stop) for start, stop in pairwise(bounds)]
 
 
 def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
@@ -101,13 +73,11 @@ def read_text(
     parsers = {"lines": _line_texts, "blocks": _block_texts, "jsonl": json_texts}
     try:
         with open_input(part.path) as file:
-            for line, text in parsers[format](_lines(file, part)):
+            for line, text, key in parsers[format](_lines(file, part)):
                 if isinstance(text, tuple):
                     yield Problem(part.path, line, *text)
-                elif isinstance(text, _KeyedText):
-                    yield Document(text.text, part.path, line, key=text.key)
                 else:
-                    yield Document(text, part.path, line)
+                    yield Document(text, part.path, line, key=key)
     except OSError as error:
         raise DataError(f"{part.path}: cannot read: {error.strerror}") from None
 
@@ -158,7 +128,7 @@ def _decode(line: bytes) -> _Text:
 def _line_texts(lines: _Lines) -> _NumberedTexts:
     for number, line in lines:
         text = _decode(line)
-        yield number, text if isinstance(text, tuple) or text.strip() else _EMPTY
+        yield number, text if isinstance(text, tuple) or text.strip() else _EMPTY, ""
 
 
 def _block_texts(lines: _Lines) -> _NumberedTexts:
@@ -174,36 +144,37 @@ def _block_texts(lines: _Lines) -> _NumberedTexts:
             block.append(text)
         else:
             if problem:
-                yield problem
+                yield *problem, ""
             elif block:
-                yield start, "\n".join(block)
+                yield start, "\n".join(block), ""
             start, block, problem = 0, [], None
 
 
 def _json_texts(lines: _Lines, field: str, key_field: str | None) -> _NumberedTexts:
     for number, line in lines:
-        text = _decode(line)
-        yield number, text if isinstance(text, tuple) else _json_row(text, field, key_field) if text.strip() else _EMPTY
+        text, key = _decode(line), ""
+        if isinstance(text, str):
+            text, key = _json_row(text, field, key_field) if text.strip() else (_EMPTY, "")
+        yield number, text, key
 
 
-def _json_row(line: str, field: str, key_field: str | None) -> _Text | _KeyedText:
-    text = _json_field(line, field)
-    if isinstance(text, tuple) or key_field is None:
-        return text
-    key = json.loads(line).get(key_field)
-    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
-        return (
-            "invalid",
-            f"field {key_field!r} is {type(key).__name__}, expected the document's id, a string or integer",
-        )
-    return _KeyedText(text, str(key))
-
-
-def _json_field(line: str, field: str) -> _Text:
+def _json_row(line: str, field: str, key_field: str | None) -> tuple[_Text, str]:
+    """Return the text, or the problem, of a JSON line, and its key."""
     try:
         row = json.loads(line)
     except ValueError as error:
-        return "invalid", f"not valid JSON: {error}"
+        return ("invalid", f"not valid JSON: {error}"), ""
+    text = _json_text(row, field)
+    if isinstance(text, tuple) or key_field is None:
+        return text, ""
+    key = row.get(key_field)
+    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
+        reason = f"field {key_field!r} is {type(key).__name__}, expected the document's id, a string or integer"
+        return ("invalid", reason), ""
+    return text, str(key)
+
+
+def _json_text(row: Any, field: str) -> _Text:
     if not isinstance(row, dict):
         return "invalid", f"a JSON {type(row).__name__}, expected an object with the field {field!r}"
     if field not in row:
