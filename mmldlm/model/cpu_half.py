@@ -155,8 +155,9 @@ def _parts(out: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def _attend(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    latent, text = _Attention.apply(latent_qkv, text_qkv, layout)
-    return latent, text
+    # The latents are in float32 if their products have few rows.
+    latent, text = _Attention.apply(latent_qkv.to(text_qkv.dtype), text_qkv, layout)
+    return latent.to(latent_qkv.dtype), text
 
 
 BACKENDS["cpu_half"] = _attend

@@ -20,7 +20,7 @@ from mmldlm.data.loader import Loader
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.verify import drop_bad_samples
-from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
+from mmldlm.diffusion.noise import mode_stages
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
 from mmldlm.distributed.launcher import ENGINES, launcher_world_size
@@ -32,7 +32,7 @@ from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
@@ -180,13 +180,9 @@ def _noised(
 ) -> list[NoisedBatch]:
     """Return rank 0's noised micro-batches of `step`; `stage` is (first step, position of its first sample)."""
     start, position = stage
-    size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
-    ((_, micro_batches),) = loader.steps(step, step + 1, position + (step - start) * size.global_batch_size)
-    samplers = config.text.sampler, config.latent.sampler
-    noises = (
-        draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, *samplers) for batch in micro_batches
-    )
-    return list(map(objective.corrupt, micro_batches, noises))
+    samples = loader.batch_at(step).global_batch_size
+    ((_, micro_batches),) = loader.steps(step, step + 1, position + (step - start) * samples)
+    return corrupt_step(config, objective, step, samples, micro_batches)
 
 
 def _row_counts(noised: list[NoisedBatch]) -> list[int]:

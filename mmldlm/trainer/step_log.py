@@ -110,7 +110,7 @@ class StepLog:
         # [steps, 2, S]: sums and counts over this rank's micro-batches.
         local = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
         totals = self.engine.sum(local, "all-reduce of the losses that the learning rate follows")
-        return [self.components.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
+        return [self.components.objective.stats.summary(sums, counts)["loss/total"] for sums, counts in totals]
 
     def _skip(self, numbers: StepNumbers, norm: float) -> None:
         """Record a skipped step with the samples of all ranks; end the run if the guard says so (collective)."""
@@ -135,7 +135,7 @@ class StepLog:
         totals = self.engine.sum(torch.stack([stats.sums, stats.counts]), "all-reduce of the losses to log")
         seconds = time.perf_counter() - stats.start_time
         values = {
-            **components.objective.summary(*totals),
+            **components.objective.stats.summary(*totals),
             "optim/lr": lr,
             "optim/grad_norm": self._norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),

@@ -20,7 +20,6 @@ from mmldlm.batch import Batch
 from mmldlm.checkpoint import RunLock, TrainState
 from mmldlm.config import RunConfig, write_config
 from mmldlm.data.loader import fixed_batches
-from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.init import start_engine
@@ -32,6 +31,7 @@ from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, fig
 from mmldlm.model.flops import ModelFlops
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
+from mmldlm.run.factory import corrupt_step
 from mmldlm.run.load import LoadedRun
 from mmldlm.settings.fields import dump
 from mmldlm.telemetry import (
@@ -282,12 +282,9 @@ class Trainer:
 
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        """Noise the micro-batches of a step, on the host; the noise is a function of (seed, step, slot)."""
-        config, samples = self.config, self.components.loader.batch_at(step).global_batch_size
-        weights = mode_weights_at(step, config.mode, config.mode_schedule)
-        text, latent = config.text.sampler, config.latent.sampler
-        noises = [draw_noise(batch, config.run.seed, step, samples, weights, text, latent) for batch in micro_batches]
-        return list(map(self.components.objective.corrupt, micro_batches, noises))
+        """Noise the micro-batches of a step, see `corrupt_step`."""
+        samples = self.components.loader.batch_at(step).global_batch_size
+        return corrupt_step(self.config, self.components.objective, step, samples, micro_batches)
 
     @phase("sync")
     def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
