@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint import TrainState
+from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
 from mmldlm.telemetry import StepNumbers, StepStats, Tracker, cpu_load_metrics, memory_metrics
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
 
@@ -30,6 +31,7 @@ class StepLog:
         state: State of the run, whose counters it updates.
         tracker: Where records go.
         run_dir: Run folder.
+        skips_file: Where skipped steps are recorded, on rank 0.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class StepLog:
         state: TrainState,
         tracker: Tracker,
         run_dir: Path,
+        skips_file: MetricsFile | None,
     ):
         self.config, self.engine, self.components, self.state = config, engine, components, state
         self.tracker, self.run_dir = tracker, run_dir
-        self.guard = StepGuard(config.guard, state)
+        self.guard = StepGuard(config.guard, state, skips_file)
         self.plateau = _create_plateau(config, state)
         self.stats = StepStats()
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
