@@ -265,7 +265,7 @@ def lines(estimates: dict[int, Estimate]) -> dict[str, Line]:
         alone[samples] = one.total_mib * MIB
         sharded[samples] = (one.total_mib - at_peak + state) * MIB
     return {
-        "one GPU": Line.through(alone, one.state_mib * MIB),
+        "one GPU": Line.through(alone, state_mib("ddp", one, "bf16")[0] * MIB),
         f"fsdp2 on {SHARDED}": Line.through(sharded, state * MIB),
     }
 

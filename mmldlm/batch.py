@@ -150,14 +150,6 @@ class Batch:
         """Layout of the samples on the device of `tokens`."""
         return PackedLayout(self.lengths, self.latents.shape[1], self.tokens.device)
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with tokens and latents on `device`; copies from pinned memory do not block the host."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            latents=self.latents.to(device, non_blocking=True),
-        )
-
     def pin_memory(self) -> Batch:
         """Return the batch with tokens and latents in pinned memory."""
         return replace(self, tokens=self.tokens.pin_memory(), latents=self.latents.pin_memory())

@@ -26,13 +26,12 @@ from benchmarks.common.task import HEAD_WIDTH, Feed, Task, device, heads_of
 from mmldlm.batch import Batch, PackedLayout
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
-from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.attention import BACKENDS
 from mmldlm.model.cpu_half import has_bf16_instructions
 from mmldlm.model.mmdit import DataShape
 from mmldlm.run.compatibility import data_shape
-from mmldlm.run.factory import build_objective
+from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import StepTotals, Trainer
 
@@ -153,15 +152,9 @@ class ReferenceRun:
         self.end_step()
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
-        config = self.config
-        weights = mode_weights_at(step, config.mode, config.mode_schedule)
-        size, samplers = config.train.global_batch_size, (config.text.sampler, config.latent.sampler)
-        return [
-            self.objective.corrupt(batch, draw_noise(batch, config.run.seed, step, size, weights, *samplers)).to(
-                self.device
-            )
-            for batch in micro_batches
-        ]
+        size = self.config.train.global_batch_size
+        noised = corrupt_step(self.config, self.objective, step, size, micro_batches)
+        return [batch.to(self.device) for batch in noised]
 
     def loss(self, noised: NoisedBatch) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
@@ -322,7 +315,7 @@ class OldPractice(FeedTrainer):
         return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
 
     def _read(self, loss: Tensor, sums: Tensor) -> None:
-        bins = self.components.objective.num_bins
+        bins = self.components.objective.stats.num_bins
         losses = {"loss": loss, "text": sums[:bins].sum(), "latent": sums[bins : 2 * bins].sum()}
         for name, value in losses.items():
             if torch.isnan(value).any().item():

@@ -56,7 +56,7 @@ class Checkpoint:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
+def write_checkpoint_manifest(folder: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
     """Write the manifest of `files`, which are in `folder` already, and return its path."""
     path = folder / MANIFEST
     entries = {name: asdict(file) for name, file in files.items()}

@@ -11,7 +11,7 @@ class Retention:
     """Keeps the newest checkpoints, the best by validation loss, and those of fixed steps.
 
     Attributes:
-        last: Number of newest checkpoints.
+        last: Number of newest checkpoints, at least 1.
         steps: Steps whose checkpoints are kept permanently.
         every: Multiples of this step are kept permanently; 0 for none.
         best: Number of checkpoints with the lowest validation loss.
@@ -21,10 +21,6 @@ class Retention:
     steps: tuple[int, ...] = ()
     every: int = 0
     best: int = 0
-
-    def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(f"at least the last checkpoint must be kept, not {self.last}")
 
     def steps_to_keep(self, saved: int, others: Iterable[int], losses: Mapping[int, float | None]) -> set[int]:
         """Return the steps whose checkpoints are kept.

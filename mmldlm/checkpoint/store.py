@@ -16,7 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.checkpoint.manifest import Checkpoint, check_name, read_manifest, verify_checkpoint, write_manifest
+from mmldlm.checkpoint.manifest import (
+    Checkpoint,
+    check_name,
+    read_manifest,
+    verify_checkpoint,
+    write_checkpoint_manifest,
+)
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import DataError, StorageError
 from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder, wait_until_visible
@@ -41,18 +47,6 @@ class CheckpointStore:
         self.retention = retention
 
     # --- writing ------------------------------------------------------------------------------------------
-
-    def save(
-        self, step: int, files: Mapping[str, FileContent], info: Mapping[str, Any], needed_bytes: int | None = None
-    ) -> Path:
-        """Save a checkpoint from a single process (`begin`, `write_files`, `commit`) and return its folder."""
-        in_memory = sum(len(content) for content in files.values() if isinstance(content, bytes))
-        temporary = self.begin(step, max(needed_bytes or 0, in_memory))
-        try:
-            return self.commit(temporary, step, write_files(temporary, files), info)
-        finally:
-            # After the commit the folder has its final name, and nothing is left to remove.
-            shutil.rmtree(temporary, ignore_errors=True)
 
     def begin(self, step: int, needed_bytes: int) -> Path:
         """Create a temporary folder for the files of a checkpoint, readable by the owner only, and return it.
@@ -98,7 +92,7 @@ class CheckpointStore:
                     raise StorageError(
                         f"cannot save step {step}: {path} is missing or does not have {file.bytes} bytes"
                     )
-            fsync(write_manifest(temporary, step, files, info))
+            fsync(write_checkpoint_manifest(temporary, step, files, info))
             fsync(temporary)
             final = self._unused_path(step)
             temporary.rename(final)
@@ -178,10 +172,6 @@ class CheckpointStore:
             names = ", ".join(sorted(path.name for path in damaged))
             raise DataError(f"no good checkpoint in {self.folder}, only {names}: move them away to start over")
         return None
-
-    def open(self, path: Path | str) -> Checkpoint:
-        """Verify the checkpoint at `path`, which may be in any folder, and return it; DataError if it is damaged."""
-        return verify_checkpoint(Path(path))
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Rename the checkpoints after `step` to `superseded-*` and return the new paths; -1 renames all.

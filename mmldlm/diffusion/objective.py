@@ -10,9 +10,8 @@ C latent channels, S sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -21,13 +20,12 @@ from torch import Tensor
 
 from mmldlm.batch import Batch, PackedLayout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
+from mmldlm.diffusion.loss_stats import LossStats
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.settings.fields import require_effect, setting
 
 Network = Callable[..., tuple[Tensor, ...]]
-
-_NOISE_BIN = "_noise_"  # in the names of losses of one noise bin
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class NoisedBatch:
     targets: Tensor  # int64 [P]: their true ids
     token_weight: Tensor  # float32 [P]: in the reported loss, a bound under `loss.text: elbo`
     trained_token_weight: Tensor | None  # float32 [P]: in the training loss, if it is another
-    token_bin: Tensor  # int64 [P]: bin of mode and t_text, see `Objective`
+    token_bin: Tensor  # int64 [P]: bin of mode and t_text, see `LossStats`
     latent_target: Tensor  # float32 [B, M, C]
     latent_weight: Tensor  # float32 [B]: in the reported loss, 0 where the latent is given
     trained_latent_weight: Tensor | None  # float32 [B]: in the training loss, if it is another
@@ -135,10 +133,10 @@ class NoisedBatch:
 
 
 class Objective:
-    """Losses of a micro-batch, as sums [S] with counts [S]: text by bin, latents by bin, lengths, `aux_losses`.
+    """Losses of a micro-batch.
 
-    A bin is a mode and a noise bin, one of `num_noise_bins` equal parts of the noise times in [0, 1]. Its index is
-    mode x num_noise_bins + noise bin.
+    Attributes:
+        stats: entries of the reported sums [S] and their counts.
 
     Args:
         config: losses and their weights.
@@ -148,20 +146,15 @@ class Objective:
     """
 
     def __init__(self, config: LossConfig, text: MaskedDiffusion, latent: GaussianDiffusion, num_noise_bins: int = 1):
-        self.config, self.text, self.latent, self.num_noise_bins = config, text, latent, num_noise_bins
-        self.num_bins = len(MODES) * num_noise_bins
+        self.config, self.text, self.latent = config, text, latent
         enabled = {
             "label_smoothing": config.label_smoothing > 0,
             "z": config.z_loss > 0,
             "text_weight": config.latent_weighting == "uncertainty",
             "latent_weight": config.latent_weighting == "uncertainty",
         }
-        self.aux_losses = tuple(name for name, is_enabled in enabled.items() if is_enabled)
-
-    @property
-    def size(self) -> int:
-        """Number S of sums."""
-        return 2 * self.num_bins + 1 + len(self.aux_losses)
+        aux_losses = tuple(name for name, is_enabled in enabled.items() if is_enabled)
+        self.stats = LossStats(num_noise_bins, config.latent_weight, config.length_weight, aux_losses)
 
     def for_validation(self, refine: int = 1) -> Objective:
         """Return the objective with the reported losses alone, without the terms that only training adds.
@@ -175,7 +168,7 @@ class Objective:
             latent_weight=self.config.latent_weight,
             length_weight=self.config.length_weight,
         )
-        return Objective(config, self.text, self.latent, self.num_noise_bins * refine)
+        return Objective(config, self.text, self.latent, self.stats.num_noise_bins * refine)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""
@@ -186,8 +179,10 @@ class Objective:
         trains_text = noise.mode != MODES.index("t2l")
         trains_latent = noise.mode != MODES.index("l2t")
         lengths = torch.tensor(batch.lengths)
-        text_bin, latent_bin = (self._bin(noise.mode, t) for t in (noise.t_text, noise.t_latent))
+        text_bin, latent_bin = (self.stats.bin_of(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
+        # Tokens of each sample that the text loss is a mean over.
+        loss_tokens = lengths if self.text.loss_kind == "elbo" else torch.bincount(sample, minlength=len(lengths))
         # Limits and time weights change the trained loss only, so that reported ones compare across runs.
         trained_token_weight = trained_latent_weight = None
         if self.config.text_weight_limit is not None:
@@ -212,32 +207,9 @@ class Objective:
             trained_latent_weight=trained_latent_weight,
             latent_bin=latent_bin,
             length_target=lengths - 1,
-            counts=self._counts(text_bin, latent_bin, lengths, sample),
+            counts=self.stats.counts(text_bin, latent_bin, loss_tokens),
             sample_ids=batch.sample_ids,
         )
-
-    def _bin(self, mode: Tensor, t: Tensor) -> Tensor:
-        # t = 1 belongs to the last bin.
-        noise_bin = (t * self.num_noise_bins).long().clamp_max(self.num_noise_bins - 1)
-        return mode * self.num_noise_bins + noise_bin
-
-    def _counts(self, text_bin: Tensor, latent_bin: Tensor, lengths: Tensor, masked_sample: Tensor) -> Tensor:
-        """Return the denominators [S]: tokens by bin, samples by bin, all samples, then those of `aux_losses`.
-
-        Tokens are those that the text loss is a mean over, samples those whose latent is trained.
-        """
-        loss_tokens = (
-            lengths if self.text.loss_kind == "elbo" else torch.bincount(masked_sample, minlength=len(lengths))
-        )
-        tokens = torch.zeros(self.num_bins, dtype=torch.float64).index_add(0, text_bin, loss_tokens.double())
-        samples = torch.bincount(latent_bin, minlength=self.num_bins).double()
-        # All samples have a length loss: counted before those with given latents are removed.
-        total = samples.sum()
-        tokens.view(len(MODES), -1)[MODES.index("t2l")] = 0
-        samples.view(len(MODES), -1)[MODES.index("l2t")] = 0
-        aux_counts = {"label_smoothing": tokens.sum(), "z": tokens.sum()}  # learned weights count once per micro-batch
-        aux = [aux_counts.get(name, torch.ones_like(total)) for name in self.aux_losses]
-        return torch.cat([tokens, samples, torch.stack([total, *aux])])
 
     def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Compute the losses of a micro-batch.
@@ -251,109 +223,58 @@ class Objective:
             The micro-batch's share of the step's loss, and the detached sums [S]. These stay on the device and are
             divided by their counts when they are logged, so that no step waits for the device.
         """
+        config, stats = self.config, self.stats
         text_terms, latent_pred, length_logits, *learned = model(*noised.inputs)
-        num_bins, config = self.num_bins, self.config
-        aux: dict[str, Tensor] = {}
+        text_sums, trained_text, aux = self._text_loss(text_terms, noised)
+        latent_sums, trained_latent = self._weighted_sums(
+            self.latent.losses(latent_pred, noised.latent_target),
+            noised.latent_weight,
+            noised.trained_latent_weight,
+            noised.latent_bin,
+        )
+        length_sum = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
         # A step without a modality has a loss of 0 for it: its sums are 0, and the divisor must not be.
-        tokens, samples = max(1.0, sum(totals[:num_bins])), max(1.0, sum(totals[num_bins : 2 * num_bins]))
-        nll = text_terms[:, 0] if config.needs_text_terms else text_terms
-        # The training loss is a sum of its own, so that the number of noise bins does not change a bit of it.
-        weighted = noised.token_weight * nll
-        text = nll.new_zeros(num_bins).index_add(0, noised.token_bin, weighted.detach())
-        weight = noised.trained_token_weight
-        trained_text = (weighted if weight is None else weight * nll).sum()
-        weight = noised.token_weight if weight is None else weight
-        if config.label_smoothing:
-            # The difference of (1 - e) nll + e (mean nll of all tokens) and nll.
-            aux["label_smoothing"] = config.label_smoothing * (weight * (text_terms[:, 2] - nll)).sum()
-        if config.z_loss:
-            aux["z"] = config.z_loss * (weight * text_terms[:, 1].square()).sum()
-        latent_losses = self.latent.losses(latent_pred, noised.latent_target)
-        weighted = noised.latent_weight * latent_losses
-        latent = nll.new_zeros(num_bins).index_add(0, noised.latent_bin, weighted.detach())
-        weight = noised.trained_latent_weight
-        trained_latent = (weighted if weight is None else weight * latent_losses).sum()
-        length = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
+        tokens, samples, lengths = (max(1.0, total) for total in stats.totals(totals))
         text_loss, latent_loss = sum(aux.values(), trained_text) / tokens, trained_latent / samples
-        length_loss = config.length_weight * length / max(1.0, totals[2 * num_bins])
+        length_loss = config.length_weight * length_sum / lengths
         if config.latent_weighting == "fixed":
             loss = text_loss + config.latent_weight * latent_loss + length_loss
         else:
             (log_variances,) = learned
             weights = (-log_variances).exp()
-            # The term s / 2 counts once per step: each micro-batch adds its fraction of it.
-            counts = noised.counts.tolist()
-            fractions = (sum(counts[:num_bins]) / tokens, sum(counts[num_bins : 2 * num_bins]) / samples)
             loss = weights[0] * text_loss + weights[1] * latent_loss + length_loss
-            loss = loss + 0.5 * (fractions[0] * log_variances[0] + fractions[1] * log_variances[1])
+            # The term s / 2 counts once per step: each micro-batch adds its fraction of it.
+            own_tokens, own_samples, _ = stats.totals(noised.counts.tolist())
+            loss = loss + 0.5 * (own_tokens / tokens * log_variances[0] + own_samples / samples * log_variances[1])
             aux |= {"text_weight": weights[0], "latent_weight": weights[1]}
-        reported = [aux[name].view(1) for name in self.aux_losses]
-        return loss, torch.cat([text, latent, length[None], *reported]).detach()
+        reported = [aux[name].view(1) for name in stats.aux_losses]
+        return loss, torch.cat([text_sums, latent_sums, length_sum[None], *reported]).detach()
 
-    def summary(self, sums: Tensor, counts: Tensor, coarsen: int = 1) -> dict[str, float]:
-        """Return mean losses by name; nats per token for text.
+    def _text_loss(self, text_terms: Tensor, noised: NoisedBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the reported sums by bin, the trained sum, and the sums of the terms that only training adds."""
+        config, weight, trained_weight = self.config, noised.token_weight, noised.trained_token_weight
+        nll = text_terms[:, 0] if config.needs_text_terms else text_terms
+        sums, trained = self._weighted_sums(nll, weight, trained_weight, noised.token_bin)
+        weight = weight if trained_weight is None else trained_weight
+        aux: dict[str, Tensor] = {}
+        if config.label_smoothing:
+            # The difference of (1 - e) nll + e (mean nll of all tokens) and nll.
+            aux["label_smoothing"] = config.label_smoothing * (weight * (text_terms[:, 2] - nll)).sum()
+        if config.z_loss:
+            aux["z"] = config.z_loss * (weight * text_terms[:, 1].square()).sum()
+        return sums, trained, aux
 
-        The total has the weights of the config even if others are learned, and no time weighting, so that it can be
-        compared with validation and with other runs. Losses of noise bins are over all modes.
+    def _weighted_sums(
+        self, losses: Tensor, weight: Tensor, trained_weight: Tensor | None, loss_bin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the reported losses, summed by bin, and the sum of the trained ones.
 
-        Args:
-            sums: [S], over any number of micro-batches.
-            counts: [S], over the same micro-batches.
-            coarsen: number of adjacent noise bins that are merged.
+        The latter is a sum of its own, so that the number of noise bins does not change a bit of it.
         """
-        num_bins = self.num_bins
-        aux_sums, aux_counts = sums[2 * num_bins + 1 :], counts[2 * num_bins + 1 :]
-        aux = {
-            name: float(value / count)
-            for name, value, count in zip(self.aux_losses, aux_sums, aux_counts, strict=True)
-            if count > 0
-        }
-        losses: dict[str, float] = {}
-        details: dict[str, float] = {}
-        for name, first in (("text", 0), ("latent", num_bins)):
-            bin_sums, bin_counts = (  # [modes, noise bins]
-                values[first : first + num_bins].view(len(MODES), -1, coarsen).sum(2) for values in (sums, counts)
-            )
-            losses |= _means({f"loss/{name}": (bin_sums.sum(), bin_counts.sum())})
-            by_mode = zip(MODES, bin_sums.sum(1), bin_counts.sum(1), strict=True)
-            details |= _means({f"loss/{name}_{mode}": (value, count) for mode, value, count in by_mode})
-            if bin_sums.shape[1] > 1:
-                by_bin = zip(noise_bin_names(bin_sums.shape[1]), bin_sums.sum(0), bin_counts.sum(0), strict=True)
-                details |= _means({f"loss/{name}{_NOISE_BIN}{part}": (value, count) for part, value, count in by_bin})
-        losses["loss/length"] = float(sums[2 * num_bins] / counts[2 * num_bins])
-        losses["loss/total"] = (
-            losses.get("loss/text", 0.0)
-            + self.config.latent_weight * losses.get("loss/latent", 0.0)
-            + self.config.length_weight * losses["loss/length"]
-            + sum(aux.get(name, 0.0) for name in ("label_smoothing", "z"))
-        )
-        return losses | {f"loss/{name}": value for name, value in aux.items()} | details
-
-    def by_noise_bin(self, sums: Tensor, counts: Tensor) -> dict[str, list[float]]:
-        """Return mean losses by noise bin, from t = 0 to 1, of each measured modality and mode ("text_l2t").
-
-        Empty bins are NaN.
-        """
-        shape = (2, len(MODES), self.num_noise_bins)
-        means = (sums[: 2 * self.num_bins] / counts[: 2 * self.num_bins]).view(shape)  # 0 / 0 is NaN
-        measured = counts[: 2 * self.num_bins].view(shape).sum(2) > 0
-        return {
-            f"{name}_{mode}": means[row, column].tolist()
-            for row, name in enumerate(("text", "latent"))
-            for column, mode in enumerate(MODES)
-            if measured[row, column]
-        }
-
-
-def noise_bin_names(num_noise_bins: int) -> list[str]:
-    """Return the names of equal parts of [0, 1]: "0-0.2", "0.2-0.4" ..."""
-    edges = [f"{round(edge / num_noise_bins, 2):g}" for edge in range(num_noise_bins + 1)]
-    return [f"{low}-{high}" for low, high in pairwise(edges)]
-
-
-def _means(totals: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return sum / count by name, for counts above 0."""
-    return {name: float(value / count) for name, (value, count) in totals.items() if count > 0}
+        reported = weight * losses
+        trained = reported if trained_weight is None else trained_weight * losses
+        by_bin = losses.new_zeros(self.stats.num_bins).index_add(0, loss_bin, reported.detach())
+        return by_bin, trained.sum()
 
 
 def total_counts(noised: Iterable[NoisedBatch]) -> Tensor:

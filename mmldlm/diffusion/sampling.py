@@ -87,7 +87,7 @@ class Generation:
 class MaskedPositions:
     """Tokens to generate: all, or those that are [MASK] at the start.
 
-    The reverse steps treat them as texts of their own. The network gets the time at which training masks as many tokens
+    The reverse steps treat them as separate texts. The network gets the time at which training masks as many tokens
     of a text: t times the fraction of masked tokens. (The optimal prediction depends only on which tokens are masked,
     not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was trained with matching times.)
     """

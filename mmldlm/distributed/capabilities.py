@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmldlm.distributed.launcher import ENGINES, FSDP2, SINGLE
+from mmldlm.distributed.launcher import DDP, ENGINES, FSDP2, SINGLE
 from mmldlm.errors import ConfigError
 
 ALL_ENGINES = (SINGLE, *ENGINES)
@@ -63,6 +63,21 @@ def check_supported(setting: str, engine: str) -> None:
         f"{key}: found {value} under engine {engine}, where {capability.reason}; expected an engine of "
         f"{', '.join(capability.engines)}"
     )
+
+
+def check_comm_hook(precision: str, engine: str, hook: str, device_type: str) -> None:
+    """Raise `ConfigError` if the DDP communication hook cannot exchange the gradients."""
+    if engine != DDP:
+        return
+    if hook == "bf16" and device_type != "cuda":
+        raise ConfigError(
+            "distributed.ddp.comm_hook: expected none, fp16 or powersgd over gloo, found bf16 (needs NCCL)"
+        )
+    if hook == "powersgd" and precision == "fp16":
+        raise ConfigError(
+            "distributed.ddp.comm_hook: expected none, fp16 or bf16 with precision fp16, found powersgd, which adds "
+            "its compression error to the next step's gradients, whose loss scale may differ"
+        )
 
 
 def capability_table() -> str:

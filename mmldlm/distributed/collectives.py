@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import MmldlmError, error_from_exit_code
+from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code
 
 T = TypeVar("T")
 
@@ -93,6 +93,13 @@ class Collectives:
         for rank, code_and_text in enumerate(errors):
             if code_and_text is not None:
                 raise error_from_exit_code(code_and_text[0], f"rank {rank}: {code_and_text[1]}")
+
+    def diagnose(self, error: Exception) -> PeerLostError | None:
+        """Return the loss of a peer that caused `error`; None if `error` is itself the cause. Not collective."""
+        # A user error is a cause; any other may be the consequence of a lost peer.
+        lost = None if self.watchdog is None or isinstance(error, MmldlmError) else self.watchdog.diagnose(error)
+        self.peer_lost = isinstance(lost or error, PeerLostError)
+        return lost
 
     def close(self) -> None:
         """Leave the process group. One that has lost a rank cannot be closed cleanly; it ends with the process."""

@@ -14,6 +14,7 @@ from mmldlm.utils.nested import flatten
 from mmldlm.utils.short_repr import short_repr
 
 AUTO = "auto"
+OFFLOAD_SECTIONS = ("offload_optimizer", "offload_param")
 # Sections that would be a second source of settings, with the run config's key for these settings.
 REJECTED_SECTIONS = {
     "optimizer": "optim",
@@ -64,18 +65,32 @@ def engine_name(config: Mapping[str, Any], path: str) -> str:
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, found {short_repr(stage)}")
     offloads = False
-    for key in ("offload_optimizer", "offload_param"):
+    for key in OFFLOAD_SECTIONS:
         section = zero.get(key) or {}
         if not isinstance(section, Mapping):
             raise ConfigError(f"{path}: zero_optimization.{key}: expected keys below it, found {short_repr(section)}")
-        offloads |= section.get("device", "none") != "none"
+        offloads |= _offload_device(config, key) != "none"
     return f"zero{stage}_offload" if offloads else f"zero{stage}"
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
     """Return whether the optimizer steps on the host. `engine_name` must have checked the file."""
-    section = config["zero_optimization"].get("offload_optimizer") or {}
-    return bool(section.get("device", "none") != "none")
+    return bool(_offload_device(config, "offload_optimizer") != "none")
+
+
+def check_ema(decay: float, deepspeed: Mapping[str, Any] | None) -> None:
+    """Raise `ConfigError` if a DeepSpeed config keeps master weights on NVMe, where the EMA cannot read them."""
+    for key in OFFLOAD_SECTIONS:
+        if decay and deepspeed is not None and _offload_device(deepspeed, key) == "nvme":
+            raise ConfigError(
+                f"ema.decay: {decay:g} needs master weights in memory, found zero_optimization.{key}.device "
+                "nvme in the DeepSpeed file; expected cpu or none there, or ema.decay 0"
+            )
+
+
+def _offload_device(config: Mapping[str, Any], key: str) -> Any:
+    section = config["zero_optimization"].get(key) or {}
+    return section.get("device", "none")
 
 
 def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPlan) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.optim.weight_average import EmaWeights
+from mmldlm.optim.ema import EmaWeights
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ class Engine(Collectives):
         self.ema = EmaWeights(self._master_params())
         # The averages take the place of the weights, which `_set_master` writes.
         self.ema.swap()
-        with self.in_collective("setting the average of the weights"), torch.no_grad():
+        with self.in_collective("setting the EMA weights"), torch.no_grad():
             for name, parameter in self._trainable_params():
                 if name in saved:
                     self._set_master(parameter, saved[name])
@@ -263,7 +263,7 @@ class Engine(Collectives):
             return
         # The averages take the place of the weights, which `_get_master` reads.
         self.ema.swap()
-        with self.in_collective("gather of the average of the weights"):
+        with self.in_collective("gather of the EMA weights"):
             for name, parameter in self._trainable_params():
                 full = self._get_master(parameter)
                 if name in owned:

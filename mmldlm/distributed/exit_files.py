@@ -1,4 +1,4 @@
-"""How processes end: whether one still runs, and what it leaves in the run folder.
+"""Ends of processes: whether one still runs, and what it leaves in the run folder.
 
 The exit files are its exit record, the stacks of its threads and its last collectives.
 """

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmldlm.distributed.launcher import DDP
-from mmldlm.errors import ConfigError
-
 INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 1.0, 2.0**24
 GROWTH_INTERVAL = 2000  # steps; this and the factors of 2 are the defaults of `torch.amp.GradScaler`
 
@@ -61,12 +58,3 @@ class LossScale:
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def check_comm_hook(precision: str, engine: str, hook: str) -> None:
-    """Raise `ConfigError` if the DDP communication hook cannot exchange scaled gradients."""
-    if precision == "fp16" and engine == DDP and hook == "powersgd":
-        raise ConfigError(
-            "distributed.ddp.comm_hook: expected none, fp16 or bf16 with precision fp16, found powersgd, which adds "
-            "its compression error to the next step's gradients, whose loss scale may differ"
-        )

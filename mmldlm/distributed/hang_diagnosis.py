@@ -69,11 +69,9 @@ class PendingCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the run ends: `cause`, as diagnosed by rank `by`; `silent` are processes that may not end on their own."""
+    """Why the run ends; `silent` are processes that may not end on their own."""
 
     cause: str
-    by: int
-    rank: int | None = None  # at fault, if it is a single one
     silent: tuple[ProcessInfo, ...] = ()
 
     @classmethod
@@ -126,43 +124,38 @@ def diagnose(
     elsewhere = [h for h in working if (h.step, h.phase) != (wait.step, wait.collective)]
     absent = [rank for rank in range(world_size) if rank not in peers and rank != wait.rank]
     done = [peer.heartbeat for peer in peers.values() if peer.heartbeat.done]
-    rank: int | None
     if statuses["gone"]:
         gone = [peer.heartbeat for peer in statuses["gone"]]
-        rank = gone[0].rank
         text = f"{gone[0]} exited without reporting an error, last seen {gone[0].location}{_others(gone)}"
     elif unable:
         first = (statuses["stopped"] + statuses["silent"])[0]
         heartbeats = [peer.heartbeat for peer in statuses["stopped"] + statuses["silent"]]
         silence = f"no heartbeat for at least {first.last_read - first.first_read:.1f} s"
         why = "its process is stopped" if statuses["stopped"] else silence
-        rank = first.heartbeat.rank
         text = f"{first.heartbeat} is not responding ({why}), last seen {first.heartbeat.location}{_others(heartbeats)}"
     # What follows judges by the heartbeats, which are current only while the store responds.
     elif store_unreachable:
         host = f"{peers[0].heartbeat}, last seen {peers[0].heartbeat.location}," if 0 in peers else "rank 0"
-        rank, text = None, f"{store_unreachable} does not respond; {host} or the launcher hosts it"
+        text = f"{store_unreachable} does not respond; {host} or the launcher hosts it"
     elif absent:
         more = f", nor did ranks {absent[1:]}" if absent[1:] else ""
-        rank, text = absent[0], f"rank {absent[0]} never connected{more}"
+        text = f"rank {absent[0]} never connected{more}"
     # After a short wait, as when a connection breaks, peers outside of collectives are just computing.
     elif wait.is_long and outside:
         stuck = outside[0]
-        rank = stuck.rank
         text = (
             f"{stuck} has been stuck outside of any collective for {stuck.for_s:.1f} s (step {stuck.step})"
             f"{_others(outside)}"
         )
     elif done:
-        rank, text = done[0].rank, f"{done[0]} has finished after step {done[0].step}{_others(done)}"
+        text = f"{done[0]} has finished after step {done[0].step}{_others(done)}"
     # All are in collectives, but not in the same one: the rank that is behind in steps is named.
     elif wait.is_long and elsewhere:
         behind = min(elsewhere, key=lambda h: h.step)
-        rank, text = behind.rank, f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"
+        text = f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"
     else:
-        rank = None
         text = f"the connection broke, or the ranks called different collectives: all {world_size} ranks respond"
-    return Failure(f"{text}; {_describe_wait(wait)}", wait.rank, rank, unable)
+    return Failure(f"{text}; {_describe_wait(wait)}", unable)
 
 
 def _others(heartbeats: list[Heartbeat]) -> str:

@@ -15,6 +15,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwar
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from mmldlm.distributed.capabilities import ZERO_ENGINES
 from mmldlm.distributed.config import DDPConfig, DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_config
 from mmldlm.distributed.engine import Engine
@@ -35,8 +36,6 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     """
     deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
     _check_mixed_precision(plan.precision)
-    if launch.engine == DDP:
-        _check_comm_hook(config.ddp.comm_hook)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
@@ -45,7 +44,7 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
         engine.loss_scale = LossScale(engine.device)
-    _check_engine(engine, launch)
+    _check_engine(engine)
     return engine
 
 
@@ -81,13 +80,6 @@ def _build_accelerator(
     return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[_ddp_handler(config.ddp)])
 
 
-def _check_comm_hook(hook: str) -> None:
-    if hook == "bf16" and not torch.cuda.is_available():
-        raise ConfigError(
-            "distributed.ddp.comm_hook: expected none, fp16 or powersgd over gloo, found bf16 (needs NCCL)"
-        )
-
-
 def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
     hook = {
         "none": DDPCommunicationHookType.NO,
@@ -116,7 +108,7 @@ def _engine_class(engine: str) -> type[Engine]:
         from mmldlm.distributed.fsdp2 import FSDP2Engine
 
         return FSDP2Engine
-    if engine.startswith("zero"):
+    if engine in ZERO_ENGINES:
         from mmldlm.distributed.zero import ZeroEngine
 
         return ZeroEngine
@@ -132,9 +124,9 @@ def _check_mixed_precision(precision: str) -> None:
         )
 
 
-def _check_engine(engine: Engine, launch: LauncherEnv) -> None:
+def _check_engine(engine: Engine) -> None:
     """Check that Accelerate and torch.distributed started what the launcher requested, also by an all-reduce."""
-    state = engine.accelerator.state
+    launch, state = engine.launch, engine.accelerator.state
     # Names of Accelerate's `DistributedType`.
     kinds = {SINGLE: "NO", FSDP2: "FSDP"}
     parallel = "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"

@@ -80,7 +80,7 @@ def resolve_fused(requested: Literal["auto"] | bool, device_type: str) -> bool:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the implementation that steps, for the user: "torch.AdamW, fused", say."""
+    """Return the implementation that steps, for the user, such as "torch.AdamW, fused"."""
     # `MuonAdamW` has two parts, the second of which is AdamW; any other optimizer stands for itself.
     *matrices, adam = getattr(optimizer, "parts", [optimizer])
     name = f"{type(adam).__module__.split('.')[0]}.{type(adam).__name__}"

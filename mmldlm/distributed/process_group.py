@@ -16,7 +16,7 @@ from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.launcher import SINGLE, LauncherEnv
 from mmldlm.distributed.network import use_interface_for
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import ConfigError, MmldlmError, PeerLostError, exit_code_and_cause
+from mmldlm.errors import ConfigError, PeerLostError, exit_code_and_cause
 
 RENDEZVOUS_TIMEOUT_S = 30.0, 300.0  # bounds of the wait for the other processes to connect
 NCCL_MARGIN_S = 30.0
@@ -85,9 +85,7 @@ def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Co
     try:
         yield processes
     except Exception as error:
-        # A user error is itself the cause; any other may be the consequence of a lost peer.
-        lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
-        processes.peer_lost = isinstance(lost or error, PeerLostError)
+        lost = processes.diagnose(error)
         watchdog.fail(*exit_code_and_cause(lost or error))
         if lost is not None:
             raise lost from error

@@ -78,12 +78,12 @@ class Watchdog:
             interval_s: Seconds between two heartbeats.
         """
         self.rank, self.world_size, self.timeout_s, self.interval_s = rank, world_size, timeout_s, interval_s
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # for the exit files, once it exists
         self._address = _address(store)
         # A connection of its own: a thread that waits in a store call holds the lock of its connection.
         self._store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self._window = max(3 * interval_s, 1.5)  # a rank whose counter does not change for so long is silent
-        self.step = 0
+        self.step = 0  # the step that heartbeats and messages name
         self._heartbeat = Heartbeat(rank, ProcessInfo.current())
         self._phase = _Phase("", time.monotonic())
         self._peers: dict[int, PeerHeartbeat] = {}
@@ -110,14 +110,6 @@ class Watchdog:
         self._sync_with_store()
         for thread in self._threads:
             thread.start()
-
-    def set_folder(self, folder: Path) -> None:
-        """Set the folder for the exit files."""
-        self.folder = folder
-
-    def set_step(self, step: int) -> None:
-        """Set the step that heartbeats and messages name."""
-        self.step = step
 
     @contextmanager
     def in_collective(self, collective: str) -> Iterator[None]:
@@ -156,7 +148,7 @@ class Watchdog:
             if self.folder is not None:
                 write_exit(self.folder, self.rank, self.step, code, cause)
             text = f"rank {self.rank} ended with exit code {int(code)} at step {self.step}: {cause}"
-            self._publish(Failure(text, self.rank, self.rank))
+            self._publish(Failure(text))
 
     def close(self) -> None:
         """Tell the other ranks that this one is done, after success or failure, and stop the threads."""

@@ -88,10 +88,10 @@ def validation_losses(
         Mean losses, for a mixture also those of each store.
     """
     # Curves need finer bins than the logged scalars, for which `summary` merges `refine` of them again.
-    refine = -(-MIN_CURVE_BINS // objective.num_noise_bins)
+    refine = -(-MIN_CURVE_BINS // objective.stats.num_noise_bins)
     objective = objective.for_validation(refine)
     split = store.split("validation")
-    sums, counts = torch.zeros(2, len(split.sources), objective.size, dtype=torch.float64)
+    sums, counts = torch.zeros(2, len(split.sources), objective.stats.size, dtype=torch.float64)
     trained = config.trained_modes
     # The index of the mode takes the place of the step: a mode's noise does not depend on which others are trained.
     for step, mode in enumerate(MODES):
@@ -106,11 +106,11 @@ def validation_losses(
                 sums[source] += batch_sums.double().cpu()
                 counts[source] += noised.counts
     sums, counts = engine.sum(sums, "validation losses"), engine.sum(counts, "validation counts")
-    summaries = {"validation": objective.summary(sums.sum(0), counts.sum(0), refine)}
+    summaries = {"validation": objective.stats.summary(sums.sum(0), counts.sum(0), refine)}
     if len(split.sources) > 1:
         for source_info, source_sums, source_counts in zip(split.sources, sums, counts, strict=True):
             if source_counts.sum() > 0:  # without the noise bins, which would be many for each store
-                summary = objective.summary(source_sums, source_counts, objective.num_noise_bins)
+                summary = objective.stats.summary(source_sums, source_counts, objective.stats.num_noise_bins)
                 summaries[f"validation/{source_info.name}"] = summary
     values = {
         name.replace("loss/", f"{prefix}/"): value
@@ -119,4 +119,4 @@ def validation_losses(
     }
     if objective.text.loss_kind == "elbo" and "l2t" in trained:
         values["quality/l2t_bits_per_token"] = values["validation/text_l2t"] / math.log(2)
-    return ValidationResult(values, objective.by_noise_bin(sums.sum(0), counts.sum(0)))
+    return ValidationResult(values, objective.stats.by_noise_bin(sums.sum(0), counts.sum(0)))

@@ -60,7 +60,7 @@ def resolve_backend(requested: str, device_type: str, half_precision: bool) -> B
 def joint_attention(
     latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Attend from each row to the latents and tokens of its own sample, in the type of `text_qkv`.
+    """Attend from each row to the latents and tokens of its own sample.
 
     Args:
         latent_qkv: q, k and v of the latent stream [B*M, 3, H, K].
@@ -71,9 +71,7 @@ def joint_attention(
     Returns:
         The outputs of latents [B*M, H, K] and text [N, H, K].
     """
-    # On a CPU in half precision, products of few latent rows stay in float32 (`cpu_half`).
-    latent, text = BACKENDS[backend](latent_qkv.to(text_qkv.dtype), text_qkv, layout)
-    return latent.to(latent_qkv.dtype), text
+    return BACKENDS[backend](latent_qkv, text_qkv, layout)
 
 
 def heads_first(qkv: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Half precision on a CPU: the same network, computed faster, and the memory that oneDNN takes for it.
 
-`CPUHalfMMDiT` does three things otherwise than `MMDiT`:
+`CPUHalfMMDiT` differs from `MMDiT` in three ways:
 
 - Few shapes. oneDNN compiles a kernel for each combination of shapes of a half-precision product, which takes as long
   as a few products. So tokens and positions to predict are padded up to a multiple of `ROW_MULTIPLE` with rows that
@@ -155,8 +155,9 @@ def _parts(out: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def _attend(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    latent, text = _Attention.apply(latent_qkv, text_qkv, layout)
-    return latent, text
+    # The latents are in float32 if their products have few rows.
+    latent, text = _Attention.apply(latent_qkv.to(text_qkv.dtype), text_qkv, layout)
+    return latent.to(latent_qkv.dtype), text
 
 
 BACKENDS["cpu_half"] = _attend
@@ -165,6 +166,11 @@ BACKENDS["cpu_half"] = _attend
 def has_bf16_instructions() -> bool:
     """Return whether this CPU has instructions for products of bfloat16 matrices."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def has_fp16_instructions() -> bool:
+    """Return whether this CPU has instructions for products of float16 matrices."""
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 class KernelCache:

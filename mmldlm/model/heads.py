@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 
 def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
     """Return -log p(target) [P] of a linear head in float32, without materializing the logits [P, V]."""
     if hidden_PD.shape[0] <= CHUNK_ROWS:
-        return F.cross_entropy(_logits(hidden_PD, weight_VD, bias_V), targets_P, reduction="none")
+        return _chunk_nll(hidden_PD, weight_VD, bias_V, targets_P)
     full_precision = hidden_PD.dtype == torch.float32 and not torch.is_autocast_enabled(hidden_PD.device.type)
     if full_precision and hasattr(F, "linear_cross_entropy"):  # PyTorch >= 2.13
         # Not reduced, since each token has a weight of its own.
@@ -25,12 +26,7 @@ def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targ
             hidden_PD, weight_VD, targets_P, linear_bias=bias_V, reduction="none", options=options
         )
     # Under autocast and before PyTorch 2.13; saves far less memory (benchmarks/LOG.md).
-    return torch.cat(
-        [
-            checkpoint(_chunk_nll, hidden, weight_VD, bias_V, targets, use_reentrant=False, preserve_rng_state=False)
-            for hidden, targets in zip(hidden_PD.split(CHUNK_ROWS), targets_P.split(CHUNK_ROWS), strict=True)
-        ]
-    )
+    return _in_chunks(_chunk_nll, hidden_PD, weight_VD, bias_V, targets_P)
 
 
 def chunked_token_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
@@ -41,9 +37,16 @@ def chunked_token_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, ta
     """
     if hidden_PD.shape[0] <= CHUNK_ROWS:
         return _chunk_terms(hidden_PD, weight_VD, bias_V, targets_P)
+    return _in_chunks(_chunk_terms, hidden_PD, weight_VD, bias_V, targets_P)
+
+
+def _in_chunks(
+    function: Callable[..., Tensor], hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
+) -> Tensor:
+    """Return `function` of all rows, computed by chunks whose logits the backward pass computes again."""
     return torch.cat(
         [
-            checkpoint(_chunk_terms, hidden, weight_VD, bias_V, targets, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(function, hidden, weight_VD, bias_V, targets, use_reentrant=False, preserve_rng_state=False)
             for hidden, targets in zip(hidden_PD.split(CHUNK_ROWS), targets_P.split(CHUNK_ROWS), strict=True)
         ]
     )

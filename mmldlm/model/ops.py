@@ -2,7 +2,7 @@
 
 Plain autograd saves every intermediate result. The autograd functions save their inputs alone and recompute the rest in
 backward, which also takes fewer passes over memory. Each one stands above the formula that it computes, which is what
-runs under `torch.compile`: that chooses by itself what to save. All compute in float32, whatever the type of their
+runs under `torch.compile`, which itself chooses what to save. All compute in float32, whatever the type of their
 inputs; SwiGLU rounds SiLU to the type of its input before the product. On a CPU they process rows, except for SwiGLU,
 in chunks that fit into a core's cache together with their results.
 

@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from mmldlm.checkpoint import (
-    Checkpoint,
-    TensorFiles,
-    check_ema_weights,
-)
+from mmldlm.checkpoint.manifest import Checkpoint
+from mmldlm.checkpoint.state import check_ema_weights
+from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import LatentInfo, Manifest
 from mmldlm.data.store import Store
@@ -51,19 +49,18 @@ def identity(config: RunConfig, store: Store) -> dict[str, Any]:
 
 def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
     """Raise `DataError` with the first difference in `identity` between a checkpoint and a run."""
-    saved, current = checkpoint.info.get("identity"), identity(config, store)
+    # The checkpoint's side went through JSON, which turns tuples into lists.
+    saved, current = checkpoint.info.get("identity"), json.loads(json.dumps(identity(config, store)))
     if not isinstance(saved, dict):
         raise DataError(
             f"{checkpoint.path}: has no identity of network and data, expected a checkpoint of mmldlm train"
         )
     for group, values in current.items():
         before = saved.get(group)
-        # The checkpoint's side went through JSON, which turns tuples into lists.
-        if before == values or _tuples_to_lists(before) == _tuples_to_lists(values):
+        if before == values:
             continue
         if isinstance(before, dict) and isinstance(values, dict):
-            old, new = _tuples_to_lists(before), _tuples_to_lists(values)
-            key = next(name for name in {**before, **values} if old.get(name) != new.get(name))
+            key = next(name for name in {**before, **values} if before.get(name) != values.get(name))
             before, values, group = before.get(key), values.get(key), f"{group}.{key}"
         result, expected = short_repr(before), short_repr(values)
         raise DataError(f"{checkpoint.path}: {group} is {result} in the checkpoint, {expected} now")
@@ -128,13 +125,6 @@ def match_training_data(checkpoint: Checkpoint, store: Store) -> Store:
     if type(max_length) is int and max_length > manifest.max_length:
         manifest = replace(manifest, max_length=max_length)
     return store.with_manifest(manifest)
-
-
-def _tuples_to_lists(value: Any) -> Any:
-    """Return `value` with tuples as lists, as JSON stores them."""
-    if isinstance(value, dict):
-        return {key: _tuples_to_lists(item) for key, item in value.items()}
-    return [_tuples_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def saved_ema(checkpoint: Checkpoint, model: nn.Module, config: RunConfig) -> TensorFiles | None:

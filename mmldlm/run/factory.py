@@ -1,14 +1,18 @@
-"""Builders of the network and the objective from a run's config and data, for training, generation and evaluation."""
+"""The network, the objective and the corruption of a step, as functions of a run's config and data."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import Manifest
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.objective import Objective
+from mmldlm.diffusion.noise import draw_noise, mode_weights_at
+from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import resolve_backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import MMDiT
@@ -47,3 +51,15 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
         GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
         config.log.noise_levels,
     )
+
+
+def corrupt_step(
+    config: RunConfig, objective: Objective, step: int, global_batch_size: int, micro_batches: Sequence[Batch]
+) -> list[NoisedBatch]:
+    """Noise the micro-batches of an optimizer step, on the host; the noise is a function of (seed, step, slot)."""
+    weights = mode_weights_at(step, config.mode, config.mode_schedule)
+    samplers = config.text.sampler, config.latent.sampler
+    return [
+        objective.corrupt(batch, draw_noise(batch, config.run.seed, step, global_batch_size, weights, *samplers))
+        for batch in micro_batches
+    ]

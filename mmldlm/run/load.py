@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.checkpoint import Checkpoint, CheckpointStore, load_model_state, verify_checkpoint
-from mmldlm.config import RunConfig, load_config
+from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.state import load_model_state
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.config import CONFIG_NAME, RunConfig, load_config
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -55,9 +57,9 @@ def add_run_options(parser: ArgumentParser) -> None:
 
 def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of a run's latest start; raise `DataError` if the folder is not a run."""
-    path = Path(run_dir) / "config.yaml"
+    path = Path(run_dir) / CONFIG_NAME
     if not path.is_file():
-        raise DataError(f"{run_dir}: not a run folder, expected config.yaml and checkpoints/ of `mmldlm train`")
+        raise DataError(f"{run_dir}: not a run folder, expected {CONFIG_NAME} and checkpoints/ of `mmldlm train`")
     return load_config(path, overrides, may_extend=False)
 
 

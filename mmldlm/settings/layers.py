@@ -9,7 +9,7 @@ from typing import Any
 
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import build, check_partial, leaves, setting
-from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_text
+from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_yaml_text
 from mmldlm.utils.short_repr import display_name, truncate
 
 EXTENDS = "extends"
@@ -36,7 +36,7 @@ class ConfigLayer:
     @classmethod
     def read(cls, path: Path) -> ConfigLayer:
         """Read and parse the file; ConfigError if that is impossible."""
-        text = read_text(path)
+        text = read_yaml_text(path)
         return cls(path, text, parse_mapping(text, str(path)))
 
 

@@ -81,10 +81,10 @@ def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file; ConfigError if it is missing, unreadable, too large or not a mapping."""
-    return parse_mapping(read_text(path), str(path))
+    return parse_mapping(read_yaml_text(path), str(path))
 
 
-def read_text(path: Path) -> str:
+def read_yaml_text(path: Path) -> str:
     """Return the text of a config file; ConfigError if it is missing, unreadable or larger than `MAX_BYTES`."""
     name = display_name(str(path))
     try:

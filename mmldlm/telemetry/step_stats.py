@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +45,14 @@ class StepStats:
         self.flops = self.data_wait_s = 0.0
         self.cpu_times = cpu_times()
         self.start_time = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time in this context from the interval."""
+        started = time.perf_counter()
+        yield
+        # Not in a `finally`: an error in the body ends the run.
+        self.start_time += time.perf_counter() - started
 
     def add(self, loss: Tensor, sums: Tensor, counts: Tensor, sample_ids: Tensor) -> None:
         """Record a micro-batch of the current step."""

@@ -81,7 +81,7 @@ def config_file(path: str) -> Path:
     return target / CONFIG_NAME
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
@@ -150,7 +150,7 @@ def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_jso
 
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm config`; an `MmldlmError` propagates."""
-    options = parse_arguments(argv)
+    options = parse_options(argv)
     if options.schema:
         print(json.dumps(config_schema(), indent=1))
     elif options.diff:

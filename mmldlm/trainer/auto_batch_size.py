@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.checkpoint import TrainState
+from mmldlm.checkpoint.state import TrainState
 from mmldlm.data.batch_schedule import BatchSize, TrainConfig
 from mmldlm.data.loader import Loader
 from mmldlm.diffusion.noise import MODES, Noise

@@ -22,19 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.checkpoint import (
-    NO_STATE,
-    Checkpoint,
-    CheckpointStore,
-    TensorFiles,
-    TrainState,
-    clean_name,
-    load_model_state,
-    tensor_file_name,
-    verify_checkpoint,
-    write_files,
-    write_tensors,
-)
+from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.state import NO_STATE, TrainState, clean_name, load_model_state
+from mmldlm.checkpoint.store import CheckpointStore, write_files
+from mmldlm.checkpoint.tensors import TensorFiles, tensor_file_name, write_tensors
 from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
 from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
@@ -170,7 +161,7 @@ class Checkpointer:
         if resume == "never":
             self.store.set_aside_after(-1)
             return None
-        checkpoint = self.store.newest() if resume == "auto" else self.store.open(resume)
+        checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
         return None if checkpoint is None else checkpoint.path
 
     # --- when to save --------------------------------------------------------------------------------------
@@ -243,7 +234,7 @@ class Checkpointer:
             if tensors
         }
         if engine.is_main:
-            # Serialized now: training goes on and changes the state while the thread writes.
+            # Serialized now: training continues and changes the state while the thread writes.
             writers |= {**self._files, "state.json": state.to_json().encode()}
         task = self._pool.submit(write_files, temporary, writers)
         info = {**self._info, "validation_loss": validation_loss}

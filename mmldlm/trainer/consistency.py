@@ -57,7 +57,7 @@ def create_run_folder(run_dir: Path) -> None:
         raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
 
 
-def check_shared_folder(engine: Engine, run_dir: Path) -> None:
+def check_run_folder(engine: Engine, run_dir: Path) -> None:
     """Raise `ConfigError` on all ranks if any of them does not see a file of rank 0 in the run folder (collective)."""
     if engine.world_size == 1:
         return

@@ -20,7 +20,7 @@ from mmldlm.data.loader import Loader
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.verify import drop_bad_samples
-from mmldlm.diffusion.noise import draw_noise, mode_stages, mode_weights_at
+from mmldlm.diffusion.noise import mode_stages
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
 from mmldlm.distributed.launcher import ENGINES, launcher_world_size
@@ -32,12 +32,11 @@ from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
 
-BYTES_PER_PARAMETER = 16  # float32: weight, gradient, AdamW's two moments
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20
 MAX_SCANNED_STEPS = 4096  # steps of a stage that are searched for the largest micro-batch
@@ -64,7 +63,6 @@ class Estimate:
     flops_per_step: float  # of matrix products, forward and backward, over all ranks; mean over the run
     batches: dict[int, BatchSize]  # by the first step with this size
     world_size: int
-    state_mib: float  # weights, EMA, gradients, moments; on one rank
     activations_mib: float  # their peak in forward and backward, for the largest micro-batch that was tried
     peak_mib: Mapping[Kind, float] = field(default_factory=dict)  # by kind, at the peak of their sum
     optimizer: str = ""  # the implementation
@@ -104,12 +102,6 @@ def estimate(
         ConfigError: a global batch cannot be divided evenly.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with limit_row_chunks(1 if device == "cuda" else MAX_ROW_CHUNKS):
-        return _estimate(config, store, world_size, steps_per_stage, device)
-
-
-def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage: int, device: str) -> Estimate:
-    """Return the estimate; the limit of row chunks is set by the caller."""
     config.train.check_batches(world_size)
     resolve_backend(config.attention.backend, device, config.precision != "fp32")
     # Fake tensors are on the CPU; grouped attention has the same matrix products and saves the same tensors.
@@ -145,7 +137,8 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
             kernels.add_tried(_row_counts(noised))
-            step_flops = tracker.micro_batches(noised)
+            with limit_row_chunks(1 if device == "cuda" else MAX_ROW_CHUNKS):
+                step_flops = tracker.micro_batches(noised)
             tracker.update(optimizer, config.optim.clip_norm)
             if step < start + tried:  # mean over the stage, weighted by its share of the run
                 flops += step_flops * world_size * (stop - start) / (steps * tried)
@@ -155,9 +148,6 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
         # The position of the next stage in the sample order.
         samples += loader.batch_at(start).global_batch_size * (stop - start)
     parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
-    frozen = sum(parameters.values()) - trainable
-    state = trainable * BYTES_PER_PARAMETER - one_moment * BYTES_PER_MOMENT + frozen * BYTES_PER_FROZEN
-    state += trainable * BYTES_PER_EMA if config.ema.decay else 0
     return Estimate(
         parameters=parameters,
         trainable=trainable,
@@ -165,7 +155,6 @@ def _estimate(config: RunConfig, store: Store, world_size: int, steps_per_stage:
         flops_per_step=flops,
         batches=batches,
         world_size=world_size,
-        state_mib=state / MIB,
         activations_mib=sum(tracker.costs.peak("activations").values()) / MIB,
         peak_mib={kind: size / MIB for kind, size in tracker.costs.peak().items()},
         optimizer=name,
@@ -180,13 +169,9 @@ def _noised(
 ) -> list[NoisedBatch]:
     """Return rank 0's noised micro-batches of `step`; `stage` is (first step, position of its first sample)."""
     start, position = stage
-    size, weights = loader.batch_at(start), mode_weights_at(start, config.mode, config.mode_schedule)
-    ((_, micro_batches),) = loader.steps(step, step + 1, position + (step - start) * size.global_batch_size)
-    samplers = config.text.sampler, config.latent.sampler
-    noises = (
-        draw_noise(batch, config.run.seed, step, size.global_batch_size, weights, *samplers) for batch in micro_batches
-    )
-    return list(map(objective.corrupt, micro_batches, noises))
+    samples = loader.batch_at(step).global_batch_size
+    ((_, micro_batches),) = loader.steps(step, step + 1, position + (step - start) * samples)
+    return corrupt_step(config, objective, step, samples, micro_batches)
 
 
 def _row_counts(noised: list[NoisedBatch]) -> list[int]:
@@ -291,6 +276,3 @@ def state_mib(engine: str, costs: Estimate, precision: str) -> tuple[float, floa
         (costs.trainable * device - saved_bytes + (0 if on_host else frozen_bytes)) / MIB,
         (costs.trainable * host + (frozen_bytes if on_host else 0)) / MIB,
     )
-
-
-__all__ = ["Estimate", "estimate", "print_estimate", "state_mib"]

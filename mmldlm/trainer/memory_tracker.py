@@ -1,6 +1,6 @@
 """FLOPs and memory of training, counted from the operators that it calls.
 
-Works with fake tensors, which have shapes but no memory: `mmldlm train --dry-run` estimates the costs of a run so.
+Works with fake tensors, which have shapes but no memory; so `mmldlm train --dry-run` can estimate the costs of a run.
 """
 
 from __future__ import annotations
@@ -175,16 +175,3 @@ def _tensors(batch: NoisedBatch) -> list[Tensor]:
     values = [*vars(batch).values(), layout.sample_of_token, layout.position, layout.sample_of_latent]
     _ = layout.groups
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def micro_batch_cost(model: MMDiT, objective: Objective, noised: NoisedBatch) -> tuple[int, int]:
-    """Return (FLOPs of forward and backward, peak bytes of activations) of one micro-batch.
-
-    `model` may have fake tensors; gradients do not count as activations.
-    """
-    steps = StepCostTracker(model, objective)
-    steps.micro_batches([noised])
-    return steps.costs.flops, steps.costs.peak("activations").get("activations", 0)
-
-
-__all__ = ["CostTracker", "Kind", "StepCostTracker", "micro_batch_cost"]

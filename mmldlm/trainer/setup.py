@@ -16,16 +16,14 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
-from mmldlm.distributed.capabilities import check_supported
-from mmldlm.distributed.deepspeed_config import StepPlan
+from mmldlm.distributed.capabilities import check_comm_hook, check_supported
+from mmldlm.distributed.deepspeed_config import StepPlan, check_ema
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.grad_scaler import check_comm_hook
 from mmldlm.distributed.launcher import LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.optim.ema import check_ema
 from mmldlm.run.factory import build_model, build_objective
 from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.checkpointer import check_resume
@@ -52,8 +50,8 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     for feature in requested_features(config):
         check_supported(feature, launch.engine)
     check_device(config.optim, launch.offloads_optimizer, device_type)
-    check_comm_hook(config.precision, launch.engine, config.distributed.ddp.comm_hook)
-    check_ema(config.ema, launch.deepspeed)
+    check_comm_hook(config.precision, launch.engine, config.distributed.ddp.comm_hook, device_type)
+    check_ema(config.ema.decay, launch.deepspeed)
 
 
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:

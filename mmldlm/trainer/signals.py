@@ -6,7 +6,7 @@ A second SIGINT ends the process at once.
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -24,9 +24,7 @@ class SignalRequests:
         self._previous = {number: signal.signal(number, self._handle) for number in (*self.STOP, signal.SIGUSR1)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             # A process that is stopping because of SIGTERM ignores further ones until it exits.
             leaving = number == signal.SIGTERM and handler == signal.SIG_DFL and self.stop is not None

@@ -14,7 +14,7 @@ from mmldlm.config import RunConfig
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import settings_to_export, unread_variables
 from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
-from mmldlm.model.cpu_half import has_bf16_instructions
+from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
 from mmldlm.telemetry import memory_limits
@@ -50,14 +50,14 @@ def startup_report(
     first = config.train.batch_at(0, engine.world_size)
     on_cuda, distributed = engine.device.type == "cuda", config.distributed
     exported = settings_to_export(distributed)
-    report: dict[str, Any] = {
+    return {
         "engine": engine.name,
         "launcher": engine.launch.launcher,
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,
         "ranks": ranks,
         "precision": config.precision,
-        "attention": getattr(engine.unwrapped_model, "backend", ""),
+        "attention": engine.unwrapped_model.backend,
         "compile": components.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
         "optimizer": _optimizer_name(engine, config),
@@ -79,13 +79,12 @@ def startup_report(
         "exported": exported if on_cuda else {},
         "not_read": unread_variables(exported) if engine.is_main else [],
         "deepspeed_file": engine.launch.deepspeed_file,
-        "git": fingerprint.get("git", ""),
+        "git": fingerprint["git"],
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
-        "data_manifest": fingerprint.get("data.manifest", ""),
+        "data_manifest": fingerprint["data.manifest"],
         "mixture": _mixture(config, components),
         "skipped_samples": components.skipped_samples,
     }
-    return report
 
 
 def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
@@ -107,9 +106,11 @@ def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
 
 def _optimizer_name(engine: Engine, config: RunConfig) -> str:
     """Return the implementation that the engine steps with."""
-    name = describe_optimizer(engine.unwrapped_optimizer)
+    optimizer = engine.unwrapped_optimizer
+    name = describe_optimizer(optimizer)
     fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, engine.device.type)
-    assert (", fused" in name) == fused, f"{name} is not the configured implementation (fused: {fused})"
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    assert is_fused == fused, f"{name} is not the configured implementation (fused: {fused})"
     return name
 
 
@@ -172,8 +173,3 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")
     return lines
-
-
-def has_fp16_instructions() -> bool:
-    """Return whether this CPU has instructions for products of float16 matrices."""
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -65,11 +65,10 @@ def micro_batch_records(numbers: StepNumbers, split: Split) -> MicroBatchRecords
 
 
 class StepGuard:
-    """Counter and judge of skipped steps; `file`, set on rank 0, receives a record of each."""
+    """Counter and judge of skipped steps; `file`, on rank 0, receives a record of each."""
 
-    def __init__(self, config: GuardConfig, state: TrainState):
-        self.config, self.state = config, state
-        self.file: MetricsFile | None = None
+    def __init__(self, config: GuardConfig, state: TrainState, file: MetricsFile | None = None):
+        self.config, self.state, self.file = config, state, file
 
     @property
     def norm_limit(self) -> float:

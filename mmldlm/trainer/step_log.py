@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint import TrainState
+from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
 from mmldlm.telemetry import StepNumbers, StepStats, Tracker, cpu_load_metrics, memory_metrics
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
 
@@ -30,6 +31,7 @@ class StepLog:
         state: State of the run, whose counters it updates.
         tracker: Where records go.
         run_dir: Run folder.
+        skips_file: Where skipped steps are recorded, on rank 0.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class StepLog:
         state: TrainState,
         tracker: Tracker,
         run_dir: Path,
+        skips_file: MetricsFile | None,
     ):
         self.config, self.engine, self.components, self.state = config, engine, components, state
         self.tracker, self.run_dir = tracker, run_dir
-        self.guard = StepGuard(config.guard, state)
+        self.guard = StepGuard(config.guard, state, skips_file)
         self.plateau = _create_plateau(config, state)
         self.stats = StepStats()
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
@@ -110,7 +113,7 @@ class StepLog:
         # [steps, 2, S]: sums and counts over this rank's micro-batches.
         local = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
         totals = self.engine.sum(local, "all-reduce of the losses that the learning rate follows")
-        return [self.components.objective.summary(sums, counts)["loss/total"] for sums, counts in totals]
+        return [self.components.objective.stats.summary(sums, counts)["loss/total"] for sums, counts in totals]
 
     def _skip(self, numbers: StepNumbers, norm: float) -> None:
         """Record a skipped step with the samples of all ranks; end the run if the guard says so (collective)."""
@@ -135,7 +138,7 @@ class StepLog:
         totals = self.engine.sum(torch.stack([stats.sums, stats.counts]), "all-reduce of the losses to log")
         seconds = time.perf_counter() - stats.start_time
         values = {
-            **components.objective.summary(*totals),
+            **components.objective.stats.summary(*totals),
             "optim/lr": lr,
             "optim/grad_norm": self._norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.checkpoint import RunLock, TrainState
+from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig, write_config
 from mmldlm.data.loader import fixed_batches
-from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.init import start_engine
@@ -32,23 +31,20 @@ from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, fig
 from mmldlm.model.flops import ModelFlops
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
+from mmldlm.run.factory import corrupt_step
 from mmldlm.run.load import LoadedRun
 from mmldlm.settings.fields import dump
-from mmldlm.telemetry import (
-    Notices,
-    StepProfiler,
-    Tracker,
-    phase,
-)
+from mmldlm.telemetry import Notices, StepProfiler, Tracker, phase
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
 from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint
-from mmldlm.trainer.consistency import check_shared_folder, compare_ranks, create_run_folder
+from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
 from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import report_lines, startup_report
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -139,11 +135,11 @@ class Trainer:
                 create_run_folder(self.run_dir)
                 self._stack.enter_context(RunLock(self.run_dir))
                 clear_exit_files(self.run_dir)
-        check_shared_folder(engine, self.run_dir)
+        check_run_folder(engine, self.run_dir)
         # From here on `exit.json` is ours to write: rank 0 holds the lock, and all ranks see its folder.
         self._owns_run_dir = True
         if engine.watchdog is not None:
-            engine.watchdog.set_folder(self.run_dir)
+            engine.watchdog.folder = self.run_dir
         return fingerprint
 
     def _restore(self) -> list[str]:
@@ -194,13 +190,14 @@ class Trainer:
         self.tracker = self._stack.enter_context(
             Tracker(self.run_dir, config.train.steps, self.state.step, resumed, engine.is_main, config.log.tensorboard)
         )
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir)
+        skips = open_skips_file(self.run_dir, self.state.step, resumed) if engine.is_main else nullcontext()
+        skips_file = self._stack.enter_context(skips)
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file)
         self.guard = self.log.guard
         self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
         self._stack.callback(self._profiler.close)
         if engine.is_main:
             self._notices.write = self.tracker.message
-            self.guard.file = self._stack.enter_context(open_skips_file(self.run_dir, self.state.step, resumed))
             write_config(config, self.run_dir)
             write_atomically(self.run_dir / "startup.json", (json.dumps(report, indent=1) + "\n").encode())
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
@@ -227,22 +224,18 @@ class Trainer:
             The loss of a peer if that is the cause of `error`.
         """
         # Entering may have failed at any point, so `engine` and `tracker` may be missing.
-        watchdog = self.engine.watchdog if hasattr(self, "engine") else None
-        lost = None
-        if watchdog is not None and isinstance(error, Exception):
-            lost = None if isinstance(error, MmldlmError) else watchdog.diagnose(error)
-            self.engine.peer_lost = isinstance(lost or error, PeerLostError)
+        engine = getattr(self, "engine", None)
+        lost = engine.diagnose(error) if engine is not None and isinstance(error, Exception) else None
         code, cause = exit_code_and_cause(lost or error)
         single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
         if hasattr(self, "tracker") and (code == ExitCode.NUMERICAL or single):
             # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
             with suppress(MmldlmError):
                 self._log_checkpoints(self.checkpointer.finish())
-        if watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
-            watchdog.fail(code, cause)
+        if engine is not None and engine.watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
+            engine.watchdog.fail(code, cause)
         if self._owns_run_dir:
-            with suppress(OSError):  # the disk may be the reason for the end
-                write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
+            write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
         # Last, since it releases the lock: another run may own the folder from then on.
         self._stack.close()
         return lost
@@ -255,13 +248,13 @@ class Trainer:
         self.log.stats.clear()
         while True:
             started = time.perf_counter()
-            try:
-                step, micro_batches = next(batches)
-            except StopIteration:
+            item = next(batches, None)
+            if item is None:
                 break
+            step, micro_batches = item
             self.log.stats.data_wait_s += time.perf_counter() - started
             if self.engine.watchdog is not None:
-                self.engine.watchdog.set_step(step)
+                self.engine.watchdog.step = step
             if self._auto_micro_batch is not None:
                 change = self._auto_micro_batch.shrink(step, micro_batches)
                 if change is not None:
@@ -282,12 +275,9 @@ class Trainer:
 
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        """Noise the micro-batches of a step, on the host; the noise is a function of (seed, step, slot)."""
-        config, samples = self.config, self.components.loader.batch_at(step).global_batch_size
-        weights = mode_weights_at(step, config.mode, config.mode_schedule)
-        text, latent = config.text.sampler, config.latent.sampler
-        noises = [draw_noise(batch, config.run.seed, step, samples, weights, text, latent) for batch in micro_batches]
-        return list(map(self.components.objective.corrupt, micro_batches, noises))
+        """Noise the micro-batches of a step, see `corrupt_step`."""
+        samples = self.components.loader.batch_at(step).global_batch_size
+        return corrupt_step(self.config, self.components.objective, step, samples, micro_batches)
 
     @phase("sync")
     def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
@@ -394,26 +384,25 @@ class Trainer:
             This run in its present state, in the form that evaluation and generation take.
         """
         self.log.fetch()
-        paused = time.perf_counter()
-        self.tracker.heartbeat(self.state.step, activity)
         config, components, engine = self.config, self.components, self.engine
-        engine.unwrapped_model.eval()
-        with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
-            yield LoadedRun(
-                folder=self.run_dir,
-                config=config,
-                store=components.store,
-                tokenizer=components.tokenizer,
-                model=engine.eval_forward,
-                objective=components.objective,
-                device=engine.device,
-                step=self.state.step,
-                weights=config.ema.eval_weights,
-                has_ema=config.ema.decay > 0,
-            )
-        # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
-        engine.unwrapped_model.train()
-        self.log.stats.start_time += time.perf_counter() - paused
+        with self.log.stats.paused():
+            self.tracker.heartbeat(self.state.step, activity)
+            engine.unwrapped_model.eval()
+            with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
+                yield LoadedRun(
+                    folder=self.run_dir,
+                    config=config,
+                    store=components.store,
+                    tokenizer=components.tokenizer,
+                    model=engine.eval_forward,
+                    objective=components.objective,
+                    device=engine.device,
+                    step=self.state.step,
+                    weights=config.ema.eval_weights,
+                    has_ema=config.ema.decay > 0,
+                )
+            # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
+            engine.unwrapped_model.train()
 
     def _validate(self) -> None:
         """Log validation losses, figures and text samples; save a checkpoint if the loss is among the best."""
@@ -455,13 +444,12 @@ class Trainer:
         """
         self.log.fetch()
         if self.checkpointer.saved_at != self.state.step:
-            paused = time.perf_counter()
-            # Flushes the curves before the checkpoint exists, so that a kill in between leaves no gap after resuming.
-            self.tracker.heartbeat(self.state.step, "saving")
-            if self.engine.loss_scale is not None:
-                self.state.loss_scale, self.state.steps_at_scale = self.engine.loss_scale.get_state()
-            self._log_checkpoints(self.checkpointer.save(self.state, validation_loss))
-            self.log.stats.start_time += time.perf_counter() - paused
+            with self.log.stats.paused():
+                # Flushes the curves before the checkpoint exists: a kill in between leaves no gap after resuming.
+                self.tracker.heartbeat(self.state.step, "saving")
+                if self.engine.loss_scale is not None:
+                    self.state.loss_scale, self.state.steps_at_scale = self.engine.loss_scale.get_state()
+                self._log_checkpoints(self.checkpointer.save(self.state, validation_loss))
         if wait:
             self._log_checkpoints(self.checkpointer.finish())
 

@@ -76,7 +76,7 @@ class SeedStats:
         return None if self.std is None else self.std / math.sqrt(self.n)
 
 
-def ratio_of_means(stats: SeedStats, baseline: SeedStats, confidence: float = CONFIDENCE) -> Ratio:
+def ratio_of_means(stats: SeedStats, baseline: SeedStats) -> Ratio:
     """Return the mean of `stats` divided by the mean of `baseline`, with Fieller's interval.
 
     The interval (E. C. Fieller, "Some problems in interval estimation", J. R. Stat. Soc. B 16, 1954, 175-185;
@@ -97,7 +97,7 @@ def ratio_of_means(stats: SeedStats, baseline: SeedStats, confidence: float = CO
     u, v = error**2, baseline_error**2
     if u + v == 0:
         return Ratio(ratio, (ratio, ratio))
-    squared = _t_quantile(confidence, _welch_degrees(u, stats.n, ratio**2 * v, baseline.n)) ** 2
+    squared = _t_quantile(_welch_degrees(u, stats.n, ratio**2 * v, baseline.n)) ** 2
     # T(r)^2 = t^2 is a r^2 - 2 c r + d = 0. Its roots bound an interval if b differs from 0, which means a > 0.
     a, c, d = baseline.mean**2 - squared * v, stats.mean * baseline.mean, stats.mean**2 - squared * u
     if a <= 0:
@@ -112,8 +112,8 @@ def _welch_degrees(u: float, n: int, v: float, m: int) -> float:
     return (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1))
 
 
-def _t_quantile(confidence: float, degrees: float) -> float:
-    """Return the two-sided quantile of Student's t."""
+def _t_quantile(degrees: float) -> float:
+    """Return the two-sided quantile of Student's t at `CONFIDENCE`."""
     from scipy.special import stdtrit  # imported here: only comparisons of several seeds need scipy
 
-    return float(stdtrit(degrees, (1 + confidence) / 2))
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))

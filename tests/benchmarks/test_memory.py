@@ -47,9 +47,9 @@ def test_samples_that_fit() -> None:
 def test_sharding_divides_the_state_alone() -> None:
     def estimate(samples: int) -> Estimate:
         peak = {"weights": 4.0, "moments": 8.0, "activations": 2.0 * samples}
-        return Estimate({"all": MIB}, MIB, 0, 0, {}, 1, 16, 2 * samples, peak)  # type: ignore[arg-type]
+        return Estimate({"all": MIB}, MIB, 0, 0, {}, 1, 2 * samples, peak)  # type: ignore[arg-type]
 
-    eight = Estimate({"all": MIB}, MIB, 0, 0, {}, 8, 16, 0)
+    eight = Estimate({"all": MIB}, MIB, 0, 0, {}, 8, 0)
     alone, sharded = lines({samples: estimate(samples) for samples in (3, 6)}).values()
     assert (alone.fixed, alone.per_sample, alone.state) == (12 * MIB, 2 * MIB, 16 * MIB)
     assert sharded.fixed == sharded.state == state_mib("fsdp2", eight, "bf16")[0] * MIB == 2 * MIB

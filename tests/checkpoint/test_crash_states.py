@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmldlm.checkpoint import CheckpointStore, Retention, write_files, write_tensors
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore, write_files
+from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.errors import DataError
 from mmldlm.utils.files import write_atomically
 from tests.helpers.crash_states import (
@@ -28,6 +30,7 @@ from tests.helpers.crash_states import (
     recorded,
     write_tree,
 )
+from tests.helpers.save_checkpoint import save_checkpoint
 
 LIMIT = 64  # states of one prefix
 Save = Callable[[CheckpointStore], object]
@@ -49,7 +52,7 @@ def files(step: int, part: int = 0) -> dict[str, Any]:
 
 
 def of_one(step: int) -> Save:
-    return lambda store: store.save(step, files(step), {"from": "one"})
+    return lambda store: save_checkpoint(store, step, files(step), {"from": "one"})
 
 
 def of_two(step: int) -> Save:
@@ -104,7 +107,7 @@ def fault(folder: Path, kept: int, tree: Tree, after: Sequence[Any]) -> str:
         for repair in (False, True):
             if (result := content(store, repair)) not in after[kept : kept + 2]:
                 return f"newest is {result and result[0]}, {kept} promises kept: {tree}"
-        store.save(1000, {"file": b"x"}, {})  # and the run continues
+        save_checkpoint(store, 1000, {"file": b"x"}, {})  # and the run continues
         return "" if content(store) == (1000, {"file": b"x"}) else f"cannot continue: {tree}"
     except DataError as error:
         return f"{error}: {tree}"

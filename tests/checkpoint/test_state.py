@@ -4,23 +4,22 @@ import pytest
 import torch
 from torch import nn
 
-from mmldlm.checkpoint import (
-    Checkpoint,
-    CheckpointStore,
-    Retention,
-    TensorFiles,
+from mmldlm.checkpoint.manifest import Checkpoint
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.state import (
     TrainState,
     clean_name,
     load_model_state,
     load_optimizer_state,
     model_state,
     optimizer_state,
-    tensor_file_name,
-    write_tensors,
 )
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.tensors import TensorFiles, tensor_file_name, write_tensors
 from mmldlm.distributed.muon import MuonAdamW
 from mmldlm.errors import DataError, NumericalError
 from mmldlm.utils.partition import partition_by_size
+from tests.helpers.save_checkpoint import save_checkpoint
 
 pytestmark = pytest.mark.quick
 
@@ -83,7 +82,8 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, name):
     optimizer = OPTIMIZERS[name](model.parameters())
     steps(model, optimizer, 0, 5)
     store = CheckpointStore(tmp_path, Retention(last=1))
-    store.save(
+    save_checkpoint(
+        store,
         5,
         {
             "model.safetensors": lambda path: write_tensors(path, model_state(model)),
@@ -164,7 +164,7 @@ def test_nonfinite_weights_are_never_saved(tmp_path, value):
         model.body.bias[3] = value
     store = CheckpointStore(tmp_path, Retention(last=1))
     with pytest.raises(NumericalError, match=r"body\.bias"):
-        store.save(1, {"model": lambda path: write_tensors(path, model_state(model))}, {})
+        save_checkpoint(store, 1, {"model": lambda path: write_tensors(path, model_state(model))}, {})
     assert not list(tmp_path.iterdir())
 
 

@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from mmldlm.checkpoint import CheckpointStore, Retention
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
+from tests.helpers.save_checkpoint import save_checkpoint
 from tests.helpers.waiting import PATIENCE_S, wait_until
 
 FILES = {f"file-{i}": bytes(1000) for i in range(3)}
@@ -18,20 +20,23 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 import torch
-from mmldlm.checkpoint import CheckpointStore, Retention, write_tensors
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.errors import StorageError
+from tests.helpers.save_checkpoint import save_checkpoint
 store = CheckpointStore(Path(sys.argv[1]), Retention(last=3))
-store.save(1, {"a": bytes(1_000_000)}, {})
+save_checkpoint(store, 1, {"a": bytes(1_000_000)}, {})
 for files in ({"a": lambda path: path.write_bytes(bytes(9_000_000))},
               {"a": lambda path: write_tensors(path, {"w": torch.zeros(3_000_000)})},
               {"a": bytes(9_000_000)}):
     try:
-        store.save(2, files, {})
+        save_checkpoint(store, 2, files, {})
     except StorageError as error:
         print("refused:", error, "exit", int(error.exit_code))
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"], list(store.folder.iterdir())
     assert store.newest().step == 1
-store.save(2, {"a": bytes(1_000_000)}, {})
+save_checkpoint(store, 2, {"a": bytes(1_000_000)}, {})
 """
 
 
@@ -56,7 +61,7 @@ def test_full_disk_leaves_the_old_ones_intact(tmp_path):
 def test_killed_writer_leaves_a_valid_checkpoint(tmp_path):
     generator, kills_inside, last = random.Random(0), 0, 0
     store = CheckpointStore(tmp_path, Retention(last=1))
-    store.save(0, FILES, {})
+    save_checkpoint(store, 0, FILES, {})
     for _ in range(30):
         before = set(tmp_path.iterdir())
         child = os.fork()
@@ -68,7 +73,7 @@ def test_killed_writer_leaves_a_valid_checkpoint(tmp_path):
                 while True:
                     step += 1
                     payload = f"{step}".encode() * 20_000
-                    writer.save(step, {f"file-{i}": payload for i in range(4)}, {})
+                    save_checkpoint(writer, step, {f"file-{i}": payload for i in range(4)}, {})
             finally:
                 os._exit(1)
         wait_until(lambda before=before: set(tmp_path.iterdir()) != before, "the child's first file")
@@ -85,11 +90,11 @@ def test_killed_writer_leaves_a_valid_checkpoint(tmp_path):
 
 def test_concurrent_reader_sees_complete_checkpoints(tmp_path, caplog):
     store = CheckpointStore(tmp_path, Retention(last=1))
-    store.save(0, FILES, {})
+    save_checkpoint(store, 0, FILES, {})
     child = os.fork()
     if not child:
         for step in range(1, 100_000):
-            store.save(step, FILES, {})
+            save_checkpoint(store, step, FILES, {})
     try:
         steps, deadline = [0], time.monotonic() + PATIENCE_S
         while (len(steps) < 200 or steps[-1] < 20) and time.monotonic() < deadline:

@@ -52,7 +52,7 @@ def test_a_perfect_denoiser_has_no_loss(
     noised = total.corrupt(PAIRS, draw_noise(PAIRS, seed=0, step=0, global_batch_size=SIZE, weights=weights))
     loss_value, sums = total(PerfectDenoiser(PAIRS, latent), noised, noised.counts.tolist())
     assert float(loss_value) < 1e-4
-    assert all(value < 1e-4 for value in total.summary(sums, noised.counts).values())
+    assert all(value < 1e-4 for value in total.stats.summary(sums, noised.counts).values())
 
 
 @pytest.mark.parametrize("mode", ["l2t", "joint"])
@@ -70,7 +70,7 @@ def test_the_bound_of_a_uniform_predictor_is_log_v(mode: Mode) -> None:
         _, part = bound(uniform_words, noised, noised.counts.tolist())
         sums.append(part)
         counts.append(noised)
-    nats = bound.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
+    nats = bound.stats.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
     tokens = steps * len(PAIRS.tokens)
     deviation = math.sqrt((math.log(1 / LogLinear.t_min) - 1 + LogLinear.t_min) / tokens)
     assert deviation < 0.008
@@ -95,7 +95,7 @@ def test_the_bound_of_a_uniform_predictor_by_exact_masks_is_log_v_without_varian
     bound = objective(masks="exact")
     noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint")))
     _, sums = bound(uniform_words, noised, noised.counts.tolist())
-    assert bound.summary(sums, noised.counts)["loss/text"] == pytest.approx(math.log(WORDS), rel=1e-5)
+    assert bound.stats.summary(sums, noised.counts)["loss/text"] == pytest.approx(math.log(WORDS), rel=1e-5)
 
 
 @pytest.mark.parametrize("masks", ["independent", "exact"])
@@ -114,7 +114,7 @@ def test_both_kinds_of_masks_estimate_one_bound(masks: Masks) -> None:
         noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, step, SIZE, mode_weights("l2t")))
         sums.append(bound(network, noised, noised.counts.tolist())[1])
         counts.append(noised)
-    nats = bound.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
+    nats = bound.stats.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
     expected = (100 * 4 * (5 / 8) + 100 * 9 * (10 / 18)) / 1300
     assert nats == pytest.approx(expected, rel=0.02 if masks == "independent" else 0.004)
 
@@ -123,13 +123,13 @@ def test_masked_mean_of_a_uniform_predictor_is_log_v_exactly() -> None:
     mean = objective(text="masked_mean")
     noised = mean.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint")))
     _, sums = mean(uniform_words, noised, noised.counts.tolist())
-    assert mean.summary(sums, noised.counts)["loss/text"] == pytest.approx(math.log(WORDS), rel=1e-5)
+    assert mean.stats.summary(sums, noised.counts)["loss/text"] == pytest.approx(math.log(WORDS), rel=1e-5)
 
 
 def test_the_length_loss_is_a_mean_over_samples() -> None:
     bound = objective()
     noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("t2l")))
     _, sums = bound(uniform_words, noised, noised.counts.tolist())
-    summary = bound.summary(sums, noised.counts)
+    summary = bound.stats.summary(sums, noised.counts)
     assert summary["loss/length"] == pytest.approx(math.log(9), rel=1e-5)
     assert "loss/text" not in summary and "loss/latent_t2l" in summary

@@ -81,7 +81,7 @@ def test_summaries_add_up_over_micro_batches(model: MMDiT) -> None:
         ]
         counts = total_counts(noised)
         sums = torch.stack([total(model, part, counts.tolist())[1] for part in noised]).sum(0)
-        return total.summary(sums, counts)
+        return total.stats.summary(sums, counts)
 
     whole = summary([list(range(8))])
     assert set(whole) >= {"loss/total", "loss/text_l2t", "loss/text_joint", "loss/latent_t2l", "loss/latent_joint"}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.diffusion.loss_stats import noise_bin_names
 from mmldlm.diffusion.noise import MODES, Noise, draw_noise, mode_weights
-from mmldlm.diffusion.objective import Objective, noise_bin_names
+from mmldlm.diffusion.objective import Objective
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from tests.helpers.toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs
 
@@ -48,7 +49,7 @@ def test_bins_are_means_over_their_own_samples(model: MMDiT, text: str) -> None:
     total = of_levels(levels, text)
     noised = total.corrupt(PAIRS, drawn)
     _, sums = total(model, noised, noised.counts.tolist())
-    shown = total.summary(sums, noised.counts)
+    shown = total.stats.summary(sums, noised.counts)
     nll, latent, *_ = model(*noised.inputs)
     latent_losses = total.latent.losses(latent, noised.latent_target)
     sample = noised.layout.sample_of_token[noised.positions]
@@ -67,7 +68,7 @@ def test_bins_are_means_over_their_own_samples(model: MMDiT, text: str) -> None:
         for number, level_name in enumerate(noise_bin_names(levels)):
             value, count = result[place, :, number].sum(0)
             assert count > 0 and shown[f"loss/{name}_noise_{level_name}"] == pytest.approx(value / count, rel=1e-4)
-    curves = total.by_noise_bin(sums, noised.counts)
+    curves = total.stats.by_noise_bin(sums, noised.counts)
     assert set(curves) == {"text_l2t", "text_joint", "latent_t2l", "latent_joint"}
     for name, curve in curves.items():
         modality, mode = name.split("_")
@@ -86,8 +87,10 @@ def test_number_of_bins_does_not_change_the_loss(model: MMDiT) -> None:
         loss, sums = total(model, noised, noised.counts.tolist())
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        results.append((loss, torch.cat([each.flatten() for each in gradients]), total.summary(sums, noised.counts)))
-        assert len(sums) == len(noised.counts) == total.size
+        results.append(
+            (loss, torch.cat([each.flatten() for each in gradients]), total.stats.summary(sums, noised.counts))
+        )
+        assert len(sums) == len(noised.counts) == total.stats.size
     (loss, gradient, one), (other_loss, other_gradient, five) = results
     assert torch.equal(loss, other_loss) and torch.equal(gradient, other_gradient)
     assert {name: five[name] for name in one} == pytest.approx(one, rel=1e-5)
@@ -101,7 +104,7 @@ def test_fine_bins_add_up_to_coarse_ones(model: MMDiT) -> None:
     for total, finer in ((coarse, 1), (fine, 6)):
         noised = total.corrupt(PAIRS, noise())
         _, sums = total(model, noised, noised.counts.tolist())
-        summaries.append(total.summary(sums, noised.counts, finer))
+        summaries.append(total.stats.summary(sums, noised.counts, finer))
     assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
-    assert all(len(curve) == 30 for curve in fine.by_noise_bin(sums, noised.counts).values())
+    assert all(len(curve) == 30 for curve in fine.stats.by_noise_bin(sums, noised.counts).values())
     assert noise_bin_names(5) == ["0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1"]

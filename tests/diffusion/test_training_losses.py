@@ -102,7 +102,7 @@ def test_loss_label_smoothing_and_z_loss_are_those_of_full_logits(settings: dict
     shared = {name: gradient for name, gradient in ours.items() if name in theirs}
     assert_equal_gradients(shared, theirs)
 
-    shown = total.summary(sums, noised.counts)
+    shown = total.stats.summary(sums, noised.counts)
     nll = F.cross_entropy(logits, noised.targets, reduction="none")
     plain = float((noised.token_weight * nll).detach().sum()) / tokens
     assert shown["loss/text"] == pytest.approx(plain, rel=1e-5)
@@ -198,8 +198,8 @@ def test_loss_latent_weighting_is_kendalls_sum() -> None:
     fixed = objective(total.latent, latent_weight=0.5)
     model, noised = model_of(total.config), noised_by(total)
     loss, sums = total(model, noised, noised.counts.tolist())
-    values = total.summary(sums, noised.counts)
-    plain = fixed.summary(fixed(model, noised_by(fixed), noised.counts.tolist())[1], noised_by(fixed).counts)
+    values = total.stats.summary(sums, noised.counts)
+    plain = fixed.stats.summary(fixed(model, noised_by(fixed), noised.counts.tolist())[1], noised_by(fixed).counts)
     assert values["loss/text_weight"] == pytest.approx(1) and values["loss/latent_weight"] == pytest.approx(0.5)
     assert {name: values[name] for name in plain} == pytest.approx(plain)  # what is shown are plain losses
     expected = values["loss/total"] + 0.5 * math.log(1 / 0.5)
@@ -209,7 +209,7 @@ def test_loss_latent_weighting_is_kendalls_sum() -> None:
         model.loss_weights.value.copy_(torch.tensor([0.2, -0.1]))
     s = [0.2 * LossWeights.lr_multiplier, -0.1 * LossWeights.lr_multiplier]
     loss, sums = total(model, noised, noised.counts.tolist())
-    values = total.summary(sums, noised.counts)
+    values = total.stats.summary(sums, noised.counts)
     expected = math.exp(-s[0]) * values["loss/text"] + math.exp(-s[1]) * values["loss/latent"] + (s[0] + s[1]) / 2
     assert float(loss) == pytest.approx(expected + 0.01 * values["loss/length"], rel=1e-5)
     assert values["loss/latent_weight"] == pytest.approx(math.exp(-s[1]), rel=1e-5)
@@ -228,7 +228,7 @@ def test_learned_weights_do_not_depend_on_micro_batches() -> None:
         counts = total_counts(noised)
         parts = [total(model, each, counts.tolist()) for each in noised]
         loss = torch.stack([part[0] for part in parts]).sum()
-        results.append((loss.detach(), gradients(model, loss), total.summary(sum(p[1] for p in parts), counts)))
+        results.append((loss.detach(), gradients(model, loss), total.stats.summary(sum(p[1] for p in parts), counts)))
     for loss, gradient, values in results[1:]:
         torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0)
         assert_equal_gradients(gradient, results[0][1])
@@ -263,7 +263,7 @@ def test_training_only_terms_are_absent_in_validation() -> None:
     noised = noised_by(plain)
     prediction = model(*noised.inputs)
     assert prediction.text.shape == noised.targets.shape and prediction.log_variances is None
-    values = plain.summary(plain(model, noised, noised.counts.tolist())[1], noised.counts)
+    values = plain.stats.summary(plain(model, noised, noised.counts.tolist())[1], noised.counts)
     assert not {"loss/z", "loss/label_smoothing", "loss/latent_weight"} & values.keys()
 
 

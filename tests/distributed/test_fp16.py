@@ -13,7 +13,8 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed import grad_scaler as loss_scale
-from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale, check_comm_hook
+from mmldlm.distributed.capabilities import check_comm_hook
+from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
@@ -169,10 +170,10 @@ def test_overflow_at_the_smallest_scale_is_an_error() -> None:
 @pytest.mark.quick
 def test_fp16_refuses_powersgd() -> None:
     with pytest.raises(ConfigError, match=r"comm_hook: expected none, fp16 or bf16 .* found powersgd"):
-        check_comm_hook("fp16", "ddp", "powersgd")
+        check_comm_hook("fp16", "ddp", "powersgd", "cuda")
     for precision, engine, hook in (
         ("fp16", "single", "powersgd"),
         ("fp16", "ddp", "fp16"),
         ("bf16", "ddp", "powersgd"),
     ):
-        check_comm_hook(precision, engine, hook)
+        check_comm_hook(precision, engine, hook, "cuda")

@@ -38,7 +38,7 @@ def diagnose_with(
 
 def test_silent_rank_is_named_before_stuck_ranks() -> None:
     result = diagnose_with(seen(1, ""), seen(2, silent_s=4.0), seen(3, "", silent_s=6.0))
-    assert result.rank == 2 and [process.pid for process in result.silent] == [102, 103]
+    assert [process.pid for process in result.silent] == [102, 103]
     assert result.cause == (
         "rank 2 (host far, pid 102) is not responding (no heartbeat for at least 4.0 s), last seen at step 7, "
         "in all-reduce (also ranks 3); rank 0 waited 5.0 s in all-reduce at step 7"
@@ -47,27 +47,25 @@ def test_silent_rank_is_named_before_stuck_ranks() -> None:
 
 def test_rank_longest_out_of_collectives_is_stuck() -> None:
     result = diagnose_with(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
-    assert result.rank == 3 and result.silent == ()
+    assert result.silent == ()
     assert "rank 3 (host far, pid 103) has been stuck outside of any collective for 9.0 s (step 7)" in result.cause
 
 
 @pytest.mark.parametrize(
-    ("peers", "rank", "text"),
+    ("peers", "text"),
     [
-        ([seen(1), seen(2, step=6)], 2, "rank 2 (host far, pid 102) has been at step 6, in all-reduce for 5.0 s"),
-        ([seen(1), seen(2, BARRIER)], 2, "has been at step 7, in barrier for 5.0 s"),
-        ([seen(1), seen(2, "", done=True, silent_s=9)], 2, "rank 2 (host far, pid 102) has finished after step 7"),
-        ([seen(1), seen(2)], None, "the ranks called different collectives: all 3 ranks respond"),
+        ([seen(1), seen(2, step=6)], "rank 2 (host far, pid 102) has been at step 6, in all-reduce for 5.0 s"),
+        ([seen(1), seen(2, BARRIER)], "rank 2 (host far, pid 102) has been at step 7, in barrier for 5.0 s"),
+        ([seen(1), seen(2, "", done=True, silent_s=9)], "rank 2 (host far, pid 102) has finished after step 7"),
+        ([seen(1), seen(2)], "the ranks called different collectives: all 3 ranks respond"),
     ],
 )
-def test_ranks_in_different_collectives(peers: list[PeerHeartbeat], rank: int | None, text: str) -> None:
-    result = diagnose_with(*peers)
-    assert result.rank == rank and text in result.cause
+def test_ranks_in_different_collectives(peers: list[PeerHeartbeat], text: str) -> None:
+    assert text in diagnose_with(*peers).cause
 
 
 def test_broken_connection_does_not_blame_working_ranks() -> None:
-    result = diagnose_with(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False))
-    assert result.rank is None and "the connection broke" in result.cause
+    assert "the connection broke" in diagnose_with(seen(1, "", for_s=0.1), wait=WAIT._replace(is_long=False)).cause
 
 
 def test_rank_that_never_started() -> None:
@@ -76,9 +74,7 @@ def test_rank_that_never_started() -> None:
 
 def test_unreachable_store_blames_no_rank() -> None:
     result = diagnose_with(seen(1, ""), store_unreachable="the store at a:1")
-    assert result.rank is None and result.cause.startswith(
-        "the store at a:1 does not respond; rank 0 or the launcher hosts it"
-    )
+    assert result.cause.startswith("the store at a:1 does not respond; rank 0 or the launcher hosts it")
 
 
 def test_heartbeats_are_read_until_conclusive() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mmldlm import cli, train
-from mmldlm.checkpoint import RunLock
+from mmldlm.utils.lock import RunLock
 from tests.helpers.user_errors import assert_user_error
 
 Command = Callable[..., object]

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from mmldlm.checkpoint import CheckpointStore, Retention
+from mmldlm.checkpoint.manifest import verify_checkpoint
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
 from tests.helpers.engine_runs import CURVE
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.metrics import read_metrics
@@ -106,7 +108,7 @@ class KilledRun:
 
     def _check(self, toll: Toll) -> None:
         """Every checkpoint is whole, and the newest as recent as it has to be."""
-        result = [self.store.open(path).step for path in self.store.paths()]
+        result = [verify_checkpoint(path).step for path in self.store.paths()]
         newest = max(result, default=0)
         last = max((record["step"] for record in self.records()), default=0)
         assert not list(self.store.folder.glob("damaged-*"))

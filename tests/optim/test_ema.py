@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from mmldlm import cli, train
 from mmldlm.config import load_config
+from mmldlm.distributed.deepspeed_config import check_ema
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids, validation_losses
-from mmldlm.optim import weight_average as average
-from mmldlm.optim.ema import EmaConfig, check_ema, decay_at
-from mmldlm.optim.weight_average import EmaWeights
+from mmldlm.optim import ema
+from mmldlm.optim.ema import EmaConfig, EmaWeights, decay_at
 from mmldlm.run.load import load_run
 from mmldlm.trainer.setup import step_plan
 from tests.helpers.engine_runs import CURVE, records, saved_tensors
@@ -96,7 +96,7 @@ def test_ema_warmup_is_a_bound_that_rises_to_the_decay() -> None:
 
 @pytest.mark.quick
 def test_ema_follows_accepted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(average, "SWAP_CHUNK_SIZE", 5)
+    monkeypatch.setattr(ema, "SWAP_CHUNK_SIZE", 5)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in ((3, 4), (7,), (), (0, 2))]
     expected, followed = [weight.double() for weight in weights], EmaWeights(weights)
@@ -127,10 +127,10 @@ def test_ema_follows_accepted_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ema_is_refused_with_masters_on_disk() -> None:
     sections = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
     with pytest.raises(ConfigError, match=r"ema\.decay: 0\.9 .*\.offload_optimizer\.device nvme in .* expected cpu"):
-        check_ema(EmaConfig(decay=0.9), {"zero_optimization": sections})
-    check_ema(EmaConfig(), {"zero_optimization": sections})
-    check_ema(EmaConfig(decay=0.9), {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
-    check_ema(EmaConfig(decay=0.9), None)
+        check_ema(0.9, {"zero_optimization": sections})
+    check_ema(0.0, {"zero_optimization": sections})
+    check_ema(0.9, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
+    check_ema(0.9, None)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from mmldlm import train
-from mmldlm.checkpoint import TrainState
+from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimConfig

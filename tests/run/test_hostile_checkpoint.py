@@ -13,18 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from mmldlm.checkpoint import (
-    CheckpointStore,
-    Retention,
-    TensorFiles,
-    TrainState,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-    verify_checkpoint,
-    write_tensors,
-)
-from mmldlm.checkpoint.manifest import MAX_SMALL_BYTES
+from mmldlm.checkpoint.manifest import MAX_SMALL_BYTES, verify_checkpoint
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.state import TrainState, load_optimizer_state, model_state, optimizer_state
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.store import Store
 from mmldlm.distributed.optimizers import build_optimizer
@@ -34,6 +27,7 @@ from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
 from mmldlm.trainer.checkpointer import metadata_files, restore_checkpoint
 from tests.helpers.hostile_checkpoints import HASH, manifest_body, read_or_refused, replace_file, seal
+from tests.helpers.save_checkpoint import save_checkpoint
 
 quick = pytest.mark.quick
 Run = tuple[RunConfig, Store, torch.nn.Module, Path]
@@ -51,7 +45,8 @@ def run(tiny_config: Path, tiny_store: Path) -> Run:
     folder = Path(config.run.dir)
     folder.mkdir()
     write_config(config, folder)
-    path = CheckpointStore(folder / "checkpoints", Retention(last=1)).save(
+    path = save_checkpoint(
+        CheckpointStore(folder / "checkpoints", Retention(last=1)),
         1,
         {
             "model.safetensors": lambda path: write_tensors(path, model_state(model)),

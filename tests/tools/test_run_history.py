@@ -92,7 +92,7 @@ def test_history_imports_no_torch() -> None:
 
 HOLD = """
 import sys, time
-from mmldlm.checkpoint.lock import RunLock
+from mmldlm.utils.lock import RunLock
 with RunLock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

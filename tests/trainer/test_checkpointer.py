@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
-from mmldlm.checkpoint import CheckpointStore, Retention
+from mmldlm.checkpoint.manifest import verify_checkpoint
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer import checkpointer as saving
 from mmldlm.trainer.trainer import StepTotals, Trainer
@@ -32,7 +34,7 @@ Single = Callable[..., Path]
 def steps_of(folder: Path) -> list[int]:
     """Steps with a checkpoint, each of which verifies."""
     store = CheckpointStore(folder / "checkpoints", Retention())
-    return sorted(store.open(path).step for path in store.paths())
+    return sorted(verify_checkpoint(path).step for path in store.paths())
 
 
 def files_of(folder: Path, step: int) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ from mmldlm.model.attention import Backend
 from mmldlm.model.cpu_half import KERNEL_MIB, has_bf16_instructions
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.trainer.dry_run import Estimate, _largest_step, estimate, print_estimate, state_mib
-from mmldlm.trainer.memory_tracker import StepCostTracker, micro_batch_cost
+from mmldlm.trainer.memory_tracker import StepCostTracker
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.small_model import small_model
 
@@ -37,9 +37,12 @@ def network(memory: MemoryConfig, **options: Any) -> MMDiT:
     return small_model(memory=memory, depth=DEPTH, width=WIDTH, **options).train()
 
 
-def cost(model: MMDiT) -> tuple[int, int]:
+def cost(model: MMDiT, lengths: tuple[int, ...] = (LENGTH,) * SAMPLES) -> tuple[int, int]:
     """(FLOPs, bytes of activations at their peak) of one micro-batch."""
-    return micro_batch_cost(model, *noised_batch("joint", lengths=(LENGTH,) * SAMPLES))
+    objective, noised = noised_batch("joint", lengths=lengths)
+    steps = StepCostTracker(model, objective)
+    steps.micro_batches([noised])
+    return steps.costs.flops, steps.costs.peak("activations")["activations"]
 
 
 @kinds
@@ -54,7 +57,7 @@ def test_neither_weights_nor_gradients_are_activations() -> None:
     """Of a text of two tokens; a second backward has room for one more gradient of a weight at most."""
     model = network(KEEP_ALL)
     sizes = [parameter.nbytes for parameter in model.parameters()]
-    first, second = (micro_batch_cost(model, *noised_batch("joint", lengths=(2,))) for _ in range(2))
+    first, second = (cost(model, (2,)) for _ in range(2))
     assert first[0] == second[0]
     assert first[1] < sum(sizes) / 4
     assert first[1] < second[1] <= first[1] + max(sizes)
@@ -139,12 +142,16 @@ def dry_run(store: Path, *overrides: str) -> Estimate:
     return estimate(load_config(None, [f"data.path={store}", *settings, *overrides]), Store.open(store), world_size=1)
 
 
+def state_mib_of(costs: Estimate) -> float:
+    return state_mib("ddp", costs, "fp32")[0]
+
+
 def test_the_dry_run_follows_the_setting(tiny_store: Path) -> None:
     none, selective, full = (
         dry_run(tiny_store, f"memory.activation_checkpointing={kind}") for kind in ("none", "selective", "full")
     )
     assert none.activations_mib > selective.activations_mib > full.activations_mib > 0
-    assert none.state_mib == selective.state_mib == full.state_mib
+    assert state_mib_of(none) == state_mib_of(selective) == state_mib_of(full)
     assert none.flops_per_step < selective.flops_per_step < full.flops_per_step
 
 
@@ -164,7 +171,7 @@ def test_the_dry_run_has_moments_from_the_second_step_on(tiny_store: Path) -> No
     one, many = (dry_run(tiny_store, f"train.steps={steps}") for steps in (1, 9))
     assert one.total_mib < many.total_mib
     assert many.peak_mib["moments"] == pytest.approx(8 * many.trainable / 2**20, rel=0.01)
-    assert many.total_mib >= many.state_mib
+    assert many.total_mib >= state_mib_of(many)
     store = Store.open(tiny_store)  # a step takes all its samples, so that the first is as large as any
     whole = f"train={{steps: 9, global_batch_size: {len(store.split('train'))}}}"
     config = load_config(None, [f"data.path={tiny_store}", whole, "model={width: 16, depth: 1, num_heads: 2}"])
@@ -178,7 +185,7 @@ def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_s
     frozen = whole.parameters["text_stream"] + whole.parameters["latent_stream"]
     assert whole.parameters == part.parameters
     assert whole.trainable == sum(whole.parameters.values()) == part.trainable + frozen
-    assert (whole.state_mib - part.state_mib) * 2**20 == pytest.approx(12 * frozen)
+    assert (state_mib_of(whole) - state_mib_of(part)) * 2**20 == pytest.approx(12 * frozen)
     assert part.flops_per_step < whole.flops_per_step
 
 
@@ -187,11 +194,11 @@ def test_ema_decay_is_in_the_dry_run(tiny_store: Path) -> None:
     settings = ("train.steps=2", "freeze=[latent_stream]")
     without, with_it = (dry_run(tiny_store, *settings, f"ema.decay={decay}") for decay in (0, 0.9))
     more = 4 * with_it.trainable
-    assert (with_it.state_mib - without.state_mib) * 2**20 == pytest.approx(more)
+    assert (state_mib_of(with_it) - state_mib_of(without)) * 2**20 == pytest.approx(more)
     assert (with_it.checkpoint_mib - without.checkpoint_mib) * 2**20 == pytest.approx(more)
     assert with_it.peak_mib["ema"] * 2**20 == more and "ema" not in without.peak_mib
     assert (with_it.total_mib - without.total_mib) * 2**20 == pytest.approx(more)
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0)
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0)
     for engine in ENGINES:
         device, host = state_mib(engine, replace(million, ema=True), "bf16")
         before = state_mib(engine, million, "bf16")
@@ -205,7 +212,7 @@ def test_the_dry_run_counts_one_moment_of_muons_matrices(tiny_store: Path) -> No
     streams = muon.parameters["text_stream"] + muon.parameters["latent_stream"]
     assert adamw.one_moment == 0 < part.one_moment < muon.one_moment < streams
     assert muon.one_moment > 0.9 * streams  # all but norms and biases
-    assert (adamw.state_mib - muon.state_mib) * 2**20 == pytest.approx(4 * muon.one_moment)
+    assert (state_mib_of(adamw) - state_mib_of(muon)) * 2**20 == pytest.approx(4 * muon.one_moment)
     assert adamw.optimizer == "torch.AdamW, fused"
     assert muon.optimizer.startswith("torch.Muon for 36 matrices") and "AdamW, fused" in muon.optimizer
 
@@ -266,15 +273,15 @@ def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> N
 )
 def test_memory_of_the_engines(engine: str, precision: str, device: float, host: float) -> None:
     """Bytes a parameter on four processes, as docs/engines.md has them; a frozen one costs no more than its weight."""
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0)
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0)
     assert state_mib(engine, million, precision) == (device, host)
-    still = Estimate({"backbone": 2**20}, 0, 0, 0, {}, 4, 0, 0)
+    still = Estimate({"backbone": 2**20}, 0, 0, 0, {}, 4, 0)
     assert sum(state_mib(engine, still, precision)) <= 4
 
 
 def test_memory_of_the_engines_under_muon() -> None:
     """All of a million parameters with one moment: 12 bytes, shared out by FSDP2."""
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, 0, one_moment=2**20)
+    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, one_moment=2**20)
     assert (state_mib("ddp", million, "bf16"), state_mib("fsdp2", million, "fp32")) == ((12, 0), (3, 0))
 
 

@@ -24,12 +24,12 @@ from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from mmldlm.checkpoint import RunLock
 from mmldlm.data.prepare.job import Job, Stage, run_task
 from mmldlm.data.prepare.merge import merge
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.report import StageProgress
 from mmldlm.errors import MmldlmError, PeerLostError, UsageError, error_from_exit_code
+from mmldlm.utils.lock import RunLock
 from mmldlm.utils.progress import print_status
 
 _SET_HERE = {"self", "pipeline", "tasks", "depends", "depends_job_id", "logging_dir", "skip_completed", "sbatch_args"}

@@ -26,7 +26,6 @@ from types import FrameType
 
 import torch
 
-from mmldlm.checkpoint import RunLock
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.prepare.encode import encode_chunk
 from mmldlm.data.prepare.fit import fit
@@ -39,6 +38,7 @@ from mmldlm.data.prepare.read import count_chunk, needs_counts, read_chunk
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.prepare.workers import run_in_process, worker_pool
 from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError, run_command
+from mmldlm.utils.lock import RunLock
 from mmldlm.utils.progress import INTERVAL_S, print_status
 
 STAGES = (

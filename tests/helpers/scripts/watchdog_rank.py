@@ -98,7 +98,7 @@ def sum_of_ones(watchdog: Watchdog) -> None:
 
 def loop(watchdog: Watchdog, rank: int) -> None:
     for step in itertools.count():
-        watchdog.set_step(step)
+        watchdog.step = step
         if step == 7:
             pid = FOLDER / f"pid.rank{rank}"
             pid.write_text(str(os.getpid()))
@@ -132,7 +132,7 @@ def main() -> None:
         exit_files.machine_id = lambda namespace: f"{namespace} of machine {rank}"
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
     watchdog.start()
-    watchdog.set_folder(FOLDER)
+    watchdog.folder = FOLDER
     threading.Thread(target=tell_when_heard, args=(watchdog, rank), daemon=True).start()
     error: BaseException | None = None
     try:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.checkpoint import RunLock
 from mmldlm.telemetry import MetricsFile
 from mmldlm.tools.monitor.snapshot import Snapshot
 from mmldlm.tools.monitor.view import BARS, PLAIN_BARS, TerminalView, sparkline
 from mmldlm.tools.run_history import History
+from mmldlm.utils.lock import RunLock
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import PATIENCE_S
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from mmldlm.checkpoint import RunLock
 from mmldlm.errors import ExitCode, RunInUseError
+from mmldlm.utils.lock import RunLock
 from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.quick

@@ -10,7 +10,6 @@ import os
 import socket
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mmldlm.errors import RunInUseError, StorageError
@@ -20,7 +19,7 @@ _MAX_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
-# A forked child (a data loader worker, say) inherits the lock and would keep holding it after this process has died.
+# A forked child (such as a data loader worker) inherits the lock and would keep holding it after this process has died.
 _held: set[int] = set()
 
 
@@ -70,9 +69,7 @@ class RunLock:
         self._descriptor = descriptor
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # In a forked child the descriptor is closed already, and its number may have been reused for another file.
         if self._descriptor is not None and self._descriptor in _held:
             os.ftruncate(self._descriptor, 0)  # an empty file marks a clean exit
