@@ -18,13 +18,12 @@ from tests.helpers.waiting import PATIENCE_S
 SCRIPT = "faulty_rank.py"
 ENDLESS = ["distributed.timeout_s=5", "train.steps=100000", "validation.every=0", "checkpoint.every_steps=0"]
 
-# What the ranks may be waiting for in this run, as `Engine.waiting` names it.
+# What the ranks may be waiting for in this run, as `in_collective` names it.
 COLLECTIVES = (
     "all-reduce of the step's counts",
     "all-reduce of the losses to log",
-    "all-reduce of the counts to log",
+    "numbers of the last steps",
     "forward: gather of the parameters",
-    "agreement on the loss",
     "backward: reduction of the gradients",
     "norm of the gradients",
     "optimizer step: overflow, norm and new parameters",

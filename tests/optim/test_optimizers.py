@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -19,47 +17,12 @@ from mmldlm.distributed.optimizers import (
 )
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import MuonConfig, OptimConfig, OptimizerName
-from mmldlm.optim.lr_schedule import ScheduleConfig, ScheduleName, lr_at, resolved_warmup
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 from mmldlm.trainer.setup import check_settings
 from tests.helpers.paths import ROOT
 from tests.helpers.small_model import small_model
 
 pytestmark = pytest.mark.quick
-
-PEAK = 3e-3
-
-
-@pytest.mark.parametrize("warmup", [0, 10, 0.1, 0.25])
-@pytest.mark.parametrize("course", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
-def test_learning_rate_has_its_closed_form(warmup: float, course: ScheduleName, floor: float) -> None:
-    total = 100
-    schedule = ScheduleConfig(course) if course == "constant" else ScheduleConfig(course, floor)
-    optim = OptimConfig(lr=PEAK, warmup_steps=warmup)
-    rates = [lr_at(step, total, optim, schedule) for step in range(total)]
-    steps = {0: 0, 10: 10, 0.1: 10, 0.25: 25}[warmup]
-    assert resolved_warmup(optim, total) == steps
-    assert rates[:steps] == pytest.approx([PEAK * (step + 1) / steps for step in range(steps)])
-    progress = [i / (total - 1 - steps) for i in range(total - steps)]
-    share = {
-        "constant": [1.0 for _ in progress],
-        "linear": [1 - p * (1 - floor) for p in progress],
-        "cosine": [floor + (1 - floor) * math.cos(math.pi * p / 2) ** 2 for p in progress],
-    }[course]
-    assert rates[steps:] == pytest.approx([PEAK * s for s in share])
-    assert rates[steps] == pytest.approx(PEAK)
-    assert max(rates) <= PEAK * (1 + 1e-12)
-    if course != "constant":
-        assert rates[-1] == pytest.approx(PEAK * floor)
-        assert lr_at(10 * total, total, optim, schedule) == pytest.approx(PEAK * floor)
-
-
-@pytest.mark.parametrize("total", [1, 2, 5])
-def test_short_runs_have_a_positive_rate(total: int) -> None:
-    for warmup in (0, 0.02, 0.5, 100):
-        rates = [lr_at(s, total, OptimConfig(lr=PEAK, warmup_steps=warmup), ScheduleConfig()) for s in range(total)]
-        assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates)
 
 
 @pytest.mark.parametrize("tied", [True, False])
