@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.memory import BOUND, batch, checkpointing, measure
 from mmldlm.config import load_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
@@ -38,7 +39,7 @@ def network(memory: MemoryConfig, **options: Any) -> MMDiT:
 
 
 def cost(model: MMDiT) -> tuple[int, int]:
-    """(FLOPs, bytes of activations at their peak) of one micro-batch."""
+    """Return the FLOPs of one micro-batch and the peak bytes of its activations."""
     return micro_batch_cost(model, *noised_batch("joint", lengths=(LENGTH,) * SAMPLES))
 
 
@@ -51,7 +52,7 @@ def test_fake_tensors_cost_what_real_ones_cost(memory: MemoryConfig) -> None:
 
 
 def test_neither_weights_nor_gradients_are_activations() -> None:
-    """Of a text of two tokens; a second backward has room for one more gradient of a weight at most."""
+    """The text has two tokens; a second backward has room for one more gradient of a weight at most."""
     model = network(KEEP_ALL)
     sizes = [parameter.nbytes for parameter in model.parameters()]
     first, second = (micro_batch_cost(model, *noised_batch("joint", lengths=(2,))) for _ in range(2))
@@ -149,7 +150,7 @@ def test_the_dry_run_follows_the_setting(tiny_store: Path) -> None:
 
 
 def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path) -> None:
-    """Of 40 steps, whose first is not the largest."""
+    """The run has 40 steps, and the first is not the largest."""
     settings = ("train={steps: 40, global_batch_size: 8}", "data.window=8", "model={width: 16, depth: 1, num_heads: 2}")
     config, store = load_config(None, [f"data.path={tiny_store}", *settings, "mode=l2t"]), Store.open(tiny_store)
     loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
@@ -295,6 +296,25 @@ def test_a_gpu_has_whole_temporaries_and_no_kernels_of_a_cpu(tiny_store: Path) -
     assert copies > 2 * on("cpu", *few).peak_mib["update"] > 0
 
 
+MEASURED = "model={depth: 6, width: 256, num_heads: 4}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (MEASURED, batch(64)),
+        pytest.param((MEASURED, batch(64, 32), checkpointing("full")), marks=pytest.mark.slow),
+        pytest.param((MEASURED, batch(8), "optim.fused=false"), marks=pytest.mark.slow),
+        pytest.param((MEASURED, batch(16, 8), "precision=bf16"), marks=pytest.mark.slow),
+    ],
+    ids=["activations", "checkpointed", "update", "half precision"],
+)
+def test_estimate_of_a_real_run(tiny_store: Path, settings: tuple[str, ...]) -> None:
+    memory = measure(tiny_store, settings)
+    assert memory.measured > 80
+    assert abs(memory.error) < BOUND, memory
+
+
 COUNT_KERNELS = """
 import sys
 from mmldlm.config import load_config
@@ -305,10 +325,8 @@ train(load_config(None, sys.argv[1:]))
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.skipif(not has_bf16_instructions(), reason="a CPU with instructions for bf16")
-def test_kernels_for_half_precision_are_those_that_a_run_makes(
-    tiny_store: Path, tmp_path: Path, optimizer: str
-) -> None:
-    """Of a run whose steps are all looked at: by what oneDNN itself reports."""
+def test_half_precision_kernels_match_a_run(tiny_store: Path, tmp_path: Path, optimizer: str) -> None:
+    """The reference is what oneDNN itself reports in a run of which the dry run looks at all steps."""
     precision = "bf16" if optimizer == "adamw" else "fp32"  # Muon multiplies in bf16 anyway
     settings = ("train={steps: 3, global_batch_size: 16, micro_batch_size: 8}", f"precision={precision}")
     settings = (*settings, "model={width: 64, depth: 2, num_heads: 2}", f"optim.name={optimizer}")
@@ -326,9 +344,7 @@ def test_kernels_for_half_precision_are_those_that_a_run_makes(
     assert dry_run(tiny_store, *settings).kernels_mib == pytest.approx(made * KERNEL_MIB)
 
 
-def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_kept(
-    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_kernels_are_bounded(tiny_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmldlm.model.cpu_half.has_bf16_instructions", lambda: True)
     few, many, others = (
         dry_run(tiny_store, f"train={{steps: {steps}, global_batch_size: 16, micro_batch_size: 8}}", *settings)
