@@ -14,7 +14,6 @@ from mmldlm.errors import ConfigError, ExitCode
 from mmldlm.model.parts import Part
 from mmldlm.settings.fields import build, dump, leaves, to_yaml
 from mmldlm.settings.yaml import parse_yaml
-from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.quick
 ALL_PARTS = ", ".join(get_args(Part))
@@ -208,8 +207,3 @@ def test_resolved_config_reads_back_as_itself() -> None:
 
 def test_every_setting_has_a_doc() -> None:
     assert [key for key, field in leaves(RunConfig) if not field.metadata.get("doc")] == []
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_shipped_configs_load(path: Path) -> None:
-    assert load_config(path).data.path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -132,15 +131,6 @@ def test_errors_name_the_files(tmp_path: Path, name: str) -> None:
         load_config(path)
     assert expected in str(caught.value) and len(str(caught.value)) <= 2000
     assert "\n" not in str(caught.value) and time.process_time() - began < 2
-
-
-@quick
-def test_files_that_double_at_each_level_are_read_once(tmp_path: Path) -> None:
-    names = "abcdefgh"
-    texts = {name: f"extends: [{after}.yaml, {after}.yaml]" for name, after in pairwise(names)}
-    path = write(tmp_path, **texts, h="log: {every: 3}")
-    began = time.process_time()
-    assert load_config(path).log.every == 3 and time.process_time() - began < 1
 
 
 @quick
