@@ -54,7 +54,7 @@ def test_keep_last(tmp_path):
 
 
 @quick
-def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_last(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, Retention(last=1))
     save(store, 1)
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mmldlm.checkpoint import CheckpointStore, Retention
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 FILES = {f"file-{i}": bytes(1000) for i in range(3)}
 
@@ -91,7 +91,7 @@ def test_concurrent_reader_sees_complete_checkpoints(tmp_path, caplog):
         for step in range(1, 100_000):
             store.save(step, FILES, {})
     try:
-        steps, deadline = [0], time.monotonic() + PATIENCE_S
+        steps, deadline = [0], time.monotonic() + TEST_TIMEOUT_S
         while (len(steps) < 200 or steps[-1] < 20) and time.monotonic() < deadline:
             steps.append(store.newest(repair=False).step)
     finally:

@@ -49,7 +49,7 @@ def test_values_that_a_stage_does_not_name_are_kept(micro: str, world_size: int)
 
 
 @quick
-def test_null_stays_null_and_a_stage_at_step_0_replaces_the_first() -> None:
+def test_stages_and_null() -> None:
     settings = [
         "train.global_batch_size=7",
         "train.batch_schedule={0: {global_batch_size: 8}, 9: {global_batch_size: 16}}",
@@ -139,7 +139,7 @@ def in_order(batches: list[Batch]) -> list[int]:
 
 
 @quick
-def test_a_ramp_reads_each_sample_of_an_epoch_once_on_any_ranks_and_workers(tiny_store: Path) -> None:
+def test_a_ramp_reads_each_sample_once(tiny_store: Path) -> None:
     store = Store.open(tiny_store)
     n = len(store.split("train"))
     order = SampleOrder(store.split("train").lengths, 5, window=64)

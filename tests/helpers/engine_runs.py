@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from mmldlm.telemetry import read_metrics
 from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
@@ -84,7 +84,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=PATIENCE_S)
+        output, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

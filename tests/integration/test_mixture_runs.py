@@ -126,7 +126,7 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
     assert load_run(result).store.manifest.latent == pooled.latent
 
 
-def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> None:
+def test_latents_have_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> None:
     run("run", "train.steps=2")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 

@@ -20,7 +20,7 @@ from mmldlm import train
 from mmldlm.telemetry import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -102,7 +102,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: P
     """Stop at step 5, resume to 9, and to 12, which is in the fourth epoch."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [str(tiny_config), "train.steps=12", "train.global_batch_size=128", "train.micro_batch_size=64"]
-    # A constant rate: with a course over train.steps, a shorter run would have other learning rates.
+    # A constant rate: with a schedule over train.steps, a shorter run would have other learning rates.
     common += ["schedule.lr=constant", "optim.warmup_steps=2"]
     for steps in (5, 9, 12):
         assert train.main([*common, f"run.dir={parts}", f"train.steps={steps}"]) == 0
@@ -123,14 +123,14 @@ def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path) -> None:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 75, errors
     assert "stopped by SIGINT" in errors and "Traceback" not in errors
     assert json.loads((run / "exit.json").read_text())["code"] == 75
     stopped_at = records(run)[-1]["step"]
     steps = stopped_at + 20
     arguments.append(f"train.steps={steps}")
-    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=TEST_TIMEOUT_S)
     assert finished.returncode == 0, finished.stderr
     assert f"steps {stopped_at} to {steps}" in finished.stdout
     assert train.main([*settings, f"train.steps={steps}", f"run.dir={tmp_path / 'whole'}"]) == 0
@@ -183,7 +183,7 @@ def test_validation_is_of_the_trained_modes(tiny_config: Path, tmp_path: Path) -
 
 
 @pytest.mark.setting("resume")
-def test_resume_never_starts_anew(tiny_config: Path, tmp_path: Path) -> None:
+def test_resume_never_starts_again_from_step_0(tiny_config: Path, tmp_path: Path) -> None:
     assert train.main([str(tiny_config)]) == 0
     first = curve(tmp_path / "run")
     assert train.main([str(tiny_config), "resume=never"]) == 0

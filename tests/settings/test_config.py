@@ -155,7 +155,7 @@ SHARED = "text_encoder, latent_encoder, noise_times, backbone"
         (f"mode=l2t mode_schedule={{10: t2l}} freeze=[{SHARED}, text_head]", False),
     ],
 )
-def test_what_may_be_frozen_depends_on_the_losses_that_are_trained(override: str, trains: bool) -> None:
+def test_freezable_parts_depend_on_the_losses(override: str, trains: bool) -> None:
     overrides = re.split(r" (?=\w+[.\w]*=)", override)
     if trains:
         assert "backbone" in load_config(None, overrides).freeze
@@ -168,7 +168,7 @@ def test_guidance_may_come_from_a_later_mode() -> None:
     assert load_config(None, ["mode=l2t", "mode_schedule={10: joint}", "sampling.guidance=2"]).sampling.guidance == 2
 
 
-def test_a_schedule_of_modes_reads_the_same_from_a_file_and_from_the_command_line(tmp_path: Path) -> None:
+def test_mode_schedule_formats_agree(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("mode_schedule:\n  0: l2t\n  100: {l2t: 1, joint: 3}\n")
     expected = {0: "l2t", 100: {"l2t": 1.0, "joint": 3.0}}

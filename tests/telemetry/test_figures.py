@@ -61,7 +61,7 @@ def test_quality_of_perfect_and_random_latents() -> None:
 
 
 @pytest.mark.quick
-def test_figures_every_is_the_first_validation_from_then_on_and_the_last() -> None:
+def test_figures_are_due_at_validations() -> None:
     def due(every: int, validation: int, steps: int = 1050, tensorboard: bool = True) -> list[int]:
         config = load_config(
             None,
@@ -225,7 +225,7 @@ def test_the_curve_over_noise_times_is_the_validation_loss(run: Path) -> None:
     assert np.mean(measured) == pytest.approx(record["validation/latent_t2l"], rel=0.1)
 
 
-def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> None:
+def test_quality_and_projector_files_of_a_run(run: Path) -> None:
     record = records(run, "validation")[-1]
     of_figures = ("l2t_first_guess_accuracy", "t2l_cosine", "t2l_recall_at_1")
     names = ("l2t_bits_per_token", *(f"figures_{name}" for name in of_figures))

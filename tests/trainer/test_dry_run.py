@@ -70,7 +70,7 @@ def test_memory_falls_and_flops_grow_by_what_is_recomputed(precision: Precision,
     assert 2 * (full[0] - none[0]) == 3 * (every_k[0] - none[0])  # of 4 blocks three against two
 
 
-def test_full_keeps_the_inputs_of_all_blocks_and_the_activations_of_one() -> None:
+def test_full_checkpointing_keeps_inputs_of_blocks() -> None:
     """The bounds leave out the head, the conditioning and elementwise products."""
     tokens = SAMPLES * LENGTH
     inputs = 4 * DEPTH * (tokens * WIDTH + SAMPLES * LATENT_WIDTH)
@@ -102,7 +102,7 @@ def test_what_is_counted_is_what_the_allocator_gives(memory: MemoryConfig) -> No
 
 
 @kinds
-def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(memory: MemoryConfig) -> None:
+def test_flops_match_pytorchs_counter(memory: MemoryConfig) -> None:
     counted = cost(network(memory))[0]
     model = network(memory)
     objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
@@ -114,7 +114,7 @@ def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(mem
 
 
 @pytest.mark.parametrize("stay", [False, True])
-def test_a_steps_memory_is_told_by_what_it_is_for(stay: bool) -> None:
+def test_memory_of_a_step_by_purpose(stay: bool) -> None:
     """The first step makes the moments once its activations are gone; the second has them all the time."""
     model = network(KEEP_ALL)
     objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
@@ -174,7 +174,7 @@ def test_the_dry_run_has_moments_from_the_second_step_on(tiny_store: Path) -> No
     assert many.checkpoint_mib * 2**20 == 12 * many.trainable
 
 
-def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_store: Path) -> None:
+def test_frozen_parts_have_no_gradients_or_moments(tiny_store: Path) -> None:
     whole, part = dry_run(tiny_store), dry_run(tiny_store, "freeze=[backbone]")
     frozen = whole.parameters["text_stream"] + whole.parameters["latent_stream"]
     assert whole.parameters == part.parameters
@@ -280,7 +280,7 @@ def test_memory_of_the_engines_under_muon() -> None:
 
 
 def test_a_gpu_has_whole_temporaries_and_no_kernels_of_a_cpu(tiny_store: Path) -> None:
-    """Also seen from a machine without one."""
+    """The estimate for a GPU needs no GPU."""
     settings = ("train={steps: 1, global_batch_size: 48}", "model={width: 128, depth: 2, num_heads: 2}")
     store = Store.open(tiny_store)
 

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.quick
         ("validation/total", 2.0, 2.001, ""),
     ],
 )
-def test_significance_needs_a_direction_and_an_interval_on_one_side_of_1(
-    key: str, value: float, baseline: float, significance: str
-) -> None:
+def test_significance(key: str, value: float, baseline: float, significance: str) -> None:
     ours, base = (SeedStats.from_values([mean * part for part in (0.99, 1.0, 1.01)]) for mean in (value, baseline))
     comparison = MetricComparison(key, base, {"ours": (ours, ratio_of_means(ours, base))})
     assert comparison.significance("ours") == significance
