@@ -97,8 +97,14 @@ def succeed(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def records(folder: Path, kind: str = "train") -> dict[int, dict[str, float]]:
-    return {record["step"]: record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind}
+def record_list(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Return the records of one kind, in the order of the file."""
+    return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    """Return the records of one kind by step."""
+    return {record["step"]: record for record in record_list(folder, kind)}
 
 
 def difference(folder: Path, reference: Path, keys: Sequence[str] = CURVE, kind: str = "train") -> float:

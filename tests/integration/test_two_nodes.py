@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.two_nodes import TwoNodes, one_node, unavailable
 from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
@@ -25,8 +25,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-    return [(record["step"], record["loss/total"], record["optim/grad_norm"]) for record in records]
+    return [(record["step"], record["loss/total"], record["optim/grad_norm"]) for record in record_list(run)]
 
 
 def exits(run: Path) -> list[int]:
@@ -79,7 +78,7 @@ def test_lost_connection_ends_both_nodes_and_resumes(
     assert one_node(tmp_path / "logs-one", engine, *settings, f"run.dir={whole}") == 0
     assert [step for step, _, _ in curve(whole)] == list(range(1, steps + 1))
     assert curve(run) == curve(whole)
-    resumed = [record["step"] for record in read_metrics(metrics) if record["kind"] == "resume"]
+    resumed = [record["step"] for record in record_list(run, "resume")]
     assert len(resumed) == 1 and resumed[0] >= 2
 
 
@@ -94,8 +93,7 @@ def test_dead_process_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Pa
     trainer.kill()
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert [step for step, _, _ in curve(run)] == list(range(1, 61))
-    resumed = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "resume"]
-    assert len(resumed) == 1
+    assert len(record_list(run, "resume")) == 1
 
 
 def test_doctor_finds_a_lost_connection(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:

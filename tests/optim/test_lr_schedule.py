@@ -26,7 +26,7 @@ from mmldlm.optim.lr_schedule import (
     lr_at,
     resolved_warmup,
 )
-from mmldlm.telemetry import read_metrics
+from tests.helpers.engine_runs import record_list
 
 quick = pytest.mark.quick
 PEAK, TOTAL = 3e-3, 100
@@ -240,7 +240,7 @@ def test_report_shows_resolved_values() -> None:
 
 
 def rates(run: Path) -> list[float]:
-    return [record["optim/lr"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    return [record["optim/lr"] for record in record_list(run)]
 
 
 def test_a_run_follows_optim_lr_scaling_and_a_ramp(

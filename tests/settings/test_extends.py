@@ -14,7 +14,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.run.load import load_run
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
-from mmldlm.telemetry import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.tiny_config import TINY
 
 quick = pytest.mark.quick
@@ -144,8 +144,7 @@ def test_extends_is_for_files(tmp_path: Path) -> None:
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-    return [(record["loss/total"], record["optim/grad_norm"]) for record in records]
+    return [(record["loss/total"], record["optim/grad_norm"]) for record in record_list(run)]
 
 
 def test_run_is_reproducible_from_its_folder(
