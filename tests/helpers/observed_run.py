@@ -80,7 +80,9 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[As
 
 
 def shown_texts(folder: Path) -> list[tuple[int, str]]:
-    """Return the steps and tables of the text samples in TensorBoard."""
+    """Return the steps and tables of the text samples in TensorBoard; none without TensorBoard files."""
+    if not folder.exists():
+        return []
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
     tags = [tag for tag in events.Tags()["tensors"] if tag.startswith("samples/")]
     return [(event.step, event.tensor_proto.string_val[0].decode()) for tag in tags for event in events.Tensors(tag)]
