@@ -1,10 +1,11 @@
-"""Photograph the pages of TensorBoard and of `mmldlm demo` on a run, for docs/review.md and docs/sampling.md.
+"""Capture the pages of TensorBoard and of `mmldlm demo` on a run, for docs/review.md and docs/sampling.md.
 
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
-The other runs appear with the first on the page "HPARAMS". Give relative paths of the runs: the pages show them.
-Needs the extra dev and a Chromium (on Debian: apt-get install chromium fonts-dejavu-core).
-Exit codes: 2 without them or without a run, 1 if a page could not be photographed.
+The other runs appear with the first on the page "HPARAMS".
+
+Give the runs by relative paths: the pages show them. Needs the extra dev and a Chromium (on Debian: apt-get install
+chromium fonts-dejavu-core). Exit codes: 2 without them or without a run, 1 where a page could not be captured.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PAGES: dict[str, Page] = {
 COMPARED: dict[str, Page] = {"tensorboard-hparams": ("#hparams", (2000, 420), "vaadin-grid, table", 1)}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SWITCHES = ("--hide-scrollbars", "--disable-gpu", "--disable-quic", "--disable-background-networking")
-PATIENCE_S = 60
+PAGE_TIMEOUT_S = 60
 STILL_S = 3  # for how long a page must not change before it counts as drawn
 DEMO_SIZE = (1100, 980)
 DEMO_TEXTS = ("return a list of the files in the folder.", "an error is raised if the key is not found.")
@@ -73,7 +74,7 @@ def running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=PATIENCE_S)
+        process.communicate(timeout=PAGE_TIMEOUT_S)
 
 
 @contextmanager
@@ -85,10 +86,10 @@ def tensorboard(runs: Sequence[Path]) -> Iterator[str]:
     spec, url = ",".join(f"{run.resolve().name}:{run / 'tensorboard'}" for run in runs), f"http://127.0.0.1:{port}/"
     command = ["tensorboard.main", "--logdir_spec", spec, "--port", str(port), "--host", "127.0.0.1"]
     with running([*command, "--samples_per_plugin", "text=200,images=200,scalars=100000"]) as server:
-        deadline, num_read = time.monotonic() + PATIENCE_S, 0
+        deadline, num_read = time.monotonic() + PAGE_TIMEOUT_S, 0
         while num_read < len(runs):
             if time.monotonic() > deadline or server.poll() is not None:
-                fail(f"{spec}: TensorBoard does not show every loss after {PATIENCE_S} s; are they folders of runs?")
+                fail(f"{spec}: TensorBoard does not show every loss in {PAGE_TIMEOUT_S} s; are they folders of runs?")
             time.sleep(0.5)
             with suppress(OSError), urllib.request.urlopen(f"{url}data/plugin/scalars/tags", timeout=5) as answer:
                 num_read = sum("loss/total" in tags for tags in json.load(answer).values())
@@ -125,9 +126,9 @@ def open_demo(page: Any, url: str) -> None:
     page.evaluate("document.activeElement.blur()")
 
 
-def photograph(page: Any, to: Path) -> None:
-    """Save the page once it has stopped changing; AssertionError if it never does."""
-    before, deadline = b"", time.monotonic() + PATIENCE_S
+def screenshot(page: Any, to: Path) -> None:
+    """Save the page once it no longer changes; AssertionError if it keeps changing."""
+    before, deadline = b"", time.monotonic() + PAGE_TIMEOUT_S
     while (now := page.screenshot()) != before:
         assert time.monotonic() < deadline, f"{page.url} keeps changing"
         before = now
@@ -138,7 +139,7 @@ def photograph(page: Any, to: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Photograph the pages of TensorBoard and of the demo on a run.")
+    parser = argparse.ArgumentParser(description="Capture the pages of TensorBoard and of the demo on a run.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run with TensorBoard files")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the PNG files (%(default)s)")
     options = parser.parse_args()
@@ -149,15 +150,15 @@ def main() -> int:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
             page = browser.new_page()
-            page.set_default_timeout(PATIENCE_S * 1000)
+            page.set_default_timeout(PAGE_TIMEOUT_S * 1000)
             for runs, pages in ((options.runs[:1], PAGES), (options.runs, COMPARED)):
                 with tensorboard(runs) as url:
                     for name, shown in pages.items():
                         open_tensorboard(page, url, shown)
-                        photograph(page, options.out / f"{name}.png")
+                        screenshot(page, options.out / f"{name}.png")
             with demo(options.runs[0]) as url:
                 open_demo(page, url)
-                photograph(page, options.out / "demo.png")
+                screenshot(page, options.out / "demo.png")
             browser.close()
     except (AssertionError, OSError, BrowserError) as error:
         print(f"screenshots: error: {error}", file=sys.stderr)

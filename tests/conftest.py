@@ -20,7 +20,7 @@ from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
 from tests.helpers.tiny_config import TINY
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 SHORT_RUN = (
     "train.steps=20",
@@ -80,7 +80,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=PATIENCE_S,
+            timeout=TEST_TIMEOUT_S,
             **options,  # type: ignore[call-overload]
         )
 

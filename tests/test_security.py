@@ -203,7 +203,7 @@ def test_rules_of_the_scripts() -> None:
         assert not re.search(IN_SCRIPTS, code, re.MULTILINE), path
 
 
-def test_tensorboard_is_told_to_listen_to_this_machine_alone() -> None:
+def test_tensorboard_listens_on_loopback_only() -> None:
     """Every documented command names the host; another one has to be given explicitly."""
     printed = [
         (path, line)

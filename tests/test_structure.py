@@ -36,12 +36,6 @@ def test_only_distributed_imports_the_engines() -> None:
     assert any(name == "accelerate" for path in SOURCES for name in imported(path)), "the check sees no import at all"
 
 
-def test_diffusion_and_data_do_not_know_the_model() -> None:
-    for folder, forbidden in (("diffusion", "mmldlm.model"), ("data", "mmldlm.model"), ("model", "mmldlm.diffusion")):
-        names = {name for path in (ROOT / "mmldlm" / folder).glob("*.py") for name in imported(path)}
-        assert not {name for name in names if name.startswith(forbidden)}, folder
-
-
 def test_files_have_at_most_500_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}

@@ -1,16 +1,11 @@
-"""The ladder from its command line to its files; regressions; refusals; the other commands."""
+"""The benchmarks from their command lines to their files; a regression is an exit code."""
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +14,7 @@ import torch
 
 import benchmarks.__main__ as command_line
 from benchmarks.common.counting import OTHER, PARTS, WAIT
-from benchmarks.ladder import regressions
 from mmldlm import cli
-from mmldlm.errors import DataError
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
@@ -68,85 +61,11 @@ def test_result(out: Path, result: Result) -> None:
     assert reference["operators"] > old["operators"] > trainer["operators"] and trainer["host_syncs"] == 0
 
 
-def slow(result: Result) -> None:
-    result["variants"]["trainer"]["speed"] = {"median": 0.01, "low": 0.009, "high": 0.011}
-
-
-def add_a_sync(result: Result) -> None:
-    result["variants"]["trainer"]["counts"]["host_syncs"] += 1
-
-
-def pad_more(result: Result) -> None:
-    result["variants"]["trainer"]["counts"]["fill"] -= 0.01
-
-
-def fail(result: Result) -> None:
-    result["variants"]["trainer"] = {"about": "", "error": "out of memory"}
-
-
-@pytest.mark.parametrize(
-    ("planted", "line"),
-    [
-        (slow, "trainer: speed 0.01 [0.01, 0.01], was "),
-        (add_a_sync, "trainer: host_syncs "),
-        (pad_more, "trainer: fill 0.99, was 1"),
-        (fail, "trainer: out of memory"),
-    ],
-)
-def test_regressions(result: Result, planted: Callable[[Result], None], line: str) -> None:
-    now = copy.deepcopy(result)
-    assert regressions(result, now) == []
-    planted(now)
-    (message,) = regressions(result, now)
-    assert message.startswith(line)
-    if planted is not fail:
-        assert regressions(now, result) == []  # the other way round it is better
-    if planted is slow:
-        now["variants"]["trainer"]["speed"]["high"] = 1e9
-        assert regressions(result, now) == []
-        slow(now)
-        now["control"]["trusted"] = False
-        assert regressions(result, now) == []
-
-
-def test_other_tasks_are_not_compared(result: Result) -> None:
-    now = copy.deepcopy(result)
-    now["what"]["task"]["width"] = 65
-    with pytest.raises(DataError, match="task was"):
-        regressions(result, now)
-
-
 def test_exit_code(tiny_store: Path, tmp_path: Path, result: Result, capsys: pytest.CaptureFixture[str]) -> None:
     result["variants"]["trainer"]["counts"]["operators"] -= 1
     (tmp_path / "earlier.json").write_text(json.dumps(result))
     assert ladder(tiny_store, tmp_path, "--variants", "trainer", "--against", tmp_path / "earlier.json") == 1
     assert "trainer: operators" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "expected"),
-    [
-        (["--patience", "-1"], 2, "--patience: expected 0 or more, found -1"),
-        (["--variants", "nothing"], 2, "--variants: expected some of reference, reference-1,"),
-        (["--rounds", "0"], 2, "--rounds: expected at least 1, found 0"),
-        (["ladder", "--quick", "--against", "/nowhere.json"], 65, "--against: /nowhere.json cannot be read"),
-        (["scaling", "--axes", "height"], 2, "--axes: expected some of tokens, length,"),
-        (["memory", "--only", "nothing"], 2, "--only: 'nothing' is in no name of a setting, expected a part of"),
-    ],
-)
-def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str) -> None:
-    try:
-        status = cli.main(["bench", *arguments])
-    except SystemExit as ended:  # argparse's own
-        status = ended.code
-    assert status == code and expected in capsys.readouterr().err
-
-
-def test_missing_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "mmdit" else find(name, *rest))
-    assert cli.main(["bench", "--quick"]) == 2
-    assert "this benchmark needs the packages mmdit: run `bash scripts/setup.sh" in capsys.readouterr().err
 
 
 def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,22 +76,6 @@ def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             assert ended.value.code == 0
     assert cli.main(["bench", "--help"]) == 0
     assert "checkpoint_stall" in capsys.readouterr().out
-
-
-def test_without_a_source_tree(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "mmldlm", tmp_path / "mmldlm")
-    command = [sys.executable, "-m", "mmldlm.cli", "bench"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"mmldlm: error: bench: there is no benchmarks/ in {tmp_path}; run it in a checkout")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would begin")
-def test_gpu_bench_without_a_gpu() -> None:
-    done = subprocess.run(["bash", "scripts/gpu_bench.sh"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "gpu_bench: error: no CUDA device" in done.stderr
-    assert done.stdout == ""  # nothing was set up
 
 
 @pytest.mark.slow

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.common.counting import Counts, counts_of, useful_flops
 from benchmarks.common.task import Task, typical_batches
-from benchmarks.common.variants import SWITCHES, Open, Practice, Variant, opened, variants
+from benchmarks.common.variants import Open, Practice, Variant, opened
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import LossConfig
@@ -64,45 +61,6 @@ def test_old_practice_keeps_loss_and_gradients(tiny_store: Path, tmp_path: Path,
     assert values.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
-
-
-def counts(store: Path, folder: Path, *old: str) -> Counts:
-    with perturbed(Variant("counted", "", frozenset(old)), store, folder) as run:
-        return counts_of(run, range(2), Store.open(store).manifest.vocab_size, "cpu")
-
-
-def test_costs_of_old_practice(tiny_store: Path, tmp_path: Path) -> None:
-    none = counts(tiny_store, tmp_path / "none")
-    assert none.fill == 1 and none.host_syncs == 0
-    padding = counts(tiny_store, tmp_path / "padding", "padding")
-    assert padding.fill < 0.9 and padding.logit_rows == none.logit_rows
-    both = counts(tiny_store, tmp_path / "both", "head", "padding")
-    assert both.logit_rows == BATCH * Store.open(tiny_store).manifest.max_length
-    reads = counts(tiny_store, tmp_path / "reads", "reads")
-    assert reads.host_syncs == none.host_syncs + 8  # three losses twice, which of the rows count, the accuracy
-    loop = counts(tiny_store, tmp_path / "adamw", "adamw")
-    assert loop.operators > none.operators and loop.host_syncs == 1  # the norm, by which the host decides then
-    recompute = counts(tiny_store, tmp_path / "recompute", "recompute")
-    assert recompute.operators > 1.15 * none.operators and recompute.logit_rows == none.logit_rows
-
-
-def test_useful_flops(tiny_store: Path) -> None:
-    """Three times the forward pass: between the linear maps of the text stream, and all with attention and logits."""
-    lengths = np.asarray(Store.open(tiny_store).split("train").lengths)
-    task, long = task_on(tiny_store), int(lengths.argmax())
-    hidden = 168  # of the SwiGLU network: 2/3 x 4 x 64, to a multiple of 8
-    per_token = 2 * task.depth * (64 * 3 * 64 + 64 * 64 + 3 * 64 * hidden)
-    tokens = int(lengths[long])
-    assert 3 * per_token * tokens < useful_flops(task, [np.array([long])]) < 3 * 1.6 * per_token * (tokens + 1)
-
-
-def test_each_rung_drops_one_practice() -> None:
-    known = variants("bf16", "cuda")
-    rungs = [known["old"], *(each for name, each in known.items() if name.startswith("rung-")), known["trainer"]]
-    assert rungs[0].old == frozenset(SWITCHES) and rungs[-1].old == frozenset()
-    assert [len(upper.old - lower.old) for upper, lower in pairwise(rungs)] == [1] * len(SWITCHES)
-    assert [known[f"without-{name}"].old for name in SWITCHES] == [{name} for name in SWITCHES]
-    assert "without-attention" not in variants("fp32", "cuda")
 
 
 def loss_by_samples(run: Open, step: int) -> Tensor:

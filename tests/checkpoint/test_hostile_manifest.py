@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.manifest import MAX_MANIFEST_BYTES, Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.retention import Retention
-from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.store import CheckpointStore, write_files
+from mmldlm.errors import DataError
 from tests.helpers.hostile_checkpoints import HASH, manifest_body, read_or_refused, seal
 from tests.helpers.save_checkpoint import save_checkpoint
 
@@ -106,6 +107,38 @@ def test_names_cannot_leave_the_folder(folder: Path, name: str) -> None:
         read_or_refused(lambda: verify_checkpoint(folder)) is None
         and read_or_refused(lambda: verify_checkpoint(folder, hashes=False)) is None
     )
+
+
+@quick
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "./x", "a//b", "", ".", "..", "a\\b", "manifest.json"])
+def test_names_that_cannot_be_saved(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="not a file name"):
+        write_files(tmp_path, {name: b""})
+    assert list(tmp_path.iterdir()) == []
+
+
+MALFORMED: list[dict[str, Any]] = [
+    {"format": 2}, {"step": "1"}, {"step": True}, {"info": None}, {"files": []}, {"files": {"a/b": {"bytes": 0}}},
+    {"files": {"a/b": 3}},
+]  # fmt: skip
+NO_MANIFEST = [b"[" * 200_000, b"[]", b"null", b"\xff\xfe", b'{"a": NaN}', b" " * (MAX_MANIFEST_BYTES + 1)]
+
+
+@quick
+def test_malformed_manifests(folder: Path) -> None:
+    body = manifest_body(folder)
+    for change in MALFORMED:
+        seal(folder, {**body, **change})
+        assert read_or_refused(lambda: verify_checkpoint(folder)) is None, change
+    del body["info"]
+    seal(folder, body)
+    assert read_or_refused(lambda: verify_checkpoint(folder)) is None
+    for content in NO_MANIFEST:
+        (folder / "manifest.json").write_bytes(content)
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            verify_checkpoint(folder)
+    with pytest.raises(DataError):
+        verify_checkpoint(folder / "absent")
 
 
 @quick

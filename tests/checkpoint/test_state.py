@@ -1,3 +1,5 @@
+"""Weights, moments and the train state come back from a checkpoint exactly, or are refused by name."""
+
 import json
 
 import pytest
@@ -109,7 +111,7 @@ def test_resume_equals_the_uninterrupted_run(tmp_path, name):
     assert bits(optimizer_state(resumed, other)) == bits(optimizer_state(optimizer, model))
 
 
-def test_names_are_those_of_the_bare_model_and_tied_weights_appear_once():
+def test_names_are_those_of_the_unwrapped_model():
     model = Tied()
     assert set(model_state(model)) == {"embedding.weight", "body.weight", "body.bias", "kept"}
     assert clean_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.module.w") == "blocks.0.module.w"

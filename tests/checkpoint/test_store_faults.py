@@ -12,7 +12,7 @@ import pytest
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from tests.helpers.save_checkpoint import save_checkpoint
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 FILES = {f"file-{i}": bytes(1000) for i in range(3)}
 
@@ -96,7 +96,7 @@ def test_concurrent_reader_sees_complete_checkpoints(tmp_path, caplog):
         for step in range(1, 100_000):
             save_checkpoint(store, step, FILES, {})
     try:
-        steps, deadline = [0], time.monotonic() + PATIENCE_S
+        steps, deadline = [0], time.monotonic() + TEST_TIMEOUT_S
         while (len(steps) < 200 or steps[-1] < 20) and time.monotonic() < deadline:
             steps.append(store.newest(repair=False).step)
     finally:

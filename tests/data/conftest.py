@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,12 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     prepare(small_config(folder / "store", write_corpus(folder / "corpus.txt")), progress=False)
     return folder / "store"
+
+
+@pytest.fixture
+def copy(store_path: Path, tmp_path: Path) -> Path:
+    """A copy of the small store that a test may damage."""
+    return Path(shutil.copytree(store_path, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.dry_run import Estimate, estimate
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.metrics import read_metrics
+from tests.helpers.engine_runs import record_list
 
 quick = pytest.mark.quick
 
@@ -49,7 +48,7 @@ def test_values_that_a_stage_does_not_name_are_kept(micro: str, world_size: int)
 
 
 @quick
-def test_null_stays_null_and_a_stage_at_step_0_replaces_the_first() -> None:
+def test_stages_and_null() -> None:
     settings = [
         "train.global_batch_size=7",
         "train.batch_schedule={0: {global_batch_size: 8}, 9: {global_batch_size: 16}}",
@@ -139,7 +138,7 @@ def in_order(batches: list[Batch]) -> list[int]:
 
 
 @quick
-def test_a_ramp_reads_each_sample_of_an_epoch_once_on_any_ranks_and_workers(tiny_store: Path) -> None:
+def test_a_ramp_reads_each_sample_once(tiny_store: Path) -> None:
     store = Store.open(tiny_store)
     n = len(store.split("train"))
     order = SampleOrder(store.split("train").lengths, 5, window=64)
@@ -198,12 +197,8 @@ def test_reading_resumes_at_any_step(tiny_store: Path, workers: int) -> None:
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
-def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
-
-
 def curve(run: Path, key: str = "loss/total") -> torch.Tensor:
-    return torch.tensor([record[key] for record in records(run)], dtype=torch.float64)
+    return torch.tensor([record[key] for record in record_list(run)], dtype=torch.float64)
 
 
 def newest(run: Path) -> Path:
@@ -240,9 +235,9 @@ def test_micro_batches_alone_change_no_curve(tiny_config: Path, tmp_path: Path) 
     for key in ("loss/total", "optim/grad_norm"):
         ratio = curve(tmp_path / "scheduled", key) / curve(tmp_path / "constant", key)
         assert len(ratio) == 8 and (ratio - 1).abs().max() < 1e-6, (key, ratio)
-    logged = [record["data/micro_batch_size"] for record in records(tmp_path / "scheduled")]
+    logged = [record["data/micro_batch_size"] for record in record_list(tmp_path / "scheduled")]
     assert logged == [2, 2, 4, 4, 4, 8, 8, 8]
-    assert not any("data/micro_batch_size" in record for record in records(tmp_path / "constant"))
+    assert not any("data/micro_batch_size" in record for record in record_list(tmp_path / "constant"))
 
 
 STAGES = ((4, 8, 8), (7, 24, 8), (9, 4, 2), (12, 128, 32))  # (end, global batch, micro-batch); the last in epoch 2
@@ -266,7 +261,7 @@ def test_a_schedule_is_the_chain_of_its_stages(tiny_config: Path, tmp_path: Path
     assert drawn == 4 * 8 + 3 * 24 + 2 * 4 + 3 * 128
     for key in ("data/epoch", "data/tokens"):
         assert torch.equal(curve(whole, key), curve(chain, key))
-    assert [record["data/global_batch_size"] for record in records(whole)] == [8] * 4 + [24] * 3 + [4] * 2 + [128] * 3
+    assert curve(whole, "data/global_batch_size").tolist() == [8] * 4 + [24] * 3 + [4] * 2 + [128] * 3
     samples = curve(whole, "speed/samples_per_s") * curve(whole, "speed/step_s")
     assert torch.allclose(samples, curve(whole, "data/global_batch_size"))
 

@@ -30,7 +30,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 from tests.helpers.user_errors import assert_user_error
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -107,7 +107,7 @@ def test_only_full_verification_sees_what_opening_does_not(shards: Path) -> None
 
 
 @quick
-def test_the_parts_of_any_number_of_ranks_are_the_whole_and_nearly_equal(shards: Path) -> None:
+def test_parts_of_ranks_are_the_whole_and_nearly_equal(shards: Path) -> None:
     manifest = (store := Store.open(shards)).manifest
     for parts in (1, 2, 3, 50):
         local_items = partition_items(store, parts)
@@ -152,7 +152,7 @@ def test_the_order_without_bad_samples_is_what_it_was() -> None:
 
 @quick
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_good_sample_is_read_once_an_epoch_under_its_own_number(shards: Path, workers: int) -> None:
+def test_every_good_sample_is_read_once_an_epoch(shards: Path, workers: int) -> None:
     skipped = [0, 1, 17, 39]
     store = Store.open(shards).without({"train": skipped})
     split, config = store.split("train"), DataConfig(num_workers=workers)
@@ -232,7 +232,7 @@ def test_fault_found_by_one_rank_ends_both(shards: Path, tiny_config: Path, tmp_
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=PATIENCE_S)[1] for process in ranks]
+    errors = [process.communicate(timeout=TEST_TIMEOUT_S)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [65, 65], errors
     for error in errors:
         (line,) = [line for line in error.splitlines() if "mmldlm: error" in line]

@@ -30,7 +30,7 @@ TEXTS = [
 
 
 @pytest.mark.quick
-def test_latent_tokens_are_latents_of_stretches_in_their_order(tmp_path: Path) -> None:
+def test_latent_tokens_are_latents_of_segments(tmp_path: Path) -> None:
     texts = write_corpus(tmp_path / "corpus.txt").read_text().splitlines()
     inner = LsaEncoder.fit(texts, 8)
     encoder = ChunkedEncoder(inner, 3)
@@ -39,7 +39,7 @@ def test_latent_tokens_are_latents_of_stretches_in_their_order(tmp_path: Path) -
     result = encoder.encode(["rose tulip whale coral oven knife", "rose rose", "rose tulip ... ... oven knife"])
     assert result.shape == (3, 3, 8)
     assert np.allclose(result[0], inner.encode(["rose tulip", "whale coral", "oven knife"])[:, 0], atol=1e-6)
-    assert np.isfinite(result[1]).all() and np.isnan(result[2, 1]).all(), "a stretch without a word has no latent"
+    assert np.isfinite(result[1]).all() and np.isnan(result[2, 1]).all(), "a segment without a word has no latent"
     encoder.save(tmp_path / "encoder")
     loaded = load_encoder(tmp_path / "encoder")
     assert np.array_equal(loaded.encode(texts[:9]), encoder.encode(texts[:9])) and loaded.identity == encoder.identity
@@ -148,7 +148,7 @@ def test_encoder_revision_is_for_models_by_name(folder: Path) -> None:
         SentenceTransformerEncoder(str(folder), revision="abc")
 
 
-def test_a_store_of_minilm_in_two_stretches_with_the_models_prompt(folder: Path, tmp_path: Path) -> None:
+def test_a_store_of_minilm_with_segments_and_a_prompt(folder: Path, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 60)
     with_prompts(folder)
     config = small_config(

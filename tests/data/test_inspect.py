@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +13,12 @@ from mmldlm import cli
 from mmldlm.data.inspect import info, samples, verify_store
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.data.nearest import nearest_neighbors
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
-from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
+from tests.helpers.sample_corpus import flip_bit, overwrite_value, small_config, write_store
 from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture
-def copy(store_path: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(store_path, tmp_path / "copy"))
 
 
 def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +70,12 @@ def test_sample_shows_texts_lengths_norms_and_neighbors(
     assert len(list(samples(store, "test", 10**6, 0, 0))) == 2 * len(store.split("test"))
 
 
-def test_control_characters_of_texts_are_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_store(tmp_path / "store")
-    monkeypatch.setattr("mmldlm.data.tokenizer.Tokenizer.decode_batch", lambda *_, **__: ["a\x1b[2Jb\nc é"])
-    assert [*samples(Store.open(tmp_path / "store"), "test", 1, 0, 0)][1] == "  a\\x1b[2Jb\\nc é"
+def test_control_characters_of_texts_are_escaped(tmp_path: Path) -> None:
+    documents = [json.dumps({"text": f"a\x1b[2Jb\nc é {number}"}) for number in range(60)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(documents))
+    prepare(small_config(tmp_path / "store", tmp_path / "corpus.jsonl"), progress=False)
+    shown = [*samples(Store.open(tmp_path / "store"), "test", 1, 0, 0)][1]
+    assert shown.startswith("  a\\x1b[2Jb\\nc é ") and shown.isprintable()
 
 
 def test_intact_store_passes(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +122,7 @@ def change(manifest: dict, key: str) -> None:
         "splits.validation.characters",
     ],
 )  # fmt: skip
-def test_numbers_that_contradict_the_data_are_found_without_a_seal(key: str, copy: Path) -> None:
+def test_contradicting_numbers_are_found_without_a_seal(key: str, copy: Path) -> None:
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     change(manifest, key)
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))

@@ -79,9 +79,7 @@ def test_shares_hold_within_rounding(weights: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     ("weights", "counts"), [((0.7, 0.2, 0.1), (60, 3, 20)), ((0.99, 0.01), (90, 3)), ((1, 1), (5, 1))]
 )
-def test_each_window_has_its_shares_and_each_epoch_of_a_store_its_samples_once(
-    weights: tuple[float, ...], counts: tuple[int, ...]
-) -> None:
+def test_windows_and_epochs(weights: tuple[float, ...], counts: tuple[int, ...]) -> None:
     order, firsts = mixed(weights, counts), np.cumsum([0, *counts])
     stream = order.take(0, 64 * 8)
     source = np.searchsorted(firsts, stream, side="right") - 1

@@ -1,3 +1,5 @@
+"""The order of samples is a function of seed and position, on any number of ranks and workers."""
+
 from __future__ import annotations
 
 import pickle
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 1000, 4097])
-def test_permute_is_a_permutation_that_differs_by_seed_and_epoch(n: int) -> None:
+def test_permute_differs_by_seed_and_epoch(n: int) -> None:
     index = np.arange(n)
     images = permute(index, n, seed=3, epoch=1)
     assert np.array_equal(np.sort(images), index)
@@ -144,9 +146,7 @@ def test_fixed_batches_give_slots_in_the_order_asked_for(store: Store) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_sample_is_named_in_one_line_with_or_without_workers(
-    store_path: Path, tmp_path: Path, workers: int
-) -> None:
+def test_a_bad_sample_is_named_in_one_line(store_path: Path, tmp_path: Path, workers: int) -> None:
     shutil.copytree(store_path, tmp_path / "store")
     latents = np.load(tmp_path / "store/train-00000.latents.npy", mmap_mode="r+")
     latents[17, 0, 3] = np.nan

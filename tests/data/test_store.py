@@ -1,7 +1,8 @@
+"""A store is read back as it was written; missing, damaged and contradicting files are named."""
+
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,6 @@ from mmldlm.errors import DataError
 from tests.helpers.sample_corpus import write_store
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture
-def copy(store_path: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(store_path, tmp_path / "copy"))
 
 
 def test_store_round_trip(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import struct
@@ -27,14 +26,9 @@ from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.engine_runs import environment
 from tests.helpers.paths import ROOT
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
-
-
-@pytest.fixture
-def copy(store_path: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(store_path, tmp_path / "copy"))
 
 
 def reading(store: Store, **config: object) -> Iterator[tuple[int, list[Batch]]]:
@@ -142,10 +136,10 @@ def test_the_command_ends_with_65_and_leaves_nothing_running(
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) >= 2
     workers[0].send_signal(fault)
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 65, errors
     assert "Traceback" not in errors and errors.count("mmldlm: error: step ") == 1
-    assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
+    assert psutil.wait_procs(workers, timeout=TEST_TIMEOUT_S)[1] == []
 
 
 @quick
@@ -157,7 +151,7 @@ def test_workers_end_with_their_run(store: Store) -> None:
 
 
 def test_worker_exits_silently_after_its_parent(capfd: pytest.CaptureFixture[str]) -> None:
-    """While it hands over a batch, which a thread of multiprocessing does; of all else it does."""
+    """Only the thread of multiprocessing that hands over a batch is silent; other errors have a traceback."""
     process = multiprocessing.get_context("fork").Process(target=_left_alone)
     process.start()
     process.join()

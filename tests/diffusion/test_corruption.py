@@ -80,7 +80,7 @@ def test_reverse_probabilities_are_probabilities(remask: float) -> None:
         assert t * (1 - write) + (1 - t) * mask_again == pytest.approx(s, abs=1e-9)
 
 
-def test_confidence_writes_the_surest_tokens_and_keeps_the_schedule_in_each_sample() -> None:
+def test_confidence_keeps_the_schedule() -> None:
     text, layout = MaskedDiffusion(MASK, "elbo"), PackedLayout((5, 12, 1), 1)
     generator = torch.Generator().manual_seed(0)
     truth = torch.randint(0, WORDS, (18,), generator=generator)

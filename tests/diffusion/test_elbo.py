@@ -91,7 +91,7 @@ def test_exact_masks_have_their_counts_and_every_place_alike() -> None:
     assert (frequency - 0.3).abs().max() < 0.1
 
 
-def test_the_bound_of_a_uniform_predictor_by_exact_masks_is_log_v_without_variance() -> None:
+def test_exact_masks_have_no_variance() -> None:
     bound = objective(masks="exact")
     noised = bound.corrupt(PAIRS, draw_noise(PAIRS, 0, 0, SIZE, mode_weights("joint")))
     _, sums = bound(uniform_words, noised, noised.counts.tolist())

@@ -84,9 +84,7 @@ def test_finite_at_both_ends(process: Process, prediction: PredictionType, loss:
 
 
 @every_combination
-def test_losses_are_zero_for_the_target_and_bounded_as_documented(
-    process: Process, prediction: PredictionType, loss: LatentLoss
-) -> None:
+def test_losses_have_their_documented_bounds(process: Process, prediction: PredictionType, loss: LatentLoss) -> None:
     diffusion = gaussian(process, prediction, loss, CHANNELS)
     x0, epsilon = (part.float() for part in orthogonal_pair(16))
     target = diffusion.target(x0, epsilon, torch.linspace(0, 1, 16))

@@ -99,12 +99,12 @@ def test_both_are_recovered_together(decoding: TextDecoding) -> None:
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-5)
 
 
-def test_guidance_without_effect_of_the_condition_recovers_latents() -> None:
+def test_guidance_of_an_idle_condition_changes_nothing() -> None:
     made = recovered(gaussian("vp_cosine", "x0", "mse", CHANNELS), "t2l", SamplingConfig(steps=8, guidance=3.0))
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-4)
 
 
-def test_guidance_on_latents_has_its_scale_whatever_lengths_the_cosine_loss_leaves() -> None:
+def test_guidance_scale_ignores_norms() -> None:
     x0, other = (F.normalize(each, dim=-1) * 4 for each in torch.randn(2, 5, 1, 16, generator=seeded()))
     latent, t = gaussian("vp_cosine", "x0", "cosine", 16), torch.linspace(0.1, 1, 5)
     expected = other + 2 * (x0 - other)
@@ -160,7 +160,7 @@ def test_drawn_tokens_follow_their_probabilities() -> None:
     assert (draw_tokens(log_p[:9], 0.0, seeded()) == 0).all()
 
 
-def test_top_p_keeps_the_smallest_set_with_the_mass_and_temperature_sharpens() -> None:
+def test_top_p_and_temperature() -> None:
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
     torch.testing.assert_close(sharpen(logits, 1.0, 0.6).exp(), torch.tensor([[0.0, 0.625, 0.0, 0.375]]))
     torch.testing.assert_close(sharpen(logits, 1.0, 0.1).exp(), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))

@@ -80,7 +80,7 @@ def assert_equal_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torc
 @pytest.mark.parametrize(
     "settings", [{"label_smoothing": 0.2}, {"z_loss": 0.01}, {"label_smoothing": 0.1, "z_loss": 0.1}]
 )
-def test_loss_label_smoothing_and_z_loss_are_those_of_full_logits(settings: dict[str, float], text: str) -> None:
+def test_label_smoothing_and_z_loss_match_full_logits(settings: dict[str, float], text: str) -> None:
     """Value and gradient against plain autograd on all logits; what is shown of the text stays its likelihood."""
     total = objective(gaussian("vp_cosine", "v", "mse", 6), text=text, latent_weight=0.0, length_weight=0.0, **settings)
     model, noised = model_of(total.config), noised_by(total)
@@ -132,9 +132,7 @@ def test_loss_text_weight_limit_affects_training_only() -> None:
 
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_loss_latent_time_weighting_min_snr_weighs_the_same_error_of_x0(
-    process: Process, prediction: PredictionType
-) -> None:
+def test_min_snr_weighs_the_error_of_x0(process: Process, prediction: PredictionType) -> None:
     """For every prediction type: weight x its squared error = min(SNR, gamma) x squared error of x0."""
     diffusion, gamma = gaussian(process, prediction, "mse"), 5.0
     diffusion.max_norm = math.inf

@@ -28,9 +28,8 @@ def probe(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> Probe:
 
     def facts(engine: str, *settings: str) -> dict[str, Any]:
         out = tmp_path / "facts.json"
-        variables = {"PROBE": str(out), "PROBE_ENGINE": engine}
         given = (parity_config, *SHORT, *settings)
-        forked.succeed(engine, tmp_path / "run", 2, *given, script="engine_probe.py", **variables)
+        forked.succeed(engine, tmp_path / "run", 2, *given, script="engine_probe.py", PROBE=str(out))
         return json.loads(out.read_text())
 
     return facts

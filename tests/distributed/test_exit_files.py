@@ -18,7 +18,7 @@ import pytest
 
 from mmldlm.distributed import exit_files
 from mmldlm.distributed.exit_files import ProcessInfo, clear_exit_files, dump_stacks, kill_processes, write_exit
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.quick
 
@@ -125,4 +125,4 @@ def test_only_the_identified_process_is_killed(
         pass
     assert it.state() == "stopped"
     kill_processes([it])
-    assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL and it.state() == "gone"
+    assert sleeper.wait(TEST_TIMEOUT_S) == -signal.SIGKILL and it.state() == "gone"

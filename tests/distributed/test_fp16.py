@@ -28,7 +28,7 @@ SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16
 
 @pytest.mark.quick
 def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
-    """In float16 the others would be lost; the optimizer gets the gradients themselves."""
+    """Unscaled gradients would underflow in float16; the optimizer gets unscaled ones."""
     result: dict[str, list[list[torch.Tensor]]] = {}
     norms: dict[str, float] = {}
     for precision in ("fp32", "fp16"):

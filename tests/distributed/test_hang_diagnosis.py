@@ -1,4 +1,4 @@
-"""Which rank the hang diagnosis names, given the heartbeats of all ranks."""
+"""The hang diagnosis names the rank at fault, given the heartbeats of all ranks."""
 
 from __future__ import annotations
 

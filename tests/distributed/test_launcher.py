@@ -16,7 +16,7 @@ from mmldlm.errors import ConfigError
 from tests.helpers.engine_runs import ENGINES, accelerate, environment, exit_record, run, succeed, torchrun
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 LAUNCHED = {
     "RANK": "1",
@@ -197,7 +197,7 @@ def test_ranks_with_different_configs_are_refused(
     """The deviating one and its key are named, and all end without waiting for one another until a timeout."""
     script = tmp_path / "alike.py"
     script.write_text(LAUNCH_ALIKE_BUT.format(change=change))
-    given = (parity_config, f"run.dir={tmp_path / 'run'}", f"distributed.timeout_s={2 * PATIENCE_S:g}")
+    given = (parity_config, f"run.dir={tmp_path / 'run'}", f"distributed.timeout_s={2 * TEST_TIMEOUT_S:g}")
     ranks = two_ranks("ddp", *given, script=str(script))
     codes, log = forked.wait(ranks), (tmp_path / "log").read_text()
     assert codes.keys() == set(ranks) and all(codes.values()), log[-3000:]

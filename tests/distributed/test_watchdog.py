@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked_runs import ForkedRuns
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 from tests.helpers.watched_runs import LaunchedRun, WatchedRun
 
-LONG_S = 2 * PATIENCE_S  # a timeout that these runs need not wait for
+LONG_S = 2 * TEST_TIMEOUT_S  # a timeout that these runs need not wait for
 
 STOPPED = r"is not responding \(its process is stopped\), last seen at step [1-9]\d*, (in all-reduce|outside).*"
 SILENT = r"is not responding \(no heartbeat for at least \d+\.\d s\), last seen at step \d+, .*"

@@ -63,7 +63,7 @@ QUALITY = (
 @pytest.mark.parametrize(
     ("engine", "processes"), [("fsdp2", 3), *(pytest.param(e, 2, marks=pytest.mark.slow) for e in ("ddp", "zero3"))]
 )
-def test_quality_does_not_depend_on_the_engine_in_training_or_afterwards(
+def test_quality_does_not_depend_on_the_engine(
     engine: str, processes: int, single: Callable[..., Path], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """20 samples are two micro-batches: of three ranks one has none, and goes through the gathers all the same."""

@@ -202,7 +202,7 @@ def test_unigram_baseline_is_the_cross_entropy(fresh: LoadedRun) -> None:
     assert evaluation.unigram_nats() == pytest.approx(expected)
 
 
-def test_unigram_texts_have_the_frequencies_of_the_training_split(fresh: LoadedRun) -> None:
+def test_unigram_texts_follow_training_frequencies(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(split="train", samples=320))
     texts = evaluation.unigram_tokens(320)
     assert [len(text) for text in texts] == evaluation.lengths.tolist()

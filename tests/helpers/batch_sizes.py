@@ -1,3 +1,5 @@
+"""Batch sizes that do not change with the step."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SWITCHES = (
@@ -35,7 +35,7 @@ def browser_page(*switches: str) -> Iterator[Any]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*SWITCHES, *switches])
         page: Any = browser.new_page()
-        page.set_default_timeout(PATIENCE_S * 1000)
+        page.set_default_timeout(TEST_TIMEOUT_S * 1000)
         page.requested, page.errors = [], []
         page.on("request", lambda request: page.requested.append(request.url))
         page.on("pageerror", lambda error: page.errors.append(str(error)))

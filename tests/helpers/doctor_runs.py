@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def start(node: Node, place: Mapping[str, object]) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> Report:
     """The report of a doctor, whose stdout must be one JSON object and whose stderr no traceback."""
     try:
-        out, errors = process.communicate(timeout=PATIENCE_S)
+        out, errors = process.communicate(timeout=TEST_TIMEOUT_S)
     finally:
         process.kill()
     assert "Traceback" not in errors, errors

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
@@ -84,7 +84,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subproc
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=PATIENCE_S)
+        output, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -97,8 +97,14 @@ def succeed(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def records(folder: Path, kind: str = "train") -> dict[int, dict[str, float]]:
-    return {record["step"]: record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind}
+def record_list(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """Return the records of one kind, in the order of the file."""
+    return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    """Return the records of one kind by step."""
+    return {record["step"]: record for record in record_list(folder, kind)}
 
 
 def difference(folder: Path, reference: Path, keys: Sequence[str] = CURVE, kind: str = "train") -> float:

@@ -6,6 +6,8 @@ import multiprocessing
 from pathlib import Path
 from typing import Any, Literal
 
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
 from mmldlm.config import load_config
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.errors import MmldlmError
@@ -48,12 +50,10 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[As
     With `samples`, also the aspect "latents": what the trained run generates from noise.
     """
     config = load_config(None, [*BASE, f"run.dir={folder}", f"data.path={store}", *settings])
-    texts: list[Any] = []
     batches: list[Any] = []
-    seen: dict[Aspect, Any] = {"texts": texts, "batches": batches, "end": "done"}
+    seen: dict[Aspect, Any] = {"batches": batches, "end": "done"}
     try:
         with Trainer(config) as run:
-            run.tracker.samples = lambda step, rows, _: texts.append((step, rows))  # type: ignore[method-assign]
             model = run.engine.unwrapped_model
             recomputed = [{"forward", "attention"} & vars(block).keys() for block in model.blocks]  # type: ignore[union-attr]
             seen["parts"] = model.backend, recomputed, describe_optimizer(run.engine.unwrapped_optimizer)
@@ -70,9 +70,19 @@ def observe(folder: Path, store: Path, *settings: str, samples: bool) -> dict[As
     validation = [record for record in records if record["kind"] == "validation"]
     measured = ("validation/", "quality/")
     seen["validation"] = [{key: r[key] for key in r if key.startswith(measured)} for r in validation]
+    seen["texts"] = shown_texts(folder / "tensorboard")
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     seen["files"] = sorted(name.partition(".tfevents.")[0] for name in names)
     if samples:
         trained = load_run(folder)
         seen["latents"] = sample(trained, "joint", trained.config.sampling, seed=0, count=2)[0].latents.tolist()
     return seen
+
+
+def shown_texts(folder: Path) -> list[tuple[int, str]]:
+    """Return the steps and tables of the text samples in TensorBoard; none without TensorBoard files."""
+    if not folder.exists():
+        return []
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    tags = [tag for tag in events.Tags()["tensors"] if tag.startswith("samples/")]
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for tag in tags for event in events.Tensors(tag)]

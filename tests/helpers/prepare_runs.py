@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmldlm.errors import run_command
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["mmldlm.data.prepare.pipeline"])
@@ -39,7 +39,7 @@ class Preparation:
 
     def wait(self) -> int | None:
         """Return the exit code; None if it hangs."""
-        self.process.join(PATIENCE_S)
+        self.process.join(TEST_TIMEOUT_S)
         return self.process.exitcode
 
     def output(self) -> str:

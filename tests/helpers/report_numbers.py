@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy import stats
 
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+from tests.helpers.engine_runs import record_list
 
 
 def values(run: Path, until: float = math.inf) -> dict[str, float]:
-    train = [record for record in records(run, "train") if record["step"] <= until]
-    measured = [record["validation/total"] for record in records(run, "validation") if record["step"] <= until]
+    train = [record for record in record_list(run, "train") if record["step"] <= until]
+    measured = [record["validation/total"] for record in record_list(run, "validation") if record["step"] <= until]
     last = train[-1]["step"]
     return {
         "loss/total": float(np.mean([record["loss/total"] for record in train if record["step"] > 0.9 * last])),

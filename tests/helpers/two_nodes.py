@@ -22,7 +22,7 @@ import psutil
 
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 LAUNCH = ["bash", str(ROOT / "scripts" / "launch_node.sh")]
 PORT = 29500  # free in a new network
@@ -101,7 +101,7 @@ class TwoNodes:
         for machine in self.machines:
             machine.kill()  # the kernel takes with it all that was started there
         for process in self.started:
-            process.wait(PATIENCE_S)
+            process.wait(TEST_TIMEOUT_S)
         for name in self.names:
             if Path("/run/netns", name).exists():
                 _ip("netns", "delete", name)
@@ -143,7 +143,7 @@ def one_node(logs: Path, *arguments: object, processes: int = 2, **variables: ob
     place = {"NPROC_PER_NODE": processes, "DOCTOR": "skip", "MASTER_PORT": free_port(), **variables}
     command = [*LAUNCH, *map(str, arguments)]
     return subprocess.run(
-        command, env=environment(logs, **place), cwd=ROOT, capture_output=True, timeout=PATIENCE_S
+        command, env=environment(logs, **place), cwd=ROOT, capture_output=True, timeout=TEST_TIMEOUT_S
     ).returncode
 
 

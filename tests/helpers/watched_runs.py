@@ -18,7 +18,7 @@ from tests.helpers.engine_runs import environment
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import BIN, ROOT, SCRIPTS
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 SCRIPT = SCRIPTS / "watchdog_rank.py"
 
@@ -64,7 +64,7 @@ class WatchedRun:
         self.began = time.monotonic()
         os.kill(self.pids[rank], number)
 
-    def code(self, rank: int, seconds: float = PATIENCE_S) -> int | None:
+    def code(self, rank: int, seconds: float = TEST_TIMEOUT_S) -> int | None:
         """Exit code of a rank that ends within `seconds`."""
         return self.forked.wait([self.pids[rank]], seconds).get(self.pids[rank])
 
@@ -119,7 +119,7 @@ class LaunchedRun(WatchedRun):
         return self.process.poll() is not None
 
     def codes(self) -> list[int | None]:
-        result = self.process.wait(PATIENCE_S)
+        result = self.process.wait(TEST_TIMEOUT_S)
         left = [pid for pid in self.pids if psutil.pid_exists(pid)]
         assert not left, f"left running: {left}"
         return [result]

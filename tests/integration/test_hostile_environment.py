@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.paths import ROOT
 from tests.helpers.slurm_commands import SCONTROL
 from tests.helpers.two_nodes import LAUNCH, environment
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.quick
 
@@ -50,7 +50,7 @@ def run(place: Path, command: list[str], **variables: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert not list(place.rglob("canary*")), (command[-3:], variables)
     return done.returncode, done.stdout

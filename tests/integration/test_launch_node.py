@@ -17,7 +17,7 @@ from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.two_nodes import LAUNCH, environment
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 
 def launch(logs: Path, arguments: Sequence[object], cwd: Path = ROOT, **variables: object) -> subprocess.Popen[str]:
@@ -78,14 +78,14 @@ def test_missing_variables_are_refused(
 ) -> None:
     given = [tiny_config if argument == "CONFIG" else argument for argument in arguments]
     process = launch(tmp_path / "logs", given, **{"NPROC_PER_NODE": 2, **variables})
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 2 and out.startswith(f"launch_node: error: {message}") and out.count("\n") == 1, out
     assert not (tmp_path / "logs").exists()
 
 
 def test_failed_doctor_ends_the_launch(tiny_config: Path, tmp_path: Path) -> None:
     process = launch(tmp_path / "logs", ["ddp", tiny_config, "data.path=/nowhere"], NPROC_PER_NODE=2)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 65 and "FAIL  data store" in out
     assert not (tmp_path / "run").exists()
 
@@ -97,7 +97,7 @@ def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) ->
     wait_until(lambda: bool(kinds(run, "train")), "a step")
     processes = descendants(process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 1  # the launcher's; the run's own is in exit.json
     assert json.loads((run / "exit.json").read_text())["code"] == 75
     wait_until(lambda: not alive(processes), "the end of all processes")
@@ -108,20 +108,20 @@ def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) ->
 
     stopped_at = kinds(run, "train")[-1]
     process = launch(tmp_path / "logs", [*arguments, f"train.steps={stopped_at + 2}"], tmp_path, NPROC_PER_NODE=2)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 0, out
     assert kinds(run, "train") == list(range(1, stopped_at + 3)) and kinds(run, "resume") == [stopped_at]
     assert (tmp_path / "logs" / "node0.log").read_text() == log + out
 
 
 def test_a_signal_does_not_wait_for_the_doctor(tiny_config: Path, tmp_path: Path) -> None:
-    """Which here waits for another node, for longer than this test would."""
+    """The doctor waits for another node here, for longer than this test would."""
     place = {"NNODES": 2, "NODE_RANK": 0, "NPROC_PER_NODE": 1, "MASTER_ADDR": "127.0.0.1"}
-    process = launch(tmp_path / "logs", ["ddp", tiny_config], **place, DOCTOR=f"--timeout {2 * PATIENCE_S:g}")
+    process = launch(tmp_path / "logs", ["ddp", tiny_config], **place, DOCTOR=f"--timeout {2 * TEST_TIMEOUT_S:g}")
     wait_until(lambda: any(map(is_doctor, descendants(process))), "a doctor")
     processes = descendants(process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 143, out
     wait_until(lambda: not alive(processes), "the end of the doctor")
 
@@ -135,7 +135,7 @@ def test_restart_resumes_from_the_last_checkpoint(tiny_config: Path, tmp_path: P
     workers = [result for result in descendants(process) if "mmldlm.train" in result.cmdline()[:4]]
     ranks = {result.environ()["RANK"]: result for result in workers if "RANK" in result.environ()}
     os.kill(ranks["1"].pid, signal.SIGKILL)
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 0, out
     assert kinds(run, "train") == list(range(1, 61))
     (resumed_at,) = kinds(run, "resume")

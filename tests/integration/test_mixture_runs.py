@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
 from mmldlm.tools.doctor.checks import check_store
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.metrics import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.sample_corpus import overwrite_value
 from tests.helpers.stores import random_letters_store
 
@@ -62,22 +61,18 @@ def run(folder: Path, tiny_config: Path, tmp_path: Path) -> Callable[..., Path]:
     return trained
 
 
-def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
-
-
 def test_resumed_run_is_bitwise_equal(run: Callable[..., Path], tmp_path: Path) -> None:
     settings = ("train.steps=40", "checkpoint.every_steps=0", "checkpoint.keep_steps=[17]")
     whole, kept = run("whole", *settings), Path("checkpoints", "step-00000017")
     shutil.copytree(whole / kept, tmp_path / "parts" / kept)
     parts = run("parts", *settings, "data.num_workers=2")
-    assert [record["step"] for record in records(parts)] == list(range(18, 41))
-    for ours, theirs in zip(records(parts), records(whole)[17:], strict=True):
+    assert [record["step"] for record in record_list(parts)] == list(range(18, 41))
+    for ours, theirs in zip(record_list(parts), record_list(whole)[17:], strict=True):
         same = [key for key in theirs if key.startswith(("loss/", "optim/", "data/"))]
         assert len(same) > 8 and all(ours[key] == theirs[key] for key in same)
     last = [load_file(each / "checkpoints/step-00000040/model.safetensors") for each in (whole, parts)]
     assert all(torch.equal(tensor, last[1][name]) for name, tensor in last[0].items())
-    epochs = [records(whole)[-1][f"data/epoch/{name}"] for name in SHARES]
+    epochs = [record_list(whole)[-1][f"data/epoch/{name}"] for name in SHARES]
     drawn = count_draws(
         8 * 40, [source.share for source in open_data(load_config(whole / "config.yaml").data.location).sources]
     )
@@ -96,10 +91,10 @@ def test_the_report_and_the_validation_name_each_store(
     assert [each["epochs"] for each in report] == [45 / 90, 13 / 25, 6 / 6]
     shown = capsys.readouterr().out
     assert "70.00% from one: 90 samples, read 0.5 times" in shown and "10.00% from three: 6 samples" in shown
-    for record in records(result, "validation"):
+    for record in record_list(result, "validation"):
         own = [record[f"validation/{name}/text"] for name in SHARES]
         assert min(own) < record["validation/text"] < max(own)
-    (start,) = records(result, "start")
+    (start,) = record_list(result, "start")
     assert start["samples"]["train"] == sum(SIZES.values())
     config = load_config(result / "config.yaml")
     assert check_store(config)[1].status == "ok" and "121 samples" in check_store(config)[1].found
@@ -126,7 +121,7 @@ def test_a_checkpoint_keeps_the_scale_of_its_latents(
     assert load_run(result).store.manifest.latent == pooled.latent
 
 
-def test_what_the_network_reads_is_on_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> None:
+def test_latents_have_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> None:
     run("run", "train.steps=2")
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -191,4 +186,4 @@ def test_bad_samples_of_any_store_are_left_out_by_name(
     result = run("run", "data.max_bad_samples=1", shares=shares)
     (left_out,) = json.loads((result / "startup.json").read_text())["skipped_samples"]
     assert f"{bad}/train-00000.latents.npy: sample 3 (row 3 of split train)" in left_out
-    assert records(result)[-1]["data/epoch/bad"] == 19 / 24
+    assert record_list(result)[-1]["data/epoch/bad"] == 19 / 24

@@ -19,7 +19,7 @@ from tests.helpers.engine_runs import CURVE
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.metrics import read_metrics
 from tests.helpers.tiny_config import TINY
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 STEPS, EVERY = 60, 3
 SETTINGS = (
@@ -118,7 +118,7 @@ class KilledRun:
 
     def _await_step(self, started: float, pids: list[int]) -> None:
         """Wait until this attempt has done a step or has ended."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while not any(record["time"] > started for record in self.records()[-1:]):
             if len(self.runs.wait(pids, 0.01)) == len(pids):
                 return
@@ -126,7 +126,7 @@ class KilledRun:
 
     def _await_save(self, pids: list[int]) -> None:
         """Wait until a checkpoint is being written or this attempt has ended."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while not any(self.store.folder.glob(".tmp-*")):
             if len(self.runs.wait(pids, 0.001)) == len(pids):
                 return

@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.slurm_commands import SCONTROL
 from tests.helpers.two_nodes import environment
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 SRUN = """\
 #!/usr/bin/env bash
@@ -69,14 +69,14 @@ def test_job_out_of_time_is_requeued_and_resumes(site: dict[str, str], tiny_conf
     job = submit(site, *arguments, "train.steps=400")
     wait_until(lambda: bool(steps(run)), "a step")
     job.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` has Slurm do, to the batch script alone
-    out, _ = job.communicate(timeout=PATIENCE_S)
+    out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode == 75 and "the run ended with code 75" in out, out
     assert requeued.read_text() == "4321\n"
     assert json.loads((run / "exit.rank1.json").read_text())["code"] == 75
 
     stopped_at = steps(run)[-1]
     job = submit(site, *arguments, f"train.steps={stopped_at + 2}")
-    out, _ = job.communicate(timeout=PATIENCE_S)
+    out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode == 0, out
     assert steps(run) == list(range(1, stopped_at + 3))
     assert requeued.read_text() == "4321\n"
@@ -88,7 +88,7 @@ def test_outcome_of_an_earlier_job_is_ignored(site: dict[str, str], tiny_config:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "exit.json").write_text('{"code": 75, "time": 1.0}\n')
     job = submit(site, "ddp", tiny_config, "data.path=/nowhere")
-    out, _ = job.communicate(timeout=PATIENCE_S)
+    out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode == 65 and "the run ended with code 65" in out, out
     assert not (tmp_path / "requeued").exists()
 
@@ -97,14 +97,14 @@ def test_outcome_of_an_earlier_job_is_ignored(site: dict[str, str], tiny_config:
 def test_one_node(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> None:
     one = {**site, "SLURM_JOB_NUM_NODES": "1", "DOCTOR": "skip", "NPROC_PER_NODE": "2"}
     job = submit(one, "ddp", tiny_config, script="train_one_node.sbatch")
-    out, _ = job.communicate(timeout=PATIENCE_S)
+    out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode == 0 and "the run ended with code 0" in out, out
     assert steps(tmp_path / "run") == list(range(1, 9))
 
 
 def test_outside_of_a_job_is_refused(tmp_path: Path) -> None:
     job = submit(environment(tmp_path / "logs"), "ddp", "CONFIG.yaml")
-    out, _ = job.communicate(timeout=PATIENCE_S)
+    out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode != 0 and "there is no Slurm job around it" in out
 
 

@@ -10,27 +10,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
-from tests.helpers.metrics import read_metrics
+from mmldlm.telemetry import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def records(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
-
-
 def curve(run: Path, key: str = "loss/total") -> list[float]:
-    return [record[key] for record in records(run)]
+    return [record[key] for record in record_list(run)]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -61,10 +57,10 @@ def test_the_run_folder_is_complete(tiny_config: Path, tmp_path: Path) -> None:
         p.name for p in run.iterdir()
     }
     assert json.loads((run / "exit.json").read_text())["code"] == 0
-    validation = records(run, "validation")
+    validation = record_list(run, "validation")
     assert [record["step"] for record in validation] == [4, 8]
     assert {"validation/text_l2t", "validation/latent_t2l", "validation/text_joint"} <= set(validation[0])
-    last = records(run)[-1]
+    last = record_list(run)[-1]
     flops_per_token = last["speed/tflops_per_s"] * 1e12 / last["speed/tokens_per_s"]
     parameters = json.loads((run / "startup.json").read_text())["parameters_total"]
     assert 1 < flops_per_token / parameters < 12, "about six a parameter, whatever the machine"
@@ -72,7 +68,7 @@ def test_the_run_folder_is_complete(tiny_config: Path, tmp_path: Path) -> None:
     # Everything done: the same command ends at once and changes nothing.
     before = (run / "metrics.jsonl").read_text()
     assert train.main([str(tiny_config)]) == 0
-    assert [r for r in records(run) if r["step"] > 8] == [] and len(records(run)) == 8
+    assert [r for r in record_list(run) if r["step"] > 8] == [] and len(record_list(run)) == 8
     assert before.splitlines()[:8] == (run / "metrics.jsonl").read_text().splitlines()[:8]
 
 
@@ -102,15 +98,15 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: P
     """Stop at step 5, resume to 9, and to 12, which is in the fourth epoch."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [str(tiny_config), "train.steps=12", "train.global_batch_size=128", "train.micro_batch_size=64"]
-    # A constant rate: with a course over train.steps, a shorter run would have other learning rates.
+    # A constant rate: with a schedule over train.steps, a shorter run would have other learning rates.
     common += ["schedule.lr=constant", "optim.warmup_steps=2"]
     for steps in (5, 9, 12):
         assert train.main([*common, f"run.dir={parts}", f"train.steps={steps}"]) == 0
     assert train.main([*common, f"run.dir={whole}"]) == 0
     assert same_weights(whole, parts)
     assert curve(whole) == curve(parts)
-    assert [record["step"] for record in records(parts)] == list(range(1, 13))
-    assert records(parts)[-1]["data/epoch"] > 2
+    assert [record["step"] for record in record_list(parts)] == list(range(1, 13))
+    assert record_list(parts)[-1]["data/epoch"] > 2
 
 
 def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path) -> None:
@@ -119,18 +115,18 @@ def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "mmldlm.train", *settings]
     process = subprocess.Popen([*arguments, "train.steps=100000"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     run = tmp_path / "run"
-    while not (run / "metrics.jsonl").exists() or not records(run):
+    while not (run / "metrics.jsonl").exists() or not record_list(run):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 75, errors
     assert "stopped by SIGINT" in errors and "Traceback" not in errors
     assert json.loads((run / "exit.json").read_text())["code"] == 75
-    stopped_at = records(run)[-1]["step"]
+    stopped_at = record_list(run)[-1]["step"]
     steps = stopped_at + 20
     arguments.append(f"train.steps={steps}")
-    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=TEST_TIMEOUT_S)
     assert finished.returncode == 0, finished.stderr
     assert f"steps {stopped_at} to {steps}" in finished.stdout
     assert train.main([*settings, f"train.steps={steps}", f"run.dir={tmp_path / 'whole'}"]) == 0
@@ -148,7 +144,7 @@ def test_killed_run_resumes_from_its_last_checkpoint(tiny_config: Path, tmp_path
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert train.main([str(tiny_config), "train.steps=60", "validation.every=0"]) == 0
-    assert [record["step"] for record in records(run)] == list(range(1, 61))
+    assert [record["step"] for record in record_list(run)] == list(range(1, 61))
     assert train.main([str(tiny_config), "train.steps=60", "validation.every=0", f"run.dir={tmp_path / 'whole'}"]) == 0
     assert same_weights(run, tmp_path / "whole")
 
@@ -178,17 +174,17 @@ def test_a_refused_start_leaves_the_folders_exit_json(tiny_config: Path, tmp_pat
 
 def test_validation_is_of_the_trained_modes(tiny_config: Path, tmp_path: Path) -> None:
     assert train.main([str(tiny_config), "mode=l2t", "train.steps=4"]) == 0
-    (record,) = records(tmp_path / "run", "validation")
+    (record,) = record_list(tmp_path / "run", "validation")
     assert "validation/text_l2t" in record and not [key for key in record if key.endswith(("t2l", "joint", "latent"))]
 
 
 @pytest.mark.setting("resume")
-def test_resume_never_starts_anew(tiny_config: Path, tmp_path: Path) -> None:
+def test_resume_never_starts_again_from_step_0(tiny_config: Path, tmp_path: Path) -> None:
     assert train.main([str(tiny_config)]) == 0
     first = curve(tmp_path / "run")
     assert train.main([str(tiny_config), "resume=never"]) == 0
     assert curve(tmp_path / "run") == first
-    assert len(records(tmp_path / "run")) == 8
+    assert len(record_list(tmp_path / "run")) == 8
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl.old")) > 8  # the history is kept aside
 
 
@@ -227,7 +223,7 @@ def test_exploding_run_is_stopped_without_saving_garbage(tiny_config: Path, tmp_
     run = tmp_path / "run"
     exit_record = json.loads((run / "exit.json").read_text())
     assert exit_record["code"] == 70 and "not finite" in exit_record["cause"]
-    assert len(records(run, "skip")) >= 3
+    assert len(record_list(run, "skip")) >= 3
     for checkpoint in (run / "checkpoints").glob("step-*"):
         assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "model.safetensors").values())
 

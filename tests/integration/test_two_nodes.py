@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.metrics import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.two_nodes import TwoNodes, one_node, unavailable
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 ENGINES = ["ddp", "fsdp2", "zero2"]
 TIMEOUT_S = 5
@@ -25,8 +25,7 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 
 def curve(run: Path) -> list[tuple[int, float, float]]:
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-    return [(record["step"], record["loss/total"], record["optim/grad_norm"]) for record in records]
+    return [(record["step"], record["loss/total"], record["optim/grad_norm"]) for record in record_list(run)]
 
 
 def exits(run: Path) -> list[int]:
@@ -40,7 +39,7 @@ def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, t
     one, two = tmp_path / "one", tmp_path / "two"
     assert one_node(tmp_path / "logs-one", engine, tiny_config, f"run.dir={one}") == 0
     started = nodes.launch(engine, tiny_config, f"run.dir={two}")
-    assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
+    assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert [step for step, _, _ in curve(one)] == list(range(1, 9))
     assert curve(two) == curve(one)
     # The doctor went first, met over the wire and left nothing; then a process of each node trained.
@@ -66,7 +65,7 @@ def test_lost_connection_ends_both_nodes_and_resumes(
     wait_until(lambda: metrics.exists() and len(curve(run)) >= 3, "three steps")
     wait_until((run / "checkpoints" / "step-00000002").is_dir, "the first checkpoint")
     nodes.cut()
-    assert [process.wait(PATIENCE_S) for process in started] == [1, 1], nodes.log()  # the launcher's own code
+    assert [process.wait(TEST_TIMEOUT_S) for process in started] == [1, 1], nodes.log()  # the launcher's own code
     assert exits(run) == [76, 76], nodes.log()
     assert [nodes.processes(node) for node in range(2)] == [[], []]
 
@@ -74,12 +73,12 @@ def test_lost_connection_ends_both_nodes_and_resumes(
     steps = len(curve(run)) + 4
     settings.append(f"train.steps={steps}")
     started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
-    assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
+    assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert exits(run) == [0, 0]
     assert one_node(tmp_path / "logs-one", engine, *settings, f"run.dir={whole}") == 0
     assert [step for step, _, _ in curve(whole)] == list(range(1, steps + 1))
     assert curve(run) == curve(whole)
-    resumed = [record["step"] for record in read_metrics(metrics) if record["kind"] == "resume"]
+    resumed = [record["step"] for record in record_list(run, "resume")]
     assert len(resumed) == 1 and resumed[0] >= 2
 
 
@@ -92,16 +91,15 @@ def test_dead_process_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Pa
     wait_until(lambda: (run / "checkpoints" / "step-00000002").is_dir(), "a checkpoint")
     (trainer,) = [result for result in nodes.processes(1) if "RANK" in result.environ()]
     trainer.kill()
-    assert [process.wait(PATIENCE_S) for process in started] == [0, 0], nodes.log()
+    assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert [step for step, _, _ in curve(run)] == list(range(1, 61))
-    resumed = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "resume"]
-    assert len(resumed) == 1
+    assert len(record_list(run, "resume")) == 1
 
 
 def test_doctor_finds_a_lost_connection(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
     nodes.cut()
     started = nodes.launch("ddp", tiny_config, f"run.dir={tmp_path / 'run'}", DOCTOR="--timeout 2")
-    assert [process.wait(PATIENCE_S) for process in started] == [64, 64], nodes.log()
+    assert [process.wait(TEST_TIMEOUT_S) for process in started] == [64, 64], nodes.log()
     logs = [(tmp_path / "logs" / f"node{node}.log").read_text() for node in range(2)]
     assert "no response from node 1 within 2 s" in logs[0]
     assert "10.77.0.1:29500 no route" in logs[1] and "interface" in logs[1]

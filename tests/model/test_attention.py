@@ -104,7 +104,7 @@ def test_backends_agree_in_values_and_gradients(latent_tokens: int) -> None:
 
 
 @pytest.mark.quick
-def test_joint_order_is_a_permutation_that_keeps_samples_together() -> None:
+def test_joint_order_keeps_samples_together() -> None:
     layout = PackedLayout((2, 1, 4), latent_tokens=2)
     assert layout.joint_order.tolist() == [0, 1, 6, 7, 2, 3, 8, 4, 5, 9, 10, 11, 12]
     assert layout.joint_order[layout.joint_inverse].tolist() == list(range(13))
@@ -151,7 +151,7 @@ def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @latent_tokens
-def test_the_network_gives_the_same_with_varlen_and_sdpa_on_cuda(latent_tokens: int) -> None:
+def test_network_with_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
     inputs = random_inputs(LENGTHS, latent_tokens).to("cuda")
     varlen, sdpa = (
         values_and_gradients(small_model(latent_tokens, backend, precision="bf16", device="cuda"), inputs)

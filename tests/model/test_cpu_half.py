@@ -84,8 +84,8 @@ def test_in_full_precision_rows_stay_as_they_are() -> None:
 
 @HALF
 @pytest.mark.parametrize("predicted", [0, 1, 31, ROW_MULTIPLE])
-def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the order of sums: the same without them, and what float32 gives."""
+def test_padding_rows_change_nothing(precision: Precision, predicted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the order of sums, the result is the same without them, and that of float32."""
     lengths, latent_tokens = (16, 16, 16, 7, 12, 12), 2
     inputs = random_inputs(lengths, latent_tokens)
     model = small_model(latent_tokens, precision=precision)
@@ -99,7 +99,7 @@ def test_rows_of_none_change_nothing(precision: Precision, predicted: int, monke
         assert (one - truth).norm() <= 0.1 * truth.norm()
 
 
-def test_what_rows_are_filled_up_with() -> None:
+def test_values_of_padding_rows() -> None:
     assert pad_rows(torch.ones(3)).tolist() == [1.0] * 3 + [0.0] * (ROW_MULTIPLE - 3)
     assert len(pad_rows(torch.ones(0))) == 0 and len(pad_rows(torch.ones(ROW_MULTIPLE))) == ROW_MULTIPLE
     layout = RowPaddedLayout((3, 2), 1)

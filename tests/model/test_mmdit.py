@@ -56,7 +56,7 @@ def test_every_parameter_is_used_in_joint_training(latent_tokens: int, config: d
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_first_loss_is_log_v_and_latent_and_length_start_at_zero(tied: bool) -> None:
+def test_losses_of_the_initial_network(tied: bool) -> None:
     torch.manual_seed(0)
     shape = DataShape(512, 510, 511, MAX_LENGTH, 2, CHANNELS)
     model = MMDiT(ModelConfig(depth=2, width=64, num_heads=4, tie_embeddings=tied), shape)
@@ -115,7 +115,7 @@ def test_likelihoods_are_those_of_the_logits() -> None:
     torch.testing.assert_close(nll, F.cross_entropy(inputs.run(model).text[positions], targets, reduction="none"))
 
 
-def test_text_knows_the_order_of_its_tokens_and_both_noise_times() -> None:
+def test_text_depends_on_token_order_and_noise_times() -> None:
     model, inputs = small_model(), random_inputs((6,))
     logits = inputs.run(model).text
     swapped = Inputs(inputs.tokens.flip(0), inputs.latents, inputs.t_text, inputs.t_latent, (6,)).run(model).text

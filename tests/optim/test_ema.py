@@ -153,7 +153,7 @@ def measured(folder: Path, weights: str) -> float:
 
 
 def test_ema_evaluate_decides_what_a_validation_measures(averaged: Path, parity_config: Path, tmp_path: Path) -> None:
-    """And nothing of the training changes with it."""
+    """The setting does not change the training."""
     runs = {"averaged": averaged}
     for name, settings in (("not", ["ema={decay: 0.9, evaluate: false}"]), ("none", [])):
         runs[name] = tmp_path / name

@@ -17,33 +17,38 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimConfig
-from mmldlm.optim.lr_schedule import Plateau, ScheduleConfig, batch_scale, describe_lr, lr_at, resolved_warmup
-from tests.helpers.metrics import read_metrics
+from mmldlm.optim.lr_schedule import (
+    Plateau,
+    ScheduleConfig,
+    ScheduleName,
+    batch_scale,
+    describe_lr,
+    lr_at,
+    resolved_warmup,
+)
+from tests.helpers.engine_runs import record_list
 
 quick = pytest.mark.quick
-PEAK, TOTAL, WARMUP, FLOOR = 3e-3, 100, 10, 0.05
-REST = TOTAL - 1 - WARMUP
-OPTIM = OptimConfig(lr=PEAK, warmup_steps=WARMUP)
-Reference = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+PEAK, TOTAL = 3e-3, 100
+OPTIM = OptimConfig(lr=PEAK, warmup_steps=10)
 
-# What PyTorch has for each schedule after the warmup.
-OF_TORCH: dict[str, tuple[ScheduleConfig, Reference]] = {
-    "constant": (ScheduleConfig("constant"), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
-    "linear": (ScheduleConfig("linear", FLOOR), lambda o: lr_scheduler.LinearLR(o, 1.0, FLOOR, REST)),
-    "cosine": (ScheduleConfig("cosine", FLOOR), lambda o: lr_scheduler.CosineAnnealingLR(o, REST, PEAK * FLOOR)),
-    "cosine_restarts": (
-        ScheduleConfig("cosine_restarts", FLOOR, restart_period=27),
-        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 27, eta_min=PEAK * FLOOR),
-    ),
-    "wsd": (
-        ScheduleConfig("wsd", FLOOR, decay_steps=30),
-        lambda o: lr_scheduler.SequentialLR(
-            o,
-            [lr_scheduler.ConstantLR(o, factor=1.0), lr_scheduler.LinearLR(o, 1.0, FLOOR, 30)],
-            [REST - 30],
-        ),
-    ),
-}
+
+def schedule_and_torch(
+    name: ScheduleName, floor: float, rest: int
+) -> tuple[ScheduleConfig, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]]:
+    """Return a schedule and PyTorch's scheduler for the `rest` steps after the first one that follows the warmup."""
+    if name == "constant":
+        return ScheduleConfig("constant"), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)
+    if name == "linear":
+        return ScheduleConfig("linear", floor), lambda o: lr_scheduler.LinearLR(o, 1.0, floor, rest)
+    if name == "cosine":
+        return ScheduleConfig("cosine", floor), lambda o: lr_scheduler.CosineAnnealingLR(o, rest, PEAK * floor)
+    if name == "cosine_restarts":
+        schedule = ScheduleConfig("cosine_restarts", floor, restart_period=27)
+        return schedule, lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 27, eta_min=PEAK * floor)
+    return ScheduleConfig("wsd", floor, decay_steps=30), lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, factor=1.0), lr_scheduler.LinearLR(o, 1.0, floor, 30)], [rest - 30]
+    )
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -60,18 +65,33 @@ def rates_of(scheduled: torch.optim.Optimizer, scheduler: Any, steps: int) -> li
 
 
 @quick
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_schedules_match_torch(name: str) -> None:
-    schedule, reference = OF_TORCH[name]
-    ours = [lr_at(step, TOTAL, OPTIM, schedule) for step in range(TOTAL)]
-    warming = optimizer()
-    warmup = rates_of(warming, lr_scheduler.LinearLR(warming, 1 / WARMUP, 1.0, WARMUP - 1), WARMUP)
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "cosine_restarts", "wsd"])
+@pytest.mark.parametrize("floor", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize(("warmup_steps", "warmup"), [(0, 0), (10, 10), (0.1, 10), (0.25, 25)])
+def test_schedules_match_torch(name: ScheduleName, floor: float, warmup_steps: float, warmup: int) -> None:
+    optim = OptimConfig(lr=PEAK, warmup_steps=warmup_steps)
+    assert resolved_warmup(optim, TOTAL) == warmup
+    schedule, reference = schedule_and_torch(name, floor, rest=TOTAL - 1 - warmup)
+    ours = [lr_at(step, TOTAL, optim, schedule) for step in range(TOTAL)]
+    theirs: list[float] = []
+    if warmup:
+        warming = optimizer()
+        theirs = rates_of(warming, lr_scheduler.LinearLR(warming, 1 / warmup, 1.0, warmup - 1), warmup)
     scheduled = optimizer()
-    theirs = warmup + rates_of(scheduled, reference(scheduled), TOTAL - WARMUP)
+    theirs += rates_of(scheduled, reference(scheduled), TOTAL - warmup)
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-12
+    assert max(ours) <= PEAK * (1 + 1e-12)
     # After its end a schedule stays where it was.
     if name != "cosine_restarts":
-        assert lr_at(10 * TOTAL, TOTAL, OPTIM, schedule) == pytest.approx(ours[-1], rel=1e-12)
+        assert lr_at(10 * TOTAL, TOTAL, optim, schedule) == pytest.approx(ours[-1], rel=1e-12)
+
+
+@quick
+@pytest.mark.parametrize("total", [1, 2, 5])
+def test_short_runs_have_a_positive_rate(total: int) -> None:
+    for warmup in (0, 0.02, 0.5, 100):
+        rates = [lr_at(s, total, OptimConfig(lr=PEAK, warmup_steps=warmup), ScheduleConfig()) for s in range(total)]
+        assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in rates)
 
 
 @quick
@@ -220,7 +240,7 @@ def test_report_shows_resolved_values() -> None:
 
 
 def rates(run: Path) -> list[float]:
-    return [record["optim/lr"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    return [record["optim/lr"] for record in record_list(run)]
 
 
 def test_a_run_follows_optim_lr_scaling_and_a_ramp(

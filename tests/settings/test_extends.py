@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.run.load import load_run
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
-from tests.helpers.metrics import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.tiny_config import TINY
 
 quick = pytest.mark.quick
@@ -135,15 +134,6 @@ def test_errors_name_the_files(tmp_path: Path, name: str) -> None:
 
 
 @quick
-def test_files_that_double_at_each_level_are_read_once(tmp_path: Path) -> None:
-    names = "abcdefgh"
-    texts = {name: f"extends: [{after}.yaml, {after}.yaml]" for name, after in pairwise(names)}
-    path = write(tmp_path, **texts, h="log: {every: 3}")
-    began = time.process_time()
-    assert load_config(path).log.every == 3 and time.process_time() - began < 1
-
-
-@quick
 def test_extends_is_for_files(tmp_path: Path) -> None:
     path = write(tmp_path, a="", b="")
     with pytest.raises(ConfigError, match=r"^extends: expected in a config file, found on the command line$"):
@@ -154,8 +144,7 @@ def test_extends_is_for_files(tmp_path: Path) -> None:
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
-    records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
-    return [(record["loss/total"], record["optim/grad_norm"]) for record in records]
+    return [(record["loss/total"], record["optim/grad_norm"]) for record in record_list(run)]
 
 
 def test_run_is_reproducible_from_its_folder(

@@ -23,7 +23,7 @@ from mmldlm.run.load import load_run
 from mmldlm.telemetry import Tracker, figures
 from mmldlm.telemetry.figure_data import FigureData
 from mmldlm.telemetry.tensorboard import LAYOUT
-from tests.helpers.metrics import read_metrics
+from tests.helpers.engine_runs import record_list
 from tests.helpers.tiny_config import TINY
 
 DRAWN = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def test_quality_of_perfect_and_random_latents() -> None:
 
 
 @pytest.mark.quick
-def test_figures_every_is_the_first_validation_from_then_on_and_the_last() -> None:
+def test_figures_are_due_at_validations() -> None:
     def due(every: int, validation: int, steps: int = 1050, tensorboard: bool = True) -> list[int]:
         config = load_config(
             None,
@@ -164,13 +164,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
     return folder / "run"
 
 
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [each for each in read_metrics(run / "metrics.jsonl") if each["kind"] == kind]
-
-
 def test_tensorboard_and_the_metrics_file_have_the_same_scalars(run: Path) -> None:
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    written = [*records(run, "train"), *records(run, "validation")]
+    written = [*record_list(run, "train"), *record_list(run, "validation")]
     theirs = {
         (record["step"], tag): value for record in written for tag, value in record.items() if isinstance(value, float)
     }
@@ -218,7 +214,7 @@ def test_each_validation_has_its_texts_figures_and_histograms(run: Path) -> None
 def test_the_curve_over_noise_times_is_the_validation_loss(run: Path) -> None:
     """The mean of the fine curve's parts, which have nearly equal counts, is the loss of the coarse level."""
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    (record,) = [each for each in records(run, "validation") if each["step"] == 4]
+    (record,) = [each for each in record_list(run, "validation") if each["step"] == 4]
     curve = events.Histograms("loss_over_noise_time/latent_t2l")[-1].histogram_value
     assert np.diff([curve.min, *curve.bucket_limit]) == pytest.approx(1 / 30) and curve.bucket_limit[-1] == curve.max
     assert curve.bucket[0] > 0 and curve.bucket[-1] > 0, "readers would stretch what is left over empty ends"
@@ -226,8 +222,8 @@ def test_the_curve_over_noise_times_is_the_validation_loss(run: Path) -> None:
     assert np.mean(measured) == pytest.approx(record["validation/latent_t2l"], rel=0.1)
 
 
-def test_a_run_shows_its_quality_and_writes_the_projectors_files(run: Path) -> None:
-    record = records(run, "validation")[-1]
+def test_quality_and_projector_files_of_a_run(run: Path) -> None:
+    record = record_list(run, "validation")[-1]
     of_figures = ("l2t_first_guess_accuracy", "t2l_cosine", "t2l_recall_at_1")
     names = ("l2t_bits_per_token", *(f"figures_{name}" for name in of_figures))
     assert {f"quality/{name}" for name in names} == {key for key in record if key.startswith("quality/")}

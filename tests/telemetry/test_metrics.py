@@ -1,3 +1,5 @@
+"""`metrics.jsonl` after kills, damage and non-finite values."""
+
 import json
 import math
 
@@ -48,7 +50,7 @@ def test_whole_last_line_without_newline_does_not_glue(tmp_path):
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_damage_inside_is_a_warning_to_resume(tmp_path, caplog):
+def test_damage_inside_is_an_error_for_readers_only(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 5)
     lines = path.read_bytes().splitlines(keepends=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import warnings
@@ -12,6 +11,7 @@ import pytest
 
 from mmldlm.telemetry import Notices, ProgressLine, resources
 from mmldlm.telemetry.notices import to_stderr
+from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.quick
 
@@ -68,10 +68,6 @@ def test_a_log_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
     ProgressLine(10, 0, stream).update(1, {})

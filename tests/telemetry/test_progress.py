@@ -1,3 +1,5 @@
+"""The progress line in files and on terminals, its ETA, and the memory of this process."""
+
 import io
 import mmap
 
@@ -5,7 +7,7 @@ import pytest
 
 from mmldlm.telemetry import ProgressLine, memory_metrics, resident_mib
 from mmldlm.telemetry.progress import STATUS_INTERVAL_S
-from mmldlm.utils.format import human_count, human_duration
+from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.quick
 
@@ -15,11 +17,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 VALUES = {
@@ -79,7 +76,7 @@ def test_long_phases_are_logged():
     ]
 
 
-def test_eta_follows_recent_steps_and_counts_from_the_resumed_one():
+def test_eta_follows_recent_steps_of_this_session():
     clock = Clock()
     progress = ProgressLine(1000, 500, io.StringIO(), clock)
     assert progress.eta_s() is None
@@ -89,15 +86,6 @@ def test_eta_follows_recent_steps_and_counts_from_the_resumed_one():
         clock.now += 2
         progress.update(step, {})
     assert progress.eta_s() == pytest.approx(2 * (1000 - 539))
-
-
-def test_human_units():
-    assert [human_duration(s) for s in (0.4, 59, 60, 185, 7620, 359999)] == [
-        "0s", "59s", "1m 00s", "3m 05s", "2h 07m", "4d 03h",
-    ]  # fmt: skip
-    assert [human_count(n) for n in (7, 950, 999.9, 1234, 123456, 4.56e6)] == [
-        "7", "950", "1.00k", "1.23k", "123k", "4.56M",
-    ]  # fmt: skip
 
 
 def test_resident_memory_grows_with_what_is_held():

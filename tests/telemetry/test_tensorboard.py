@@ -1,3 +1,5 @@
+"""TensorBoard shows each step once, and texts exactly as they are."""
+
 import re
 from html import unescape
 

@@ -16,7 +16,7 @@ import pytest
 from mmldlm.telemetry import Tracker
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 
 def documented_flags(path: Path) -> str:
@@ -32,7 +32,7 @@ def compared_runs(port: int) -> list[dict[str, float]]:
         url = f"http://127.0.0.1:{port}/data/plugin/hparams/{what}"
         body = json.dumps({"experimentName": "", **question}).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(request, timeout=TEST_TIMEOUT_S) as answer:
             return json.load(answer)
 
     metrics = [{"metric": each["name"]} for each in ask("experiment")["metricInfos"]]
@@ -62,7 +62,7 @@ def test_the_command_shows_every_step(tmp_path: Path) -> None:
     )
     url = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run=run/tensorboard&tag=loss/total"
     try:
-        deadline, result = time.monotonic() + PATIENCE_S, []
+        deadline, result = time.monotonic() + TEST_TIMEOUT_S, []
         while len(result) < steps and time.monotonic() < deadline:
             assert server.poll() is None, "TensorBoard ended"
             time.sleep(0.5)
@@ -75,4 +75,4 @@ def test_the_command_shows_every_step(tmp_path: Path) -> None:
         assert compared_runs(port) == [{"loss/total": pytest.approx(1 / steps), "validation/total": 2.5}]
     finally:
         server.terminate()
-        server.wait(timeout=PATIENCE_S)
+        server.wait(timeout=TEST_TIMEOUT_S)

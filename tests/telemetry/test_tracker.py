@@ -1,3 +1,5 @@
+"""Records, TensorBoard events and lines of one run agree, also after a kill."""
+
 import os
 import signal
 
@@ -25,7 +27,7 @@ def run(folder, first, last, resumed):
     return tracker
 
 
-def test_killed_after_a_checkpoint_and_resumed_there_is_no_gap_and_no_duplicate(tmp_path, capfd):
+def test_resume_after_kill(tmp_path, capfd):
     child = os.fork()
     if not child:
         run(tmp_path, 1, 13, resumed=False)

@@ -285,7 +285,7 @@ def test_faults(fault: str, samples: Samples, tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_unusable_samples_are_left_out_and_told(
+def test_unusable_samples_are_left_out_and_reported(
     samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_pairs(tmp_path / "source", samples)

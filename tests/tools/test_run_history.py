@@ -99,7 +99,7 @@ with RunLock(sys.argv[1]):
 """
 
 
-def test_running_stopped_and_killed_processes_are_told_apart(tmp_path: Path) -> None:
+def test_states_of_processes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     written(run).write("start", 0, {"total_steps": 9})
     process = subprocess.Popen(

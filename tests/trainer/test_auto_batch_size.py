@@ -77,7 +77,7 @@ def test_a_rank_without_memory_halves_all_ranks_micro_batches(
     assert [record["data/micro_batch_size"] for record in records(run).values()] == [64] * 4
     assert "micro_batch_size 64" in (tmp_path / "run.log").read_text()
     again = trial_sizes(run, limited)
-    assert again[0] == 128 and set(again[1:]) == {64} and len(again) >= 3  # once more with the optimizer's state beside
+    assert again[0] == 128 and set(again[1:]) == {64} and len(again) >= 3  # again with the optimizer's state
 
     resumed, kept = tmp_path / "resumed", Path("checkpoints", "step-00000002")
     shutil.copytree(run / kept, resumed / kept)
@@ -90,9 +90,7 @@ def test_a_rank_without_memory_halves_all_ranks_micro_batches(
 
 
 @pytest.mark.slow  # now and then memory runs out within the first step, behind the trial pass
-def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(
-    parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
+def test_a_sample_that_does_not_fit_ends_the_run(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     wide = ("model.depth=2", "model.width=768")  # whose gradients alone take some 60 MiB
     arguments = (parity_config, *SETTINGS, *wide, AUTO, "train.global_batch_size=8", "train.micro_batch_size=4")
@@ -125,7 +123,7 @@ OTHERWISE = (
         pytest.param("zero2", OTHERWISE[:2], marks=pytest.mark.slow),
     ],
 )
-def test_where_all_fits_rehearsals_are_few_and_leave_no_trace(
+def test_trial_passes_are_few_and_leave_no_trace(
     engine: str, more: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """Among what could be left are random numbers, gradients, and what DDP records in its first backward."""
@@ -160,7 +158,7 @@ def test_sizes_that_samples_can_be_shared_into() -> None:
 
 
 @quick
-def test_a_rehearsal_tells_memory_from_faults_and_touches_nothing() -> None:
+def test_a_trial_pass_raises_other_errors_and_leaves_no_trace() -> None:
     model, cpu = torch.nn.Linear(4, 4), torch.device("cpu")
     kept, heard, seen = torch.ones(4, 4), [], []
     model.weight.grad = kept

@@ -131,7 +131,7 @@ def test_a_spike_limit_fetches_every_step(tiny_config: Path) -> None:
 
 
 def test_powersgd_forgets_a_skipped_step(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
-    """What its hook carries from step to step would make all later ones NaN."""
+    """The compression error that its hook carries from step to step would make all later steps NaN."""
     faults = [
         {"step": 5, "kind": "nan", "rank": 1, "micro_batch": 1},
         {"step": 8, "kind": "bad_gradient", "rank": 0, "micro_batch": 0},

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.memory import BOUND, batch, checkpointing, measure
 from mmldlm.config import load_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
@@ -38,7 +39,7 @@ def network(memory: MemoryConfig, **options: Any) -> MMDiT:
 
 
 def cost(model: MMDiT, lengths: tuple[int, ...] = (LENGTH,) * SAMPLES) -> tuple[int, int]:
-    """(FLOPs, bytes of activations at their peak) of one micro-batch."""
+    """Return the FLOPs of one micro-batch and the peak bytes of its activations."""
     objective, noised = noised_batch("joint", lengths=lengths)
     steps = StepCostTracker(model, objective)
     steps.micro_batches([noised])
@@ -54,7 +55,7 @@ def test_fake_tensors_cost_what_real_ones_cost(memory: MemoryConfig) -> None:
 
 
 def test_neither_weights_nor_gradients_are_activations() -> None:
-    """Of a text of two tokens; a second backward has room for one more gradient of a weight at most."""
+    """The text has two tokens; a second backward has room for one more gradient of a weight at most."""
     model = network(KEEP_ALL)
     sizes = [parameter.nbytes for parameter in model.parameters()]
     first, second = (cost(model, (2,)) for _ in range(2))
@@ -72,7 +73,7 @@ def test_memory_falls_and_flops_grow_by_what_is_recomputed(precision: Precision,
     assert 2 * (full[0] - none[0]) == 3 * (every_k[0] - none[0])  # of 4 blocks three against two
 
 
-def test_full_keeps_the_inputs_of_all_blocks_and_the_activations_of_one() -> None:
+def test_full_checkpointing_keeps_inputs_of_blocks() -> None:
     """The bounds leave out the head, the conditioning and elementwise products."""
     tokens = SAMPLES * LENGTH
     inputs = 4 * DEPTH * (tokens * WIDTH + SAMPLES * LATENT_WIDTH)
@@ -104,7 +105,7 @@ def test_what_is_counted_is_what_the_allocator_gives(memory: MemoryConfig) -> No
 
 
 @kinds
-def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(memory: MemoryConfig) -> None:
+def test_flops_match_pytorchs_counter(memory: MemoryConfig) -> None:
     counted = cost(network(memory))[0]
     model = network(memory)
     objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
@@ -116,7 +117,7 @@ def test_flops_are_those_of_pytorchs_own_counter_and_of_attention_on_the_cpu(mem
 
 
 @pytest.mark.parametrize("stay", [False, True])
-def test_a_steps_memory_is_told_by_what_it_is_for(stay: bool) -> None:
+def test_memory_of_a_step_by_purpose(stay: bool) -> None:
     """The first step makes the moments once its activations are gone; the second has them all the time."""
     model = network(KEEP_ALL)
     objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
@@ -156,7 +157,7 @@ def test_the_dry_run_follows_the_setting(tiny_store: Path) -> None:
 
 
 def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path) -> None:
-    """Of 40 steps, whose first is not the largest."""
+    """The run has 40 steps, and the first is not the largest."""
     settings = ("train={steps: 40, global_batch_size: 8}", "data.window=8", "model={width: 16, depth: 1, num_heads: 2}")
     config, store = load_config(None, [f"data.path={tiny_store}", *settings, "mode=l2t"]), Store.open(tiny_store)
     loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
@@ -180,7 +181,7 @@ def test_the_dry_run_has_moments_from_the_second_step_on(tiny_store: Path) -> No
     assert many.checkpoint_mib * 2**20 == 12 * many.trainable
 
 
-def test_the_dry_run_counts_neither_gradients_nor_moments_of_frozen_parts(tiny_store: Path) -> None:
+def test_frozen_parts_have_no_gradients_or_moments(tiny_store: Path) -> None:
     whole, part = dry_run(tiny_store), dry_run(tiny_store, "freeze=[backbone]")
     frozen = whole.parameters["text_stream"] + whole.parameters["latent_stream"]
     assert whole.parameters == part.parameters
@@ -286,7 +287,7 @@ def test_memory_of_the_engines_under_muon() -> None:
 
 
 def test_a_gpu_has_whole_temporaries_and_no_kernels_of_a_cpu(tiny_store: Path) -> None:
-    """Also seen from a machine without one."""
+    """The estimate for a GPU needs no GPU."""
     settings = ("train={steps: 1, global_batch_size: 48}", "model={width: 128, depth: 2, num_heads: 2}")
     store = Store.open(tiny_store)
 
@@ -302,6 +303,25 @@ def test_a_gpu_has_whole_temporaries_and_no_kernels_of_a_cpu(tiny_store: Path) -
     assert copies > 2 * on("cpu", *few).peak_mib["update"] > 0
 
 
+MEASURED = "model={depth: 6, width: 256, num_heads: 4}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (MEASURED, batch(64)),
+        pytest.param((MEASURED, batch(64, 32), checkpointing("full")), marks=pytest.mark.slow),
+        pytest.param((MEASURED, batch(8), "optim.fused=false"), marks=pytest.mark.slow),
+        pytest.param((MEASURED, batch(16, 8), "precision=bf16"), marks=pytest.mark.slow),
+    ],
+    ids=["activations", "checkpointed", "update", "half precision"],
+)
+def test_estimate_of_a_real_run(tiny_store: Path, settings: tuple[str, ...]) -> None:
+    memory = measure(tiny_store, settings)
+    assert memory.measured > 80
+    assert abs(memory.error) < BOUND, memory
+
+
 COUNT_KERNELS = """
 import sys
 from mmldlm.config import load_config
@@ -312,10 +332,8 @@ train(load_config(None, sys.argv[1:]))
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.skipif(not has_bf16_instructions(), reason="a CPU with instructions for bf16")
-def test_kernels_for_half_precision_are_those_that_a_run_makes(
-    tiny_store: Path, tmp_path: Path, optimizer: str
-) -> None:
-    """Of a run whose steps are all looked at: by what oneDNN itself reports."""
+def test_half_precision_kernels_match_a_run(tiny_store: Path, tmp_path: Path, optimizer: str) -> None:
+    """The reference is what oneDNN itself reports in a run of which the dry run looks at all steps."""
     precision = "bf16" if optimizer == "adamw" else "fp32"  # Muon multiplies in bf16 anyway
     settings = ("train={steps: 3, global_batch_size: 16, micro_batch_size: 8}", f"precision={precision}")
     settings = (*settings, "model={width: 64, depth: 2, num_heads: 2}", f"optim.name={optimizer}")
@@ -333,9 +351,7 @@ def test_kernels_for_half_precision_are_those_that_a_run_makes(
     assert dry_run(tiny_store, *settings).kernels_mib == pytest.approx(made * KERNEL_MIB)
 
 
-def test_kernels_for_half_precision_are_as_many_as_shapes_and_no_more_than_are_kept(
-    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_kernels_are_bounded(tiny_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmldlm.model.cpu_half.has_bf16_instructions", lambda: True)
     few, many, others = (
         dry_run(tiny_store, f"train={{steps: {steps}, global_batch_size: 16, micro_batch_size: 8}}", *settings)

@@ -22,6 +22,6 @@ print("left", flush=True)
 
 
 @pytest.mark.parametrize(("stopped", "code", "output"), [(True, 0, "left\n"), (False, -15, "")])
-def test_a_repeated_sigterm_does_not_change_how_a_stopped_run_ends(stopped: bool, code: int, output: str) -> None:
+def test_repeated_sigterm_changes_nothing(stopped: bool, code: int, output: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT.format(stopped=stopped)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, output), done.stderr

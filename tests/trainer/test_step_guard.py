@@ -11,31 +11,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from mmldlm import train
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.config import GuardConfig
-from mmldlm.distributed.engine import Engine
 from mmldlm.errors import DataError, NumericalError
 from mmldlm.trainer.step_guard import MIN_ACCEPTED_NORMS, SKIPS_FILE, Skip, StepGuard
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import CURVE, exit_record, records
-from tests.helpers.faulty_steps import FAULTS, skipped_steps
+from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
 
 # Two micro-batches of one sample on each of two ranks. The first step of all is among those that go wrong in the
 # second micro-batch, when the engine holds gradients of the first.
 SETTINGS = ("train.global_batch_size=4", "train.micro_batch_size=1", "validation.every=0", "distributed.timeout_s=20")
 REASONS = {1: "loss", 3: "loss", 4: "loss", 6: "norm", 8: "norm", 10: "loss", 12: "loss", 31: "spike"}
-
-
-def guarded(
-    forked: ForkedRuns, engine: str, config: Path, folder: Path, faults: list[Any], *settings: str, **variables: str
-) -> list[Any]:
-    """Run `faulty_steps.py` to its end; the facts of each rank."""
-    folder.mkdir()
-    variables |= {"FAULTS": json.dumps(faults), "FACTS": str(folder)}
-    forked.succeed(engine, folder, 2, config, *SETTINGS, *settings, script="faulty_steps.py", **variables)
-    return [json.loads((folder / f"facts.rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 SLOW = [
@@ -49,8 +40,9 @@ SLOW = [
 def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     engine, _, precision = engine.partition("-")
     settings = ("train.steps=33", "guard.grad_norm_spike=50", f"precision={precision or 'fp32'}")
+    arguments = (parity_config, *SETTINGS, *settings)
     folder = tmp_path / "faulty"
-    facts = guarded(forked, engine, parity_config, folder, FAULTS, *settings)
+    facts = run_with_faults(forked, engine, folder, FAULTS, *arguments)
     for rank in facts:
         changed = [after != before for before, after in zip(rank["digests"], rank["digests"][1:], strict=False)]
         assert [step for step, new in enumerate(changed, 1) if not new] == list(REASONS)
@@ -63,7 +55,7 @@ def test_a_skipped_step_leaves_no_trace(engine: str, parity_config: Path, forked
     check_record(skipped_steps(folder), facts, result)
 
     # All that follows is what it would be if the engine had never seen those steps.
-    reference = guarded(forked, engine, parity_config, tmp_path / "reference", FAULTS, *settings, REFERENCE="1")
+    reference = run_with_faults(forked, engine, tmp_path / "reference", FAULTS, *arguments, REFERENCE="1")
     assert [rank["digests"] for rank in facts] == [rank["digests"] for rank in reference]
 
 
@@ -103,23 +95,21 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks(
     assert list(skipped_steps(folder)) == [3, 4, 5]
 
 
-def test_a_resumed_run_knows_the_same_spikes(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backward, folder = Engine.backward, tmp_path / "run"
-    steps = iter([*range(1, 41), *range(31, 41)])  # one backward each: the whole run, then its end again
-    monkeypatch.setattr(
-        Engine, "backward", lambda self, loss: backward(self, loss * (1e4 if next(steps) == 34 else 1.0))
-    )
+def test_a_resumed_run_knows_the_same_spikes(tiny_config: Path, tmp_path: Path) -> None:
+    class SpikeTrainer(Trainer):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * (1e4 if self.state.step == 33 else 1.0))
+
+    folder = tmp_path / "run"
     settings = ["train.steps=40", "checkpoint.every_steps=30", "validation.every=0", "guard.grad_norm_spike=20"]
-    assert train.main([str(tiny_config), *settings]) == 0
+    assert train.main([str(tiny_config), *settings], trainer_cls=SpikeTrainer) == 0
     last = folder / "checkpoints" / "step-00000040"
     whole, spikes, end = records(folder), skipped_steps(folder), (last / "state.json").read_text()
     assert list(spikes) == [34] and spikes[34]["reason"] == "spike"
     assert json.loads(end)["accepted_norms"] == [record["optim/grad_norm"] for record in whole.values()]
 
     shutil.rmtree(last)
-    assert train.main([str(tiny_config), *settings]) == 0
+    assert train.main([str(tiny_config), *settings], trainer_cls=SpikeTrainer) == 0
     again = records(folder)
     assert list(again) == list(whole)
     assert all(again[step][key] == whole[step][key] for step in whole for key in CURVE)
@@ -128,20 +118,18 @@ def test_a_resumed_run_knows_the_same_spikes(
     assert (last / "state.json").read_text() == end
 
 
-def test_stop_ends_the_run_at_the_first_number_that_is_not_finite(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backward, calls = Engine.backward, iter(range(100))
-    monkeypatch.setattr(
-        Engine, "backward", lambda self, loss: backward(self, loss * (math.nan if next(calls) == 4 else 1.0))
-    )
-    assert train.main([str(tiny_config), "guard.nonfinite=stop"]) == 70
+def test_nonfinite_stop_ends_the_run(tiny_config: Path, tmp_path: Path) -> None:
+    class FaultyTrainer(Trainer):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * (math.nan if self.state.step == 4 else 1.0))
+
+    assert train.main([str(tiny_config), "guard.nonfinite=stop"], trainer_cls=FaultyTrainer) == 70
     assert list(skipped_steps(tmp_path / "run")) == [5]
     assert "step 5: the gradient norm is not finite (nan)" in str(exit_record(tmp_path / "run")["cause"])
 
 
 @pytest.mark.quick
-def test_the_limit_follows_the_median_of_the_last_accepted_norms() -> None:
+def test_norm_limit_follows_the_median() -> None:
     guard = StepGuard(GuardConfig(grad_norm_spike=3.0), TrainState())
     for norm in range(1, MIN_ACCEPTED_NORMS):
         guard.record_accepted(float(norm))
@@ -162,7 +150,7 @@ def test_the_limit_follows_the_median_of_the_last_accepted_norms() -> None:
 
 
 @pytest.mark.quick
-def test_when_a_run_must_not_go_on(tmp_path: Path) -> None:
+def test_consecutive_skips_end_the_run(tmp_path: Path) -> None:
     guard = StepGuard(GuardConfig(max_consecutive=3), TrainState())
 
     def skip(guard: StepGuard, norm: float, reason: Literal["loss", "norm", "spike"]) -> None:

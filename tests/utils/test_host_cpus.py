@@ -86,7 +86,7 @@ def test_children_count_as_the_runs_while_they_live_and_after(tmp_path: Path) ->
 
 
 @quick
-def test_processes_beside_a_run_are_its_load_unless_one_launcher_started_both() -> None:
+def test_load_of_other_processes() -> None:
     """This process has started the loops, so where it counts as the launcher, they are the run's."""
     measure = (
         "import time; from mmldlm.utils.host_cpus import cores_used_by_others, cpu_times; before = cpu_times(); "
@@ -210,7 +210,7 @@ ENTRIES = [
 ]
 
 
-def test_beside_busy_loops_every_entry_point_chooses_before_torch_comes(
+def test_busy_machine_shortens_spinning_of_every_entry_point(
     when_torch_comes: Callable[..., dict[str, str]],
 ) -> None:
     with all_cores_busy():
@@ -222,7 +222,7 @@ def test_beside_busy_loops_every_entry_point_chooses_before_torch_comes(
         assert "GOMP_SPINCOUNT" not in library and SPIN_CHOICE_ENV not in library
 
 
-def test_a_run_tells_what_was_chosen_and_what_others_take(tiny_config: Path, tmp_path: Path) -> None:
+def test_spinning_and_load_are_reported(tiny_config: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": TEAM, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mmldlm.cli", "train", str(tiny_config), "validation.every=0"]
     with all_cores_busy():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -16,14 +15,10 @@ from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.utils.progress import Progress
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.terminal import Terminal
 from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.quick
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_every_item_is_counted_in_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

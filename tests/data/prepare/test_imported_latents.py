@@ -94,9 +94,7 @@ def test_texts_get_the_latents_of_their_ids(
             prepare(config, progress=False)
 
 
-def test_the_encoder_of_such_a_store_has_no_latents_for_other_texts(
-    corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path
-) -> None:
+def test_imported_latents_cannot_encode_texts(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
     path, _, latents = corpus
     file, ids = as_npy(tmp_path, *shuffled(tmp_path, latents))
     manifest = prepare(config_for(tmp_path, path, file, ids), progress=False)

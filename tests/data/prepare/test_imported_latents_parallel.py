@@ -41,7 +41,7 @@ def table(folder: Path, samples: Samples) -> list[object]:
 
 
 def ids(folder: Path, samples: Samples) -> list[object]:
-    """Of which two occur twice, in parts far from each other, and three belong to no document; one latent is zeros."""
+    """Write latents by id: two ids occur twice, in distant parts, three have no document, one latent is zero."""
     folder.mkdir()
     names = [f"doc-{row}" for row in range(COUNT)]
     keys = dict(enumerate(names)) | {100: "doc-2", 101: "doc-100", 110: "doc-2", 40: "none"}
@@ -78,9 +78,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("write", [table, ids, places], ids=lambda write: write.__name__)
-def test_brought_latents_are_the_same_bytes_by_any_number_of_processes(
-    write: Callable, samples: Samples, tmp_path: Path
-) -> None:
+def test_imported_latents_do_not_depend_on_processes(write: Callable, samples: Samples, tmp_path: Path) -> None:
     name = write.__name__
     given = write(tmp_path / "input", samples)
     given += ["--vocab-size", 300, "--latent-dtype", "float32", "--max-length", 99, "--on-problem", "skip"]

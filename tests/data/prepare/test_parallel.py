@@ -24,7 +24,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.prepare_job import PrepareJob
 from tests.helpers.prepare_runs import Preparation, differing, finished_tasks
 from tests.helpers.sample_corpus import write_corpus
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ class Thread(threading.Thread):
         self.code = run_command(lambda: main(self.arguments))
 
     def wait(self) -> int:
-        self.join(PATIENCE_S)
+        self.join(TEST_TIMEOUT_S)
         assert not self.is_alive(), "hangs"
         return self.code
 
@@ -215,12 +215,12 @@ def test_signals(
     wait_until(lambda: len(finished_tasks(store)) >= 3, "progress")
     children = psutil.Process(process.pid).children(recursive=True)
     (os.killpg if to_group else os.kill)(process.pid, number)
-    error = process.communicate(timeout=PATIENCE_S)[1]
+    error = process.communicate(timeout=TEST_TIMEOUT_S)[1]
     assert process.returncode == code, error
     if code > 0:
         last = error.splitlines()[-1]
         assert error.count("mmldlm: error:") == 1 and last.startswith("mmldlm: error: "), error
         assert "Traceback" not in error
-    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
+    assert psutil.wait_procs(children, timeout=TEST_TIMEOUT_S)[1] == []
     assert not store.exists() and len(finished_tasks(store)) >= 3
     assert main(job.arguments(store)) == 0 and differing(job.reference, store) == []

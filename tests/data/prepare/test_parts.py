@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.common.store_writer import StoreWriter
-from mmldlm.data.encoders import ImportedLatents, LsaEncoder
+from mmldlm.data.encoders import ImportedLatents
 from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
 from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Part
 from mmldlm.data.prepare.pipeline import main, prepare
@@ -162,7 +162,7 @@ def test_part_bytes_and_fit_documents(tmp_path: Path) -> None:
 
 
 @quick
-def test_a_store_of_before_these_options_counts_as_of_their_defaults(store_path: Path, tmp_path: Path) -> None:
+def test_older_stores_have_the_default_options(store_path: Path, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt")
     config = small_config(tmp_path / "store", corpus)
     prepare(config, progress=False)
@@ -176,24 +176,26 @@ def test_a_store_of_before_these_options_counts_as_of_their_defaults(store_path:
 
 
 @quick
-def test_the_number_of_threads_has_no_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of floats depend on how many threads share them out, so there is one while latents are made."""
-    seen, fit, encode = set(), LsaEncoder.fit.__func__, LsaEncoder.encode  # type: ignore[attr-defined]
+def test_latents_are_made_by_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of floats depend on how many threads share them out."""
+    seen = set()
 
-    def noting(do: Callable) -> Callable:
-        def noted(*arguments: object) -> object:
-            seen.add((do.__name__, torch.get_num_threads()))
-            return do(*arguments)
+    def record_threads(owner: ModuleType, name: str) -> None:
+        function = getattr(owner, name)
 
-        return noted
+        def recorded(*arguments: object, **options: object) -> object:
+            seen.add((name, torch.get_num_threads()))
+            return function(*arguments, **options)
 
-    monkeypatch.setattr(LsaEncoder, "fit", classmethod(noting(fit)))
-    monkeypatch.setattr(LsaEncoder, "encode", noting(encode))
+        monkeypatch.setattr(owner, name, recorded)
+
+    record_threads(torch, "svd_lowrank")  # which fits the encoder
+    record_threads(torch.nn.functional, "embedding_bag")  # which encodes
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         prepare(small_config(tmp_path / "store", write_corpus(tmp_path / "corpus.txt")), progress=False)
-        assert seen == {("fit", 1), ("encode", 1)} and torch.get_num_threads() == 2
+        assert seen == {("svd_lowrank", 1), ("embedding_bag", 1)} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
@@ -208,7 +210,7 @@ def _peak(arguments: list[str], answer: object) -> None:
 
 
 def peak_mib(arguments: list[str]) -> float:
-    """Of a process that prepares, in all."""
+    """Return the peak memory of a process that prepares."""
     answer = FORKING.Queue()
     process = FORKING.Process(target=_peak, args=(arguments, answer))
     process.start()

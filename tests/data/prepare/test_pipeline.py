@@ -1,3 +1,5 @@
+"""`mmldlm prepare` from its input to the store: splits, bytes, problems, options and kills."""
+
 from __future__ import annotations
 
 import filecmp
@@ -22,7 +24,7 @@ from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError, UsageError, run_command
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
 
@@ -110,7 +112,7 @@ def bad_corpus(folder: Path) -> Path:
 
 
 @quick
-def test_problems_are_told_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_reported_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = bad_corpus(tmp_path)
     with pytest.raises(DataError, match=rf"{path}:11: byte 5 \(0xff\) is not UTF-8"):
         prepare(small_config(tmp_path / "store", path), progress=False)
@@ -136,9 +138,7 @@ def test_a_missing_latent_stops_by_default(tmp_path: Path) -> None:
 
 
 @quick
-def test_preparing_again_returns_at_once_and_other_data_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preparing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt")
     config = small_config(tmp_path / "store", corpus)
     first = prepare(config, progress=False)
@@ -188,7 +188,7 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str)
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mmldlm.data.prepare.pipeline", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=TEST_TIMEOUT_S)
 
 
 def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +232,7 @@ def killed_at(moment: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("moment", ["encode.ShardWriter.add", "merge.publish"])
 def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> None:
-    """In the middle of writing, and between the last byte of the manifest and the rename."""
+    """The process dies in the middle of writing, or between the last byte of the manifest and the rename."""
     corpus = write_corpus(tmp_path / "corpus.txt")
     arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300"]
     killed_at(moment, arguments)

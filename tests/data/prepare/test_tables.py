@@ -65,7 +65,7 @@ def write_arrow(pa: Any, path: Path, rows: dict, kind: str = "new_stream", batch
 
 
 def write_dataset(pa: Any, folder: Path, rows: dict, shards: int = 3) -> Path:
-    """As `Dataset.save_to_disk` lays it out."""
+    """Write a folder with the layout of `Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     names = [f"data-{index:05d}-of-{shards:05d}.arrow" for index in range(shards)]
     bounds = np.linspace(0, len(rows["text"]), shards + 1).astype(int)

@@ -58,7 +58,7 @@ def test_special_tokens_never_come_from_text(bpe: Tokenizer, tmp_path: Path) -> 
     assert bpe.decode_batch([[bpe.mask_id, *bpe.encode_batch(["a"])[0]]], keep_special=True) == [f"{MASK}a"]
 
 
-def test_training_is_deterministic_and_saving_keeps_the_identity(bpe: Tokenizer, tmp_path: Path) -> None:
+def test_training_and_saving_keep_the_identity(bpe: Tokenizer, tmp_path: Path) -> None:
     texts = write_corpus(tmp_path / "corpus.txt").read_text().splitlines()
     one, other = Tokenizer.train(texts, 300), Tokenizer.train(iter(texts), 300)
     assert one.identity == other.identity != bpe.identity
@@ -199,7 +199,7 @@ def test_inputs_are_found_or_named(tmp_path: Path) -> None:
 # --- near-duplicates -----------------------------------------------------------------------------
 
 
-def test_near_duplicates_share_a_key_that_depends_on_nothing_else() -> None:
+def test_near_duplicates_share_a_key() -> None:
     alike = [
         "Return the length of foo.",
         "return the length of Bar.",

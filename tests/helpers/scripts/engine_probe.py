@@ -18,8 +18,7 @@ from benchmarks.engines import tensor_bytes
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.distributed.engine import Engine
-from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.trainer import StepResult, Trainer
 from tests.helpers.trainer_scripts import leave
 
 facts: dict[str, Any] = {"steps": []}
@@ -60,29 +59,20 @@ class ProbedTrainer(Trainer):
         facts["steps"].append({"before": len(collectives())})
         return super().corrupt(step, micro_batches)
 
-
-def backward(self: Engine, loss: torch.Tensor) -> None:
-    start = len(collectives())
-    _backward(self, loss)
-    if facts["steps"]:  # after the warm-up
+    def backward(self, loss: torch.Tensor) -> None:
+        start = len(collectives())
+        super().backward(loss)
         facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
+    def update(self, step: int) -> StepResult:
+        if len(facts["steps"]) > 1:  # from the first step on, the optimizer has its state
+            model = self.engine.unwrapped_model
+            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            # The least of all steps: in a single step a buffer of the exchange may still be alive.
+            facts["held"] = min(facts.get("held", math.inf), tensor_bytes(model) / trained)
+        return super().update(step)
 
-def update(self: Engine, *arguments: float) -> Any:
-    trained = sum(parameter.numel() for parameter in self.unwrapped_model.parameters() if parameter.requires_grad)
-    if len(facts["steps"]) > 1:  # from the first step on, the optimizer has its state
-        # The least of all steps: in a single step a buffer of the exchange may still be alive.
-        facts["held"] = min(facts.get("held", math.inf), tensor_bytes(self.unwrapped_model) / trained)
-    return _update(self, *arguments)
 
-
-kind = Engine
-if os.environ.get("PROBE_ENGINE", "").startswith("zero"):
-    from mmldlm.distributed.zero import ZeroEngine
-
-    kind = ZeroEngine
-_backward, _update = kind.backward, kind.update
-kind.backward, kind.update = backward, update  # type: ignore[method-assign]
 status = train.main(trainer_cls=ProbedTrainer)
 if os.environ["RANK"] == "0":
     Path(os.environ["PROBE"]).write_text(json.dumps(facts))

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 from mmldlm.evaluate import main
+from tests.helpers.trainer_scripts import leave
 
-status = main()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+leave(main())

@@ -61,7 +61,7 @@ def digest(engine: Engine) -> str:
 
 
 def poison(module: torch.nn.Module, inputs: Any) -> None:
-    """In the forward pass the weight is, under every engine, what the gradient will be of."""
+    """Multiply the gradient of the weight, which under every engine is the right tensor in the forward pass."""
     if not fault or fault["kind"] not in FACTORS or not torch.is_grad_enabled():
         return
     if fault["calls"] == fault["micro_batch"]:
@@ -87,7 +87,7 @@ class FaultyTrainer(Trainer):
 
     @property
     def skips_engine(self) -> bool:
-        """Whether the engine hears nothing of the present step."""
+        """Return whether the engine must not see the present step."""
         return REFERENCE and self.state.step in FAULTS
 
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:

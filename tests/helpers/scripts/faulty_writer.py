@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmldlm import train
 from mmldlm.errors import StorageError
 from mmldlm.trainer import checkpointer as saving
 from mmldlm.utils.files import FileInfo
+from tests.helpers.trainer_scripts import train_and_exit
 
 FAULT, RANK = os.environ["WRITER"], int(os.environ.get("RANK", "0"))
 _write_files = saving.write_files
@@ -34,7 +33,4 @@ def write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, FileInfo]:
 
 
 saving.write_files = write_files
-status = train.main()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+train_and_exit()

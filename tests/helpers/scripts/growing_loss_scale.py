@@ -5,30 +5,20 @@ again from step GROWS_FROM on, when it doubles after every step that did not ove
 from __future__ import annotations
 
 import os
-import sys
 
-from torch import Tensor
-
-from mmldlm import train
-from mmldlm.distributed import grad_scaler as loss_scale
-from mmldlm.distributed.grad_scaler import LossScale
+from mmldlm.distributed import grad_scaler
+from mmldlm.trainer.trainer import StepResult, Trainer
+from tests.helpers.trainer_scripts import train_and_exit
 
 STEP = int(os.environ["GROWS_FROM"])
-_follow = LossScale.update
-seen = 0
 
 
-def follow(self: LossScale, norm: Tensor) -> None:
-    global seen
-    seen += 1
-    if seen > STEP:
-        loss_scale.GROWTH_INTERVAL = 1
-    _follow(self, norm)
+class GrowingTrainer(Trainer):
+    def update(self, step: int) -> StepResult:
+        if step == STEP:
+            grad_scaler.GROWTH_INTERVAL = 1
+        return super().update(step)
 
 
-loss_scale.INITIAL_SCALE = 2.0**20
-LossScale.update = follow  # type: ignore[method-assign]
-status = train.main()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+grad_scaler.INITIAL_SCALE = 2.0**20
+train_and_exit(GrowingTrainer)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import resource
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from mmldlm import train
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch
+from tests.helpers.trainer_scripts import leave
 
 RANK = int(os.environ.get("RANK", "0"))
 LIMITED = int(os.environ.get("LIMITED", "-1")) == RANK
@@ -69,6 +69,4 @@ AutoMicroBatch._try_in_memory = try_in_memory  # type: ignore[method-assign]
 status = train.main()
 if "FACTS" in os.environ:
     (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(tried))
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+leave(status)

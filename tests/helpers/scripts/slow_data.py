@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from itertools import pairwise
 from typing import Any
 
-from mmldlm import train
 from mmldlm.data import loader
+from tests.helpers.trainer_scripts import train_and_exit
 
 STEP = int(os.environ["SLOW_STEP"])
 _collate = loader.collate
@@ -25,7 +24,4 @@ def collate(*arguments: Any) -> Any:
 
 
 loader.collate = collate
-status = train.main()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)
+train_and_exit()

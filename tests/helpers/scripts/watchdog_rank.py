@@ -33,7 +33,7 @@ FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 AT_FAULT = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
 
-PATIENCE = timedelta(seconds=300)  # to come together on a machine that has other things to do
+START_TIMEOUT = timedelta(seconds=300)  # to come together on a machine that has other things to do
 
 
 class Finished(Exception):
@@ -121,13 +121,13 @@ def tell_when_heard(watchdog: Watchdog, rank: int) -> None:
 
 
 def main() -> None:
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
     # In a collective that hangs in a device, no timeout of the backend frees the main thread.
-    patience = timedelta(seconds=600 if FAULT == "hang" else TIMEOUT_S)
+    timeout = timedelta(seconds=600 if FAULT == "hang" else TIMEOUT_S)
     store.set(f"here/{rank}", "")
-    store.wait([f"here/{each}" for each in range(world_size)], PATIENCE)  # the group waits for TIMEOUT_S only
+    store.wait([f"here/{each}" for each in range(world_size)], START_TIMEOUT)  # the group waits for TIMEOUT_S only
     group = dist.PrefixStore("group", store)
-    dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=patience)
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=timeout)
     if "FAR" in os.environ:
         exit_files.machine_id = lambda namespace: f"{namespace} of machine {rank}"
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)

@@ -19,7 +19,7 @@ from mmldlm.errors import run_command
 from mmldlm.tools import demo as command
 from mmldlm.tools.demo import Page
 from tests.helpers.paths import ROOT
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 gradio_client = pytest.importorskip("gradio_client", reason="needs the extra demo")
 
@@ -48,10 +48,10 @@ def test_the_command_serves_until_it_is_stopped(short_run_dir: Path, tmp_path: P
             assert 'class="words"' in client.predict(text, 1, 5, 2, 1, 1, 0, api_name="/write")
             body = json.dumps({"data": [text, 16, 32, 512, 1, 1, 0]}).encode()
             call = urllib.request.Request(f"{url}gradio_api/call/write", body, {"Content-Type": "application/json"})
-            urllib.request.urlopen(call, timeout=PATIENCE_S).close()
+            urllib.request.urlopen(call, timeout=TEST_TIMEOUT_S).close()
             time.sleep(0.5)
             server.send_signal(stop)  # in the middle of a generation
-            assert server.wait(timeout=PATIENCE_S) == 130
+            assert server.wait(timeout=TEST_TIMEOUT_S) == 130
             assert server.stderr.read() == "" and server.stdout.read() == ""
         finally:
             server.kill()

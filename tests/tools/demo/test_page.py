@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.tools.demo import Page
 from tests.helpers.browser import browser_page, needs_browser
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 pytest.importorskip("gradio", reason="needs the extra demo")
 pytestmark = needs_browser
@@ -46,7 +46,7 @@ def lines(page: Any) -> list[str]:
 def wait_for_lines(page: Any, count: int) -> list[str]:
     from playwright.sync_api import expect
 
-    expect(page.locator(".lines:visible .words")).to_have_count(count, timeout=PATIENCE_S * 1000)
+    expect(page.locator(".lines:visible .words")).to_have_count(count, timeout=TEST_TIMEOUT_S * 1000)
     return lines(page)
 
 
@@ -55,7 +55,7 @@ def fill(page: Any, label: str, value: object) -> None:
 
 
 def test_a_sentence_is_typed_and_a_generation_read(page: Any, demo_page: Page) -> None:
-    """As a person would: the sentence has the focus, Enter asks."""
+    """The sentence has the focus, and Enter submits it."""
     fill(page, "Count", 2)
     page.get_by_label("Sentence").focus()
     page.keyboard.type(TEXT)
@@ -92,7 +92,7 @@ HOSTILE = (
 
 
 def test_text_is_never_taken_for_html_or_code(page: Any) -> None:
-    """In results, and in errors."""
+    """Results and errors show hostile text as it is."""
     page.get_by_role("tab", name="Between").click()
     fill(page, "From", f"The rose {HOSTILE} {{{{value}}}} `")
     fill(page, "To", "The wave.")

@@ -25,7 +25,7 @@ from mmldlm.inference.conditions import load_run_encoder
 from mmldlm.inference.interpolate import interpolate
 from mmldlm.run.load import LoadedRun
 from mmldlm.tools.demo import Demo, Page, import_gradio
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 gradio_client = pytest.importorskip("gradio_client", reason="needs the extra demo")
 pytestmark = pytest.mark.quick
@@ -72,7 +72,7 @@ def test_an_empty_field_takes_its_default(demo: Demo, short_run: LoadedRun) -> N
 
 
 def test_neighbors_are_the_nearest(demo: Demo, short_run: LoadedRun) -> None:
-    """By all cosines of standardized latents, computed here."""
+    """The reference is computed here from all cosines of standardized latents."""
     html = demo.nearest(TEXT, neighbors=4, split="validation")
     store, split = short_run.store, short_run.store.split("validation")
     generation, _ = sample(short_run, "t2l", short_run.config.sampling, 0, texts=[TEXT])
@@ -90,7 +90,7 @@ def test_neighbors_are_the_nearest(demo: Demo, short_run: LoadedRun) -> None:
     assert f"<strong>{similarity:.3f}</strong>" in html
 
 
-def test_a_text_without_a_latent_has_neighbors_of_the_generated_one(demo: Demo) -> None:
+def test_neighbors_of_a_text_without_a_latent(demo: Demo) -> None:
     html = demo.nearest("zzz", neighbors=2)
     assert len(rows(html)) == 2 and "<strong>none</strong>" in html and "The encoder has no latent" in html
 
@@ -132,7 +132,7 @@ def test_one_request_at_a_time_reaches_the_model(client: Any, short_run: LoadedR
     hooks = short_run.model.register_forward_pre_hook(enter), short_run.model.register_forward_hook(leave)
     jobs = [client.submit(TEXT, 2, 0, 8, 1, 1, 0, api_name="/write") for _ in range(3)]
     jobs += [client.submit(TEXT, 2, "train", 8, 1, 0, api_name="/nearest") for _ in range(3)]
-    results = [job.result(timeout=PATIENCE_S) for job in jobs]
+    results = [job.result(timeout=TEST_TIMEOUT_S) for job in jobs]
     for hook in hooks:
         hook.remove()
     assert most == 1 and results[:3] == [results[0]] * 3 and results[3:] == [results[3]] * 3
@@ -188,7 +188,7 @@ def test_errors_are_answered_and_logged_and_the_server_lives_on(
 
 @contextmanager
 def answer(page: Page, method: str, path: str, body: str | None, headers: dict[str, str]) -> Iterator[Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", page.blocks.server_port, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection("127.0.0.1", page.blocks.server_port, timeout=TEST_TIMEOUT_S)
     connection.request(method, path, body, headers)
     yield connection.getresponse()
     connection.close()
@@ -229,7 +229,7 @@ def test_only_this_machine_is_listened_to(monkeypatch: pytest.MonkeyPatch, demo:
     try:
         assert url.hostname == "127.0.0.1" and url.port is not None
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", url.port), timeout=PATIENCE_S)
+            socket.create_connection(("127.0.0.2", url.port), timeout=TEST_TIMEOUT_S)
         assert not page.blocks.share and page.blocks.share_url is None and not page.blocks.analytics_enabled
         assert not page.blocks.ssr_mode and not page.blocks.mcp_server
     finally:

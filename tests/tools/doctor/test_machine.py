@@ -116,7 +116,7 @@ def test_full_disk(tiny_config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_room_for_checkpoints_is_reckoned_from_the_network(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:
+def test_disk_space_of_checkpoints_follows_the_network(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:
     config, store = load_config(tiny_config), Store.open(tiny_store)
     parameters = parameter_count(config, store)
     assert parameters == sum(count_parameters(build_model(config, store.manifest, "cpu")).values())
@@ -200,7 +200,7 @@ def test_invalid_node_variables(environment: dict[str, str], message: str) -> No
 
 
 @pytest.mark.quick
-def test_the_place_is_read_from_the_environment() -> None:
+def test_node_environment_variables() -> None:
     environment = {"NNODES": "4", "NODE_RANK": "3", "NPROC_PER_NODE": "8", "MASTER_ADDR": "n0", "MASTER_PORT": "1234"}
     assert NodeEnv.from_environment(environment, None, 2) == NodeEnv(3, 4, 8, "n0", 1234)
     assert NodeEnv.from_environment(environment, 5, 2).processes == 5
@@ -221,7 +221,7 @@ def test_invalid_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.quick
-def test_the_report_and_its_verdict() -> None:
+def test_report_and_exit_code() -> None:
     good, doubtful, bad = ok("a", "1"), warn("long name", "2", "do this"), fail("c", "3", "do that", 65)
     assert format_report([good]).splitlines() == ["  ok    a  1", "ready"]
     assert format_report([good, doubtful, bad]).splitlines() == [

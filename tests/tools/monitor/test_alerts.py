@@ -21,7 +21,7 @@ from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.monitor_runs import alerts_at, seen_at
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
-from tests.helpers.waiting import PATIENCE_S, wait_until
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 BARE = ("data.num_workers=0", "validation.every=0", "checkpoint.every_steps=0")
 HEALTHY = ("train.steps=100", "schedule.lr=constant", "log.every=2", "checkpoint.every_steps=40", "data.num_workers=0")
@@ -41,8 +41,9 @@ def test_healthy_run_has_no_alert(forked: ForkedRuns, tiny_config: Path, tmp_pat
     run = tmp_path / "healthy"
     forked.succeed("single", run, 1, tiny_config, *HEALTHY, OFTEN)
     assert {step: result for step in steps(run) if (result := alerts_at(run, step, **BUSY_MACHINE))} == {}
-    look = seen_at(run, 90)
-    assert look.state.name == "running" and look.eta_s and len(look.memory) == 1 and look.data_wait_share is not None
+    snapshot = seen_at(run, 90)
+    assert snapshot.state.name == "running" and snapshot.eta_s and len(snapshot.memory) == 1
+    assert snapshot.data_wait_share is not None
     finished = Snapshot(History(run), 10.0)
     assert finished.state.name == "finished" and finished.state.code == 0 and alerts(finished) == []
 
@@ -83,7 +84,7 @@ def test_a_run_that_learns_nothing(forked: ForkedRuns, tiny_config: Path, tmp_pa
     assert "plateau" not in alerts_at(run, 10) and "plateau" in alerts_at(run, 20)
 
 
-def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+def test_nonfinite_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     faults = [{"step": step, "kind": "nan", "rank": 0, "micro_batch": 0} for step in [5, *range(10, 30)]]
     variables = {"FAULTS": json.dumps(faults), "FACTS": str(tmp_path)}
@@ -101,7 +102,7 @@ def test_poisoned_samples(forked: ForkedRuns, tiny_config: Path, tmp_path: Path)
 
 
 def test_overfitting_run(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
-    """Of 17 documents: their latents soon tell it which one it has to write."""
+    """With 17 documents the model soon knows from a latent which text to generate."""
     run, few = tmp_path / "run", write_corpus(tmp_path / "few.txt", 60)
     options = {"max_length": 32, "channels": 4, "validation_fraction": 0.6, "test_fraction": 0.2}
     prepare(small_config(tmp_path / "few", few, **options), progress=False)
@@ -145,13 +146,13 @@ def test_slow_disk(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> Non
 
 
 def read_until(monitor: subprocess.Popen[str], state: str) -> tuple[dict[str, object], float]:
-    """The first look that finds the run in `state`, and when it came."""
+    """Return the first snapshot that finds the run in `state`, and when it came."""
     assert monitor.stdout is not None
     for line in monitor.stdout:
         (result,) = json.loads(line)
         if result["state"] == state:
             return result, time.time()
-    raise AssertionError(f"the monitor ended, and no look was {state}")
+    raise AssertionError(f"the monitor ended, and no snapshot was {state}")
 
 
 def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
@@ -165,17 +166,17 @@ def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, t
         read_until(monitor, "running")
         os.kill(pid, signal.SIGSTOP)
         stopped = time.time()
-        look, seen = read_until(monitor, "silent")
+        snapshot, seen = read_until(monitor, "silent")
         step_s = History(run).step_s
         assert step_s is not None and seen - stopped < 2 + 10 * step_s + 0.7, "0.7 s for other processes' turns"
-        (alert,) = (alert for alert in look["alerts"] if alert["name"] == "no news")  # type: ignore[attr-defined]
+        (alert,) = (alert for alert in snapshot["alerts"] if alert["name"] == "no news")  # type: ignore[attr-defined]
         assert f"kill -CONT {pid}" in alert["advice"] and "stopped by a signal" in alert["found"]
         os.kill(pid, signal.SIGCONT)
         read_until(monitor, "running")
         os.kill(pid, signal.SIGKILL)
-        look, _ = read_until(monitor, "killed")
-        assert "killed" in {alert["name"] for alert in look["alerts"]}  # type: ignore[attr-defined]
-        assert monitor.wait(PATIENCE_S) == 69, "it ends with the run"
+        snapshot, _ = read_until(monitor, "killed")
+        assert "killed" in {alert["name"] for alert in snapshot["alerts"]}  # type: ignore[attr-defined]
+        assert monitor.wait(TEST_TIMEOUT_S) == 69, "it ends with the run"
     finally:
         monitor.kill()
         forked.kill([pid])
@@ -187,8 +188,8 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
     pids = forked.start("ddp", [tiny_config, *BARE, *endless], 2, log)
 
     def result() -> dict[str, str]:
-        look = Snapshot(History(run), 1.0)
-        return {alert.name: alert.found for alert in alerts(look)}
+        snapshot = Snapshot(History(run), 1.0)
+        return {alert.name: alert.found for alert in alerts(snapshot)}
 
     try:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 5, "steps")

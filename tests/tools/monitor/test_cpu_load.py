@@ -14,7 +14,7 @@ from mmldlm.tools.run_history import History
 pytestmark = pytest.mark.quick
 Phase = tuple[int, float, float | None]  # records, tokens a second, cores of others
 
-QUIET, BESIDE, SLOW = (40, 5000.0, 0.1), (10, 500.0, 2.0), (10, 500.0, 0.2)
+QUIET, LOADED, SLOW = (40, 5000.0, 0.1), (10, 500.0, 2.0), (10, 500.0, 0.2)
 
 
 def alerts_of(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, str]:
@@ -26,12 +26,12 @@ def alerts_of(folder: Path, *phases: Phase, **thresholds: float) -> dict[str, st
         load = {} if cores is None else {"speed/cores_of_others": cores}
         record = {"loss/total": 5 - number / 100, "speed/tokens_per_s": speed, "speed/step_s": 600 / speed, **load}
         file.write("train", 10 * number, record)
-    look = Snapshot(History(folder), 10.0, Thresholds(**thresholds))  # type: ignore[arg-type]
-    return {alert.name: f"{alert.found}; {alert.advice}" for alert in alerts(look)}
+    snapshot = Snapshot(History(folder), 10.0, Thresholds(**thresholds))  # type: ignore[arg-type]
+    return {alert.name: f"{alert.found}; {alert.advice}" for alert in alerts(snapshot)}
 
 
 def test_new_load_explains_lower_speed(tmp_path: Path) -> None:
-    (words,) = alerts_of(tmp_path, QUIET, BESIDE).values()
+    (words,) = alerts_of(tmp_path, QUIET, LOADED).values()
     assert "500 tokens/s (median of 10 records), before 5000; other processes keep 2.0 cores" in words
     assert "before 0.1" in words and "OMP_NUM_THREADS" in words and "start it again" in words
 
@@ -39,15 +39,15 @@ def test_new_load_explains_lower_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phases", "names"),
     [
-        ([QUIET, BESIDE], {"busy cores"}),
+        ([QUIET, LOADED], {"busy cores"}),
         ([QUIET, SLOW], {"low speed"}),
         ([(40, 5000.0, None), (10, 500.0, None)], {"low speed"}),  # a system that does not tell
-        ([(40, 5000.0, 2.0), BESIDE], {"low speed"}),  # they were there before
+        ([(40, 5000.0, 2.0), LOADED], {"low speed"}),  # they were there before
         ([(60, 500.0, 2.0)], set()),  # started at the same time
         ([(40, 500.0, 2.0), (10, 5000.0, 0.0)], set()),  # they went
         ([QUIET, (60, 500.0, 2.0)], set()),  # what has lasted for most of the session is usual
         ([QUIET, (10, 4500.0, 2.0)], set()),  # there is room for all
-        ([(15, 5000.0, 0.1), BESIDE], set()),  # too early to know what is usual
+        ([(15, 5000.0, 0.1), LOADED], set()),  # too early to know what is usual
     ],
 )
 def test_cause_of_lower_speed(tmp_path: Path, phases: list[Phase], names: set[str]) -> None:
@@ -55,5 +55,5 @@ def test_cause_of_lower_speed(tmp_path: Path, phases: list[Phase], names: set[st
 
 
 def test_its_threshold(tmp_path: Path) -> None:
-    assert set(alerts_of(tmp_path, QUIET, BESIDE, cores_of_others=1.8)) == {"busy cores"}
-    assert set(alerts_of(tmp_path / "more", QUIET, BESIDE, cores_of_others=2.0)) == {"low speed"}
+    assert set(alerts_of(tmp_path, QUIET, LOADED, cores_of_others=1.8)) == {"busy cores"}
+    assert set(alerts_of(tmp_path / "more", QUIET, LOADED, cores_of_others=2.0)) == {"low speed"}

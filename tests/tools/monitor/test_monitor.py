@@ -21,7 +21,7 @@ from mmldlm.tools.monitor.view import BARS, PLAIN_BARS, TerminalView, sparkline
 from mmldlm.tools.run_history import History
 from mmldlm.utils.lock import RunLock
 from tests.helpers.paths import ROOT
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.quick
 MONITOR = [sys.executable, "-m", "mmldlm.cli", "monitor"]
@@ -51,7 +51,7 @@ def ended(folder: Path, code: int, cause: str) -> Path:
 
 def monitor(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [*MONITOR, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=TEST_TIMEOUT_S)
 
 
 def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_into_a_file_it_ends_with_the_run(going_on: Path) -> None:
     assert process.stdout is not None and process.stdout.readline().startswith("--- 20")
     assert process.stdout.readline().startswith("going-on  running  step 20/40 (50%)")
     (going_on / "exit.json").write_text(json.dumps({"code": 75, "rank": 0, "step": 20, "cause": "x", "time": 1.0}))
-    rest, _ = process.communicate(timeout=PATIENCE_S)
+    rest, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 0 and "going-on  stopped" in rest and "\x1b" not in rest
 
 
@@ -110,21 +110,21 @@ def test_on_a_terminal_it_draws_over_itself_and_leaves_quietly(going_on: Path) -
     seen = b""
     interrupted = False
     with suppress(OSError):  # once the other end is closed; until then it is read, or the monitor could wait for us
-        while select.select([ours], [], [], PATIENCE_S)[0]:
+        while select.select([ours], [], [], TEST_TIMEOUT_S)[0]:
             seen += os.read(ours, 65536)
             if not interrupted and seen.count(b"\x1b[H") >= 3:
                 process.send_signal(signal.SIGINT)  # Ctrl-C
                 interrupted = True
     os.close(ours)
-    assert process.wait(PATIENCE_S) == 0, seen
+    assert process.wait(TEST_TIMEOUT_S) == 0, seen
     text = seen.decode()
     assert "Traceback" not in text and "KeyboardInterrupt" not in text and "error" not in text
     assert "going-on  running" in text and any(bar in text for bar in BARS[1:])
 
 
 def test_a_view_fits_its_terminal(going_on: Path) -> None:
-    look = Snapshot(History(going_on), 10.0)
-    lines = TerminalView(look, [], width=60, unicode=False).lines()
+    snapshot = Snapshot(History(going_on), 10.0)
+    lines = TerminalView(snapshot, [], width=60, unicode=False).lines()
     assert max(map(len, lines)) <= 60 and all(line.isascii() for line in lines)
     row = next(line for line in lines if line.startswith("  loss"))
     assert row.split()[:2] == ["loss", "3.0000"] and row.split()[2][0] == PLAIN_BARS[-1]

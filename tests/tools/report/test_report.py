@@ -122,7 +122,7 @@ def lean(run: Path, copy: Path, last: int = 10**6) -> Path:
     return copy
 
 
-def test_one_seed_has_no_interval_and_the_shortest_run_says_how_far_is_compared(runs: Path, tmp_path: Path) -> None:
+def test_single_seed_has_no_interval(runs: Path, tmp_path: Path) -> None:
     base, short = lean(runs / "base-1", tmp_path / "base-1"), lean(runs / "slow-1", tmp_path / "short", last=13)
     result = made(base, short, out=tmp_path / "out", baseline=short)
     assert (result["baseline"], result["compared_to_step"]) == ("short", 13)
@@ -220,7 +220,7 @@ def test_running_and_killed_run(endless: subprocess.Popen[bytes], runs: Path, tm
     assert "failure" in str(rows(page, "events")) and "left no exit.json" in page
 
 
-def test_events_are_marked_and_told(tmp_path: Path) -> None:
+def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     file = MetricsFile(run / "metrics.jsonl", None)

@@ -1,0 +1,120 @@
+"""Muon against PyTorch's Muon, decay, fused kernels and descriptions of the optimizers that are built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mmldlm.distributed.optimizers import (
+    build_optimizer,
+    check_state_compatible,
+    describe_optimizer,
+    resolve_fused,
+)
+from mmldlm.errors import ConfigError
+from mmldlm.optim.config import MuonConfig, OptimConfig, OptimizerName
+from mmldlm.optim.param_groups import muon_matrices, parameter_groups
+from tests.helpers.small_model import small_model
+
+pytestmark = pytest.mark.quick
+
+
+def test_decay_shrinks_matrices_and_leaves_the_rest() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5), "cpu")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = dict(model.named_parameters())
+    torch.testing.assert_close(after["text_out.weight"], before["text_out.weight"] * (1 - 0.1 * 0.5))
+    for name in ("text_out.bias", "token_embedding.weight", "latent_position", "blocks.1.latent.head_norm.k"):
+        assert torch.equal(after[name], before[name])
+
+
+def test_fused_is_resolved_by_device() -> None:
+    assert resolve_fused("auto", "cpu") and resolve_fused("auto", "cuda") and resolve_fused(True, "cuda")
+    assert not resolve_fused("auto", "mps") and not resolve_fused(False, "cuda")
+    with pytest.raises(ConfigError, match=r"optim\.fused.*mps.*auto"):
+        resolve_fused(True, "mps")
+
+
+MUON_SETTINGS = [
+    {},
+    {"muon": MuonConfig(momentum=0.8)},
+    {"muon": MuonConfig(nesterov=False)},
+    {"muon": MuonConfig(ns_steps=2), "weight_decay": 0.5},
+    {"fused": False, "betas": (0.5, 0.9), "eps": 1e-3},
+]
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("settings", MUON_SETTINGS, ids=str)
+def test_muon_matches_pytorch(settings: dict[str, object]) -> None:
+    """Bit by bit, with every setting, while the learning rate changes."""
+    config = OptimConfig(**{"name": "muon", "weight_decay": 0.1, **settings})  # type: ignore[arg-type]
+    model, reference = small_model(), small_model()
+    optimizer = build_optimizer(model, config, "cpu")
+    matrices, muon = muon_matrices(reference), config.muon
+    options = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
+    others = parameter_groups(reference, config.weight_decay, exclude=matrices)
+    apart = [
+        torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=config.fused == "auto"),
+    ]
+    for step in range(4):
+        for each in (optimizer, *apart):
+            for group in each.param_groups:
+                group["lr"] = 0.01 * (step + 1)
+        set_gradients(model, step)
+        set_gradients(reference, step)
+        optimizer.step()
+        for each in apart:
+            each.step()
+    expected = dict(reference.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+    moved = small_model()
+    assert not any(torch.equal(p, expected[name]) for name, p in moved.named_parameters())
+
+
+def test_muons_updates_are_as_large_as_adamws() -> None:
+    """The root mean square is near 0.2 of the learning rate, as AdamW's (arXiv 2502.16982, section 2.2)."""
+    model, before = small_model(), small_model()
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1, weight_decay=0), "cpu")
+    set_gradients(model, 0)
+    optimizer.step()
+    for new, old in zip(muon_matrices(model), muon_matrices(before), strict=True):
+        # Newton-Schulz leaves the singular values between about 0.7 and 1.2.
+        assert float((new - old).detach().square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=0.35)
+
+
+def test_optimizer_description() -> None:
+    model = small_model()
+    count = sum(parameter.numel() for parameter in muon_matrices(model))
+    muon = build_optimizer(model, OptimConfig(name="muon"), "cpu")
+    adamw = build_optimizer(model, OptimConfig(fused=False), "cpu")
+    fused = build_optimizer(model, OptimConfig(), "cpu")
+    assert (
+        describe_optimizer(muon)
+        == f"torch.Muon for 24 matrices of {count:,} parameters, torch.AdamW, fused for the rest"
+    )
+    assert (describe_optimizer(adamw), describe_optimizer(fused)) == ("torch.AdamW", "torch.AdamW, fused")
+    # Whether a step can be left out by a flag on the device, as PyTorch marks it.
+    assert [getattr(o, "_step_supports_amp_scaling", False) for o in (muon, adamw, fused)] == [False, False, True]
+
+
+def test_state_of_another_kind_is_refused() -> None:
+    kinds: list[OptimizerName] = ["adamw", "deepspeed_adam", "muon"]
+    for saved in kinds:
+        for asked in kinds:
+            if "muon" in (saved, asked) and saved != asked:
+                with pytest.raises(ConfigError, match=f"the state of {saved}, from which {asked} cannot resume"):
+                    check_state_compatible(saved, asked)
+            else:
+                check_state_compatible(saved, asked)
