@@ -263,7 +263,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_exte
         may_extend: Allow `extends`. False for the config in a run folder, which is complete.
 
     Raises:
-        ConfigError: one line with all unknown keys and bad values.
+        ConfigError: One line with all unknown keys and bad values.
     """
     return _load(path, overrides, may_extend)[0]
 

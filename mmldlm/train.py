@@ -33,7 +33,7 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
 
     Raises:
-        StoppedBySignal: a signal ended the run early; a checkpoint has been saved.
+        StoppedBySignal: A signal ended the run early; a checkpoint has been saved.
     """
     with trainer_cls(config, launch) as trainer:
         for step, micro_batches in trainer.steps():

@@ -73,7 +73,7 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
         hashes: Hash every file. False checks location and size only, for ranks other than the one that hashes.
 
     Raises:
-        DataError: a file is missing, damaged, misplaced or a symbolic link; the message names it.
+        DataError: A file is missing, damaged, misplaced or a symbolic link; the message names it.
     """
     body = _read(folder / MANIFEST)
     files: dict[str, int] = {}

@@ -58,7 +58,7 @@ class TrainState:
         """Parse what `to_json` wrote.
 
         Raises:
-            DataError: a key is missing or unknown, or a value has a wrong type, is negative or is non-finite.
+            DataError: A key is missing or unknown, or a value has a wrong type, is negative or is non-finite.
         """
         try:
             values = json.loads(text)
@@ -102,7 +102,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model in place.
 
     Raises:
-        DataError: names, dtypes or shapes differ from the model's; nothing has been changed then.
+        DataError: Names, dtypes or shapes differ from the model's; nothing has been changed then.
     """
     targets = dict(_model_tensors(model))
     _check_names("the model", targets.keys(), tensors.keys())
@@ -116,7 +116,7 @@ def check_ema_weights(model: nn.Module, ema: Mapping[str, Tensor], optimizer: Ma
     """Check the saved EMA weights against the saved optimizer state and the shapes of the unwrapped `model`.
 
     Raises:
-        DataError: the parameters in `ema` are not exactly those in `optimizer`, or differ from the model's in dtype
+        DataError: The parameters in `ema` are not exactly those in `optimizer`, or differ from the model's in dtype
             or shape.
     """
     _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, ema.keys())
@@ -147,7 +147,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
     """Restore what `optimizer_state` returned, into an optimizer over the same parameters in any order.
 
     Raises:
-        DataError: names, dtypes or shapes differ from the optimizer's; nothing has been changed then.
+        DataError: Names, dtypes or shapes differ from the optimizer's; nothing has been changed then.
     """
     parameters = _optimized_parameters(optimizer, model)
     check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)

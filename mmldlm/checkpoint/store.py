@@ -52,7 +52,7 @@ class CheckpointStore:
         """Create a temporary folder for the files of a checkpoint, readable by the owner only, and return it.
 
         Raises:
-            StorageError: the disk has less than `needed_bytes` free, or cannot be written.
+            StorageError: The disk has less than `needed_bytes` free, or cannot be written.
         """
         try:
             make_folder(self.folder)
@@ -83,7 +83,7 @@ class CheckpointStore:
             The checkpoint's folder.
 
         Raises:
-            StorageError: a file is missing or has another size, or writing failed. Existing checkpoints are unchanged.
+            StorageError: A file is missing or has another size, or writing failed. Existing checkpoints are unchanged.
         """
         try:
             for name, file in files.items():
@@ -150,7 +150,7 @@ class CheckpointStore:
             repair: Rename damaged checkpoints to `damaged-step-*`. False skips them, for readers of a running run.
 
         Raises:
-            DataError: there are checkpoints, but all are damaged: only the user may decide to start over.
+            DataError: There are checkpoints, but all are damaged: only the user may decide to start over.
         """
         vanished, paths = False, self.paths()
         for path in paths:
@@ -207,8 +207,8 @@ def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, Fil
         Size and hash of each file, for `CheckpointStore.commit`.
 
     Raises:
-        DataError: a name is not a plain relative path.
-        StorageError: writing failed.
+        DataError: A name is not a plain relative path.
+        StorageError: Writing failed.
     """
     for name in files:
         check_name(name)

@@ -30,8 +30,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` to a safetensors file.
 
     Raises:
-        NumericalError: a tensor has non-finite values; no file is created.
-        StorageError: the file cannot be written.
+        NumericalError: A tensor has non-finite values; no file is created.
+        StorageError: The file cannot be written.
     """
     host_tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
@@ -61,7 +61,7 @@ class TensorFiles(Mapping[str, Tensor]):
         """Open all files of `group`.
 
         Raises:
-            DataError: the group has no file, a file is not safetensors, or a tensor name occurs twice.
+            DataError: The group has no file, a file is not safetensors, or a tensor name occurs twice.
         """
         tensors = cls.find(checkpoint, group)
         if tensors is None:

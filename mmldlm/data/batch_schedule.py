@@ -96,7 +96,7 @@ class TrainConfig:
         """Check that the ranks can share every global batch evenly.
 
         Raises:
-            ConfigError: a global batch is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
+            ConfigError: A global batch is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
         """
         for step, size, micro in self._stages():
             # Without a micro-batch size one micro-batch per rank is the whole share, so only the ranks must divide.

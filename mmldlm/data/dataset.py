@@ -58,7 +58,7 @@ class SampleLengths:
         """Return the lengths of samples `indices` [n], int32 [n].
 
         Raises:
-            DataError: the offsets of one of them are not increasing or out of range.
+            DataError: The offsets of one of them are not increasing or out of range.
         """
         split, lengths = self._split, np.empty(len(indices), np.int32)
         shard_of = split.shard_of(indices)
@@ -95,12 +95,12 @@ class Split:
         """Create a split.
 
         Args:
-            name: train, validation or test.
-            manifest: describes all sources together.
-            sources: store folders, in the order of their indices.
-            shards: the shards of all `sources`, in the same order.
-            reopen: opens the split again in another process.
-            skipped: ascending indices of samples to leave out.
+            name: One of train, validation and test.
+            manifest: Describes all sources together.
+            sources: Store folders, in the order of their indices.
+            shards: The shards of all `sources`, in the same order.
+            reopen: Opens the split again in another process.
+            skipped: Ascending indices of samples to leave out.
         """
         self.name, self.manifest, self.sources, self.shards = name, manifest, sources, shards
         self.skipped: np.ndarray = np.asarray(skipped, np.int64)
@@ -119,7 +119,7 @@ class Split:
         """Return this split with exactly `indices` (ascending) skipped.
 
         Raises:
-            DataError: no sample of a source would be left.
+            DataError: No sample of a source would be left.
         """
         # The shards, and so their maps, are shared with this split.
         split = Split(self.name, self.manifest, self.sources, self.shards, self._reopen, indices)
@@ -197,8 +197,8 @@ class Split:
             Concatenated tokens int64 [N], lengths int64 [n], and latents on the encoder's scale float32 [n, M, C].
 
         Raises:
-            DataError: a token is outside the vocabulary or a latent is not finite; names shard and sample.
-            IndexError: the split has no such sample.
+            DataError: A token is outside the vocabulary or a latent is not finite; names shard and sample.
+            IndexError: The split has no such sample.
         """
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of split {self.name}, which has {len(self)}")

@@ -136,14 +136,14 @@ def verify_store(path: Path, threads: int | None = None) -> list[str]:
     """Verify all files and samples of a store, and the numbers of its manifest.
 
     Args:
-        path: folder of the store.
-        threads: files that are read at a time; by default the number of CPU cores, at most 8.
+        path: Folder of the store.
+        threads: Files that are read at a time; by default the number of CPU cores, at most 8.
 
     Returns:
         A line for every damaged file, bad sample, and number that contradicts the data; empty if the store is intact.
 
     Raises:
-        DataError: the store cannot be opened at all.
+        DataError: The store cannot be opened at all.
     """
     if problems := _verify_checksum(path):
         return problems  # the manifest's hashes of the files cannot be trusted
@@ -257,11 +257,11 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
     """Yield lines about random samples of a split: length, latent norm, text, and the nearest neighbors' texts.
 
     Args:
-        store: the data.
-        split_name: train, validation or test.
-        count: samples.
-        seed: seed of the draw.
-        neighbors: samples with the nearest latents to show for each sample.
+        store: The data.
+        split_name: One of train, validation and test.
+        count: Samples.
+        seed: Seed of the draw.
+        neighbors: Samples with the nearest latents to show for each sample.
     """
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")

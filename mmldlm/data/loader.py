@@ -101,15 +101,15 @@ class Loader:
         """Create a loader.
 
         Args:
-            store: the data; `split` names the split to read.
-            config: the `data` section of the run config.
-            seed: key of the sample order.
-            batch_at: returns the batch sizes of a step; each global batch must be a multiple of micro-batch size x
+            store: The data; `split` names the split to read.
+            config: The `data` section of the run config.
+            seed: Key of the sample order.
+            batch_at: Returns the batch sizes of a step; each global batch must be a multiple of micro-batch size x
                 `world_size`. It is called ahead of the step, and may return other sizes from one call of `steps` to
                 the next.
-            rank: this process among all.
-            world_size: their number.
-            device_type: decides about the default number of workers and pinned memory.
+            rank: This process among all.
+            world_size: Their number.
+            device_type: Decides about the default number of workers and pinned memory.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
@@ -141,13 +141,13 @@ class Loader:
         Only one such iterator can be active: the next call ends it, keeps the workers and calls `batch_at` again.
 
         Args:
-            start_step: first step, counted from 0.
-            stop_step: step after the last.
-            start_sample: position in the sample order of the first step; by default the position of a run with these
+            start_step: First step, counted from 0.
+            stop_step: Step after the last.
+            start_sample: Position in the sample order of the first step; by default the position of a run with these
                 batch sizes since step 0.
 
         Raises:
-            DataError: a sample is malformed, or a worker died, hung or raised; all workers are killed then.
+            DataError: A sample is malformed, or a worker died, hung or raised; all workers are killed then.
         """
         if start_sample is None:
             start_sample = sum(self.batch_at(step).global_batch_size for step in range(start_step))

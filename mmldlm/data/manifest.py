@@ -117,7 +117,7 @@ class Manifest:
         """Read the manifest of the store at `store`.
 
         Raises:
-            DataError: it is missing, incomplete or of another format.
+            DataError: It is missing, incomplete or of another format.
         """
         path = store / MANIFEST_NAME
         if not path.is_file():

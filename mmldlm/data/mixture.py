@@ -26,7 +26,7 @@ def open_data(location: str | Path | Mapping[str, float]) -> Store:
     """Open the store at a path, or the stores of `data.mixture`, a mapping of path to weight.
 
     Raises:
-        DataError: as `Store.open` and `open_mixture` do.
+        DataError: As `Store.open` and `open_mixture` do.
     """
     return open_mixture(dict(location)) if isinstance(location, Mapping) else Store.open(location)
 
@@ -38,10 +38,10 @@ def open_mixture(weights: dict[str, float]) -> Store:
     the paths of the stores and the order of `weights`.
 
     Args:
-        weights: proportions in which samples are drawn, by path; they need not sum to 1.
+        weights: Proportions in which samples are drawn, by path; they need not sum to 1.
 
     Raises:
-        DataError: a store cannot be opened, or two are incompatible.
+        DataError: A store cannot be opened, or two are incompatible.
     """
     if len(weights) == 1:
         return Store.open(*weights)

@@ -38,11 +38,11 @@ def nearest_neighbors(
     the split.
 
     Args:
-        store: standardizes the latents.
-        split: is searched.
+        store: The store that standardizes the latents.
+        split: Samples to search.
         latents: [n, M, C] on the encoder's scale.
-        count: neighbors per latent.
-        exclude: for each latent, the index of a sample that does not count (such as its own), or None.
+        count: Neighbors per latent.
+        exclude: For each latent, the index of a sample that does not count (such as its own), or None.
 
     Returns:
         For each latent, (index, cosine) of its neighbors, the nearest first.

@@ -49,10 +49,10 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np
     again until it falls inside (cycle walking), at most about 4 times on average.
 
     Args:
-        index: integers in range(n), of any shape.
-        n: size of the permutation.
-        seed: key of the family of permutations.
-        epoch: key within the family; one for all, or one per index in the shape of `index`.
+        index: Integers in range(n), of any shape.
+        n: Size of the permutation.
+        seed: Key of the family of permutations.
+        epoch: Key within the family; one for all, or one per index in the shape of `index`.
 
     Returns:
         The images, int64 in the shape of `index`.
@@ -159,11 +159,11 @@ class SampleOrder(_WindowedOrder):
         """Create an order.
 
         Args:
-            lengths: token counts of all samples, skipped ones included.
-            seed: key of the permutations.
-            window: samples that are sorted by length together.
-            block: consecutive samples of a sorted window that stay together.
-            skipped: ascending indices that are never drawn.
+            lengths: Token counts of all samples, skipped ones included.
+            seed: Key of the permutations.
+            window: Samples that are sorted by length together.
+            block: Consecutive samples of a sorted window that stay together.
+            skipped: Ascending indices that are never drawn.
         """
         super().__init__(lengths, seed, window, block)
         self._samples = _KeptSamples(0, len(lengths), np.asarray(skipped, np.int64))
@@ -229,8 +229,8 @@ def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
     least as large.
 
     Args:
-        position: samples drawn in all.
-        shares: shares of the parts, in descending order; they sum to 1.
+        position: Samples drawn in all.
+        shares: Shares of the parts, in descending order; they sum to 1.
     """
     counts, samples_left, share_left = [], position, Fraction(1)
     for share in shares:

@@ -65,7 +65,7 @@ class Shard:
         """Return the token counts of the samples `rows` of this shard, by default of all, int64.
 
         Raises:
-            DataError: offsets are not increasing or out of range.
+            DataError: Offsets are not increasing or out of range.
         """
         # Indexing by [2, n] rows copies the starts and stops of these samples only, not all offsets.
         starts, stops = (self.offsets[:-1], self.offsets[1:]) if rows is None else self.offsets[[rows, rows + 1]]

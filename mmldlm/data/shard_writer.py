@@ -120,13 +120,13 @@ class ShardWriter:
         """Append n samples.
 
         Args:
-            split: train, validation or test.
-            tokens: ids of each sample, at least one.
+            split: One of train, validation and test.
+            tokens: Ids of each sample, at least one.
             latents: [n, M, C] on the encoder's scale.
-            characters: length of each text.
+            characters: Length of each text.
 
         Raises:
-            DataError: a latent is not finite in the type in which it is stored.
+            DataError: A latent is not finite in the type in which it is stored.
         """
         assert len(tokens) == len(latents) == len(characters)
         assert all(len(sample) for sample in tokens), "a sample without tokens"
@@ -270,13 +270,13 @@ def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float]
     """Return the statistics of the stored (rounded) latents.
 
     Args:
-        contents: totals of all shards.
+        contents: Totals of all shards.
         latent_tokens: M.
-        squares: as `squared_deviations` returns them, of all training shards in order.
-        largest: as `squared_deviations` returns it.
+        squares: As `squared_deviations` returns them, of all training shards in order.
+        largest: As `squared_deviations` returns it.
 
     Raises:
-        DataError: all training latents are equal.
+        DataError: All training latents are equal.
     """
     mean = contents.mean(latent_tokens)
     channels = len(mean)

@@ -46,11 +46,11 @@ class Store:
         """Open the store at `path`.
 
         Args:
-            path: folder of the store.
-            name: name of its source in records; by default the folder's name.
+            path: Folder of the store.
+            name: Name of its source in records; by default the folder's name.
 
         Raises:
-            DataError: names the file that is missing, truncated or has another shape.
+            DataError: Names the file that is missing, truncated or has another shape.
         """
         path = Path(path)
         try:
@@ -80,7 +80,7 @@ class Store:
         """Return this store with exactly `indices` (ascending, by split) skipped.
 
         Raises:
-            DataError: no sample of a source would be left.
+            DataError: No sample of a source would be left.
         """
         splits = {name: split.without(indices.get(name, ())) for name, split in self._splits.items()}
         return Store(self.manifest, self.sources, splits, self._reopen)

@@ -50,13 +50,13 @@ def write_manifest(
     """Write the token counts and the manifest, which is the last file of a store.
 
     Args:
-        folder: contains the shards, the saved tokenizer and encoder, and any other files of the store.
-        contents: contents of the shards.
-        latent: statistics of the latents.
-        tokenizer: described in the manifest.
-        encoder: described in the manifest.
-        latent_dtype: name of the type in which latents are stored.
-        provenance: the manifest's fields sources, options, problems and grouping.
+        folder: Contains the shards, the saved tokenizer and encoder, and any other files of the store.
+        contents: Contents of the shards.
+        latent: Statistics of the latents.
+        tokenizer: Described in the manifest.
+        encoder: Described in the manifest.
+        latent_dtype: Name of the type in which latents are stored.
+        provenance: The manifest's fields sources, options, problems and grouping.
     """
     np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
     manifest = Manifest(

@@ -37,17 +37,17 @@ def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tu
     """Verify the store and leave out its bad samples (collective).
 
     Args:
-        store: the data.
-        full: hash all files and check all samples of the training splits, shared by the ranks. If False nothing is
+        store: The data.
+        full: Hash all files and check all samples of the training splits, shared by the ranks. If False nothing is
             read, but ranks still communicate, as their configs are not compared yet.
-        max_bad_samples: how many bad samples to leave out at most.
-        engine: engine of this run.
+        max_bad_samples: How many bad samples to leave out at most.
+        engine: Engine of this run.
 
     Returns:
         The store without its bad samples, and a line about each of them.
 
     Raises:
-        DataError: on all ranks, if a file is not as the manifest says, offsets are not increasing, or more samples are
+        DataError: On all ranks, if a file is not as the manifest says, offsets are not increasing, or more samples are
             bad than allowed.
     """
     # Ranks that see the same folder share the work; another node's own copy is read by the ranks of that node.
@@ -75,7 +75,7 @@ def drop_bad_samples(store: Store, split: str, max_bad_samples: int) -> Store:
     If none may be left out nothing is read here: reading the first bad sample raises later.
 
     Raises:
-        DataError: more samples are bad.
+        DataError: More samples are bad.
     """
     if not max_bad_samples:
         return store
@@ -105,7 +105,7 @@ def verify_part(
         The number of bad samples, and the first `keep` of them.
 
     Raises:
-        DataError: names the first file that is damaged.
+        DataError: Names the first file that is damaged.
     """
     return verify_items(store, partition_items(store, parts, splits)[part], keep)
 
@@ -117,7 +117,7 @@ def verify_items(store: Store, items: Sequence[tuple[int, int, str]], keep: int)
         The number of bad samples, and the first `keep` of them.
 
     Raises:
-        DataError: names the first file that is damaged.
+        DataError: Names the first file that is damaged.
     """
     count, bad = 0, list[BadSample]()
     for split, index, name in sorted(items):

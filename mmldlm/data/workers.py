@@ -26,11 +26,11 @@ def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], No
     """Yield the items of `loader`, raising those that are a `DataError`.
 
     Args:
-        loader: may have any number of workers; its timeout bounds the time per item.
-        check_files: raises DataError for a truncated file, the usual cause of death of a worker that has mapped it.
+        loader: May have any number of workers; its timeout bounds the time per item.
+        check_files: Raises DataError for a truncated file, the usual cause of death of a worker that has mapped it.
 
     Raises:
-        DataError: an item is one, or a worker died, raised or returned nothing within the timeout; in the latter cases
+        DataError: An item is one, or a worker died, raised or returned nothing within the timeout; in the latter cases
             all workers are killed.
     """
     workers: list[BaseProcess] = []

@@ -73,10 +73,10 @@ class GaussianDiffusion:
     """Diffusion with one path and one prediction type; used by the loss, the samplers and the evaluation.
 
     Args:
-        config: path and prediction type.
-        loss: distance of prediction and target.
-        max_norm: upper bound of the norm of x0 estimates; the largest norm in the training data.
-        huber_delta: error from which on the Huber loss grows linearly.
+        config: Path and prediction type.
+        loss: Distance of prediction and target.
+        max_norm: Upper bound of the norm of x0 estimates; the largest norm in the training data.
+        huber_delta: Error from which on the Huber loss grows linearly.
     """
 
     def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf, huber_delta: float = 1.0):

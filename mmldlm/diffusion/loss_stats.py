@@ -23,9 +23,9 @@ class LossStats:
     mode x num_noise_bins + noise bin.
 
     Args:
-        num_noise_bins: number of noise bins.
-        latent_weight, length_weight: weights of the losses in the total.
-        aux_losses: names of the terms that only training adds, and of learned weights.
+        num_noise_bins: Number of noise bins.
+        latent_weight, length_weight: Weights of the losses in the total.
+        aux_losses: Names of the terms that only training adds, and of learned weights.
     """
 
     def __init__(self, num_noise_bins: int, latent_weight: float, length_weight: float, aux_losses: tuple[str, ...]):
@@ -49,8 +49,8 @@ class LossStats:
         Samples by bin are those whose latent is trained.
 
         Args:
-            text_bin, latent_bin: bins of the samples [B].
-            loss_tokens: tokens of each sample that the text loss is a mean over [B].
+            text_bin, latent_bin: Bins of the samples [B].
+            loss_tokens: Tokens of each sample that the text loss is a mean over [B].
         """
         tokens = torch.zeros(self.num_bins, dtype=torch.float64).index_add(0, text_bin, loss_tokens.double())
         samples = torch.bincount(latent_bin, minlength=self.num_bins).double()
@@ -75,7 +75,7 @@ class LossStats:
         Args:
             sums: [S], over any number of micro-batches.
             counts: [S], over the same micro-batches.
-            coarsen: number of adjacent noise bins that are merged.
+            coarsen: Number of adjacent noise bins that are merged.
         """
         num_bins = self.num_bins
         aux_sums, aux_counts = sums[2 * num_bins + 1 :], counts[2 * num_bins + 1 :]

@@ -57,9 +57,9 @@ class MaskedDiffusion:
     """Masked diffusion with the schedule alpha(t) = 1 - t.
 
     Args:
-        mask_id: id of [MASK].
-        loss: weight of the masked tokens.
-        masks: how the masked tokens are drawn.
+        mask_id: Id of [MASK].
+        loss: Weight of the masked tokens.
+        masks: How the masked tokens are drawn.
     """
 
     def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "independent"):
@@ -73,7 +73,7 @@ class MaskedDiffusion:
 
         Args:
             uniforms: float32 [N], one per token. With exact masks, the tokens with the smallest are masked.
-            t: noise times [B].
+            t: Noise times [B].
             sample_of_token: int64 [N], sorted.
         """
         if self.masks == "exact":
@@ -101,10 +101,10 @@ class MaskedDiffusion:
         `masked_mean`: 1.
 
         Args:
-            t: noise times [B].
-            lengths: tokens of each sample, int64 [B].
+            t: Noise times [B].
+            lengths: Tokens of each sample, int64 [B].
             importance: 1 / density of the times, [B].
-            limit: upper bound of the weight before `importance`; it makes the estimate biased.
+            limit: Upper bound of the weight before `importance`; it makes the estimate biased.
         """
         if self.loss_kind != "elbo":
             return torch.ones_like(t)
@@ -168,13 +168,13 @@ class MaskedDiffusion:
         arXiv 2202.04200, section 3.2).
 
         Args:
-            noised: tokens [N] before the step.
-            proposal: tokens [N] drawn from the network, used where they may be unmasked.
-            confidence: their log probabilities [N].
-            selected: result of `select_tokens`.
-            s: time after the step.
-            layout: which tokens belong to which sample.
-            decoding: order of unmasking.
+            noised: Tokens [N] before the step.
+            proposal: Tokens [N] drawn from the network, used where they may be unmasked.
+            confidence: Their log probabilities [N].
+            selected: Result of `select_tokens`.
+            s: Time after the step.
+            layout: Which tokens belong to which sample.
+            decoding: Order of unmasking.
         """
         unmask, remask = selected
         if decoding == "confidence" and s > 0:
@@ -223,9 +223,9 @@ def draw_tokens(log_p: Tensor, temperature: float, generator: RandomSource, samp
     (arXiv 2409.02908).
 
     Args:
-        log_p: log probabilities [P, V].
-        temperature: temperature of `log_p`; only whether it is 0 matters.
-        generator: source of the noise.
+        log_p: Log probabilities [P, V].
+        temperature: Temperature of `log_p`; only whether it is 0 matters.
+        generator: Source of the noise.
         samples: int64 [P], the sample of each row, sorted; required if `generator` has one stream per sample.
 
     Returns:

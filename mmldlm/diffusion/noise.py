@@ -46,7 +46,7 @@ def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
     """Return the probability of each mode, from one mode's name or from weights by mode.
 
     Raises:
-        ValueError: a mode is unknown or the weights are invalid.
+        ValueError: A mode is unknown or the weights are invalid.
     """
     weights = {mode: 1.0} if isinstance(mode, str) else dict(mode)
     unknown = set(weights) - set(MODES)
@@ -62,7 +62,7 @@ def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> di
     """Return the mode probabilities by the optimizer step from which they apply; in order, the first at step 0.
 
     Raises:
-        ValueError: names the key with a step below 0, an unknown mode or invalid weights.
+        ValueError: Names the key with a step below 0, an unknown mode or invalid weights.
     """
     stages = {0: _weights_of_key("mode", mode)}
     for step in sorted(mode_schedule):
@@ -108,13 +108,13 @@ def draw_noise(
     drawn independently. l2t pins t_latent to 0, t2l pins t_text to 0.
 
     Args:
-        batch: a micro-batch.
+        batch: A micro-batch.
         seed: `run.seed`.
-        step: optimizer step.
-        global_batch_size: number of slots, over all ranks.
-        weights: probability of each mode.
-        text: distribution of t_text.
-        latent: distribution of t_latent.
+        step: Optimizer step.
+        global_batch_size: Number of slots, over all ranks.
+        weights: Probability of each mode.
+        text: Distribution of t_text.
+        latent: Distribution of t_latent.
     """
     # Every rank draws the grids of the whole global batch and takes the entries of its slots.
     shared = _philox(seed, purpose=0, step=step)
@@ -154,8 +154,8 @@ class SampleStreams:
     What is generated for a sample does not depend on its batch, its rank or the number of ranks.
 
     Args:
-        seed: seed of the generation.
-        kind: generations of different kinds are independent.
+        seed: Seed of the generation.
+        kind: Generations of different kinds are independent.
         slots: int64 [B].
     """
 
@@ -190,7 +190,7 @@ def draw_uniform(source: RandomSource, shape: Sequence[int], dtype: torch.dtype,
     """Return numbers in [0, 1) of `shape` [rows, ...], on the host.
 
     Args:
-        source: a generator, or one stream per sample.
+        source: A generator, or one stream per sample.
         shape: [rows, ...].
         dtype: float32 or float64.
         samples: int64 [rows], the sample of each row, sorted; required by one stream per sample.

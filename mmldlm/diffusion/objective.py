@@ -135,14 +135,14 @@ class NoisedBatch:
 class Objective:
     """Losses of a micro-batch.
 
-    Attributes:
-        stats: entries of the reported sums [S] and their counts.
-
     Args:
-        config: losses and their weights.
-        text: diffusion of the text.
-        latent: diffusion of the latents.
-        num_noise_bins: number of noise bins.
+        config: Losses and their weights.
+        text: Diffusion of the text.
+        latent: Diffusion of the latents.
+        num_noise_bins: Number of noise bins.
+
+    Attributes:
+        stats: Entries of the reported sums [S] and their counts.
     """
 
     def __init__(self, config: LossConfig, text: MaskedDiffusion, latent: GaussianDiffusion, num_noise_bins: int = 1):
@@ -215,8 +215,8 @@ class Objective:
         """Compute the losses of a micro-batch.
 
         Args:
-            model: the network.
-            noised: a corrupted micro-batch on the device of the network.
+            model: The network.
+            noised: A corrupted micro-batch on the device of the network.
             totals: `counts` [S], summed over the global batch of the step.
 
         Returns:

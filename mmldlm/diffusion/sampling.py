@@ -122,16 +122,16 @@ def generate(
     """Generate B samples of known lengths.
 
     Args:
-        model: the network.
-        text: diffusion of the text.
-        latent: diffusion of the latents.
-        mode: which modalities are generated.
-        config: settings of the sampler.
-        generator: a generator on the host, or one stream per sample; a seed gives the same numbers for any device.
+        model: The network.
+        text: Diffusion of the text.
+        latent: Diffusion of the latents.
+        mode: Which modalities are generated.
+        config: Settings of the sampler.
+        generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
         latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
-        lengths: tokens of each sample; N is their sum.
+        lengths: Tokens of each sample; N is their sum.
         tokens: [N], the condition in t2l.
-        on_step: called with (t, tokens) after each step that generates text.
+        on_step: Called with (t, tokens) after each step that generates text.
         template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"

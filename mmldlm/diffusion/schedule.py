@@ -148,9 +148,9 @@ def stratified_times(offset: float, strata: Tensor, count: int) -> Tensor:
     The grid has one time in each of `count` equal parts of [0, 1), all with the same offset from its lower end.
 
     Args:
-        offset: random number in [0, 1).
-        strata: parts, in [0, count), of the samples whose times are returned.
-        count: size of the global batch.
+        offset: Random number in [0, 1).
+        strata: Parts, in [0, count), of the samples whose times are returned.
+        count: Size of the global batch.
     """
     return (strata.double() / count + offset) % 1.0
 

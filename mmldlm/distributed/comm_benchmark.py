@@ -48,7 +48,7 @@ class NodeRendezvous:
             timeout_s: Seconds to wait for the other nodes, here and in `exchange`.
 
         Raises:
-            PeerLostError: the store of node 0 cannot be reached.
+            PeerLostError: The store of node 0 cannot be reached.
         """
         self.node, self.nodes, self.timeout = node, nodes, timedelta(seconds=timeout_s)
         self._leave_timeout_s = _LEAVE_TIMEOUT_S
@@ -69,7 +69,7 @@ class NodeRendezvous:
         """Return every node's value of `name`, by node; returns at nearly the same time on all nodes.
 
         Raises:
-            PeerLostError: a node sent no value within the timeout; the message names all such nodes.
+            PeerLostError: A node sent no value within the timeout; the message names all such nodes.
         """
         try:
             self.store.set(f"{name}/{self.node}", json.dumps(value))
@@ -111,7 +111,7 @@ def all_reduce_speed(rendezvous: NodeRendezvous, device: torch.device) -> AllRed
     """Measure an all-reduce between one process of each node (collective).
 
     Raises:
-        PeerLostError: the all-reduce fails, times out or gives a wrong sum.
+        PeerLostError: The all-reduce fails, times out or gives a wrong sum.
     """
     backend = backend_of(device.type)
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises instead of ending the process

@@ -24,7 +24,7 @@ def build_deepspeed_adam(groups: list[dict[str, Any]], offloaded: bool, **option
         options: lr, betas and eps.
 
     Raises:
-        ConfigError: the kernel cannot be built or loaded; the message names what is missing.
+        ConfigError: The kernel cannot be built or loaded; the message names what is missing.
     """
     bin_dir = str(Path(sys.executable).parent)  # pip installs ninja here; not on the PATH of an inactive environment
     if bin_dir not in os.environ["PATH"].split(os.pathsep):

@@ -41,7 +41,7 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
     """Read a DeepSpeed file.
 
     Raises:
-        ConfigError: the file does not exist or is not a JSON object.
+        ConfigError: The file does not exist or is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def engine_name(config: Mapping[str, Any], path: str) -> str:
     """Return zero1, zero2, zero3, zero2_offload or zero3_offload.
 
     Raises:
-        ConfigError: the file has no valid stage or offload section.
+        ConfigError: The file has no valid stage or offload section.
     """
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
@@ -102,7 +102,7 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
         plan: The run config's values.
 
     Raises:
-        ConfigError: a value contradicts the run config, a section would be a second source of its settings, or an
+        ConfigError: A value contradicts the run config, a section would be a second source of its settings, or an
             "auto" has no value. The message names all of them.
     """
     resolved = deepcopy(dict(config))

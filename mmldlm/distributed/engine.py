@@ -278,7 +278,7 @@ class Engine(Collectives):
         """Load the group "optimizer" of `gather_state`, complete (collective; after `prepare`).
 
         Raises:
-            DataError: the entries or shapes are not exactly those of this optimizer.
+            DataError: The entries or shapes are not exactly those of this optimizer.
         """
         load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, tensors)
 

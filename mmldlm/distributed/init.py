@@ -32,7 +32,7 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     """Join the process group that the launcher describes and build the engine on it.
 
     Raises:
-        ConfigError: world size, rank or engine are not as the launcher requested.
+        ConfigError: World size, rank or engine are not as the launcher requested.
     """
     deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
     _check_mixed_precision(plan.precision)

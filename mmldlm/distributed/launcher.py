@@ -55,7 +55,7 @@ def read_launcher_env(
             (torchrun, deepspeed).
 
     Raises:
-        ConfigError: the launch would not train as it seems to (separate copies of the model, FSDP 1), or two sources
+        ConfigError: The launch would not train as it seems to (separate copies of the model, FSDP 1), or two sources
             contradict each other.
     """
     if accelerate_file:

@@ -21,7 +21,7 @@ def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: They do not.
     """
     if config.name != "deepspeed_adam":
         resolve_fused(config.fused, device_type)
@@ -36,7 +36,7 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
     """Check that optimizer `requested` can resume from the state of optimizer `saved`.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: It cannot.
     """
     if (saved == "muon") != (requested == "muon"):
         raise ConfigError(

@@ -28,8 +28,8 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     This comes before any library starts a group, which would have another timeout than `config.timeout_s`.
 
     Raises:
-        ConfigError: this node has fewer GPUs than processes.
-        PeerLostError: the rendezvous failed or timed out.
+        ConfigError: This node has fewer GPUs than processes.
+        PeerLostError: The rendezvous failed or timed out.
     """
     use_cuda = torch.cuda.is_available()
     if use_cuda:
@@ -74,7 +74,7 @@ def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Co
     An error in the body on one rank ends the body on all.
 
     Raises:
-        PeerLostError: a rank is lost.
+        PeerLostError: A rank is lost.
     """
     if launch.engine == SINGLE:
         yield Collectives()

@@ -116,7 +116,7 @@ class Watchdog:
         """Mark the body as waiting for peers.
 
         Raises:
-            PeerLostError: a peer was lost in the body.
+            PeerLostError: A peer was lost in the body.
         """
         outer = self._phase
         self._phase = _Phase(collective, time.monotonic())

@@ -68,11 +68,11 @@ class Evaluation:
     Methods that run the network are collective.
 
     Args:
-        run: the run to evaluate.
-        config: which documents to measure, and how.
-        processes: the ranks that share the work; by default this process alone.
-        ids: indices in the split of documents known to be good; by default they are drawn with `config.seed`.
-        progress: reports the micro-batches of this rank; by default silent.
+        run: The run to evaluate.
+        config: Which documents to measure, and how.
+        processes: The ranks that share the work; by default this process alone.
+        ids: Indices in the split of documents known to be good; by default they are drawn with `config.seed`.
+        progress: Reports the micro-batches of this rank; by default silent.
 
     Raises:
         DataError: `ids` is not given and the split has fewer than two documents.

@@ -63,8 +63,8 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     """Return the joint metrics of generated texts with the lengths of held-out documents (collective).
 
     Args:
-        evaluation: the run and the documents.
-        model: computes the generative perplexity; None: there is none.
+        evaluation: The run and the documents.
+        model: Computes the generative perplexity; None: there is none.
 
     Returns:
         Metrics by name. Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn

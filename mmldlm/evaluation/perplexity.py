@@ -17,12 +17,12 @@ class CausalModel:
     """A causal language model with its tokenizer, both from one local folder; nothing is downloaded or unpickled.
 
     Args:
-        folder: what `save_pretrained` wrote: config.json, weights as safetensors, tokenizer.
-        device: the device to run on.
+        folder: What `save_pretrained` wrote: config.json, weights as safetensors, tokenizer.
+        device: The device to run on.
 
     Raises:
         UsageError: transformers is not installed.
-        DataError: the folder has no such model.
+        DataError: The folder has no such model.
     """
 
     def __init__(self, folder: Path | str, device: torch.device):

@@ -24,12 +24,12 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
     """Return `quality/MODE_METRIC` for each trained mode (collective).
 
     Args:
-        run: the run in training.
-        ids: indices in the validation split of the samples to measure on.
-        processes: the ranks that share the work.
+        run: The run in training.
+        ids: Indices in the validation split of the samples to measure on.
+        processes: The ranks that share the work.
 
     Raises:
-        DataError: there are fewer than two samples.
+        DataError: There are fewer than two samples.
     """
     config = EvaluationConfig("validation", samples=len(ids), texts=len(ids), seed=SEED, batch=BATCH)
     check_num_samples(len(ids), config.split, run.store)

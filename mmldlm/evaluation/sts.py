@@ -33,7 +33,7 @@ def read_pairs(path: Path) -> list[Pair]:
     """Read a `.tsv` with two sentences and a score per line, or a `.jsonl` with sentence1, sentence2 and score.
 
     Raises:
-        DataError: the file cannot be read, a line is not a pair, or there are too few pairs.
+        DataError: The file cannot be read, a line is not a pair, or there are too few pairs.
     """
     if path.suffix not in (".tsv", ".jsonl"):
         raise DataError(f"--sts {path}: expected a .tsv or .jsonl file")

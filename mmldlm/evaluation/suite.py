@@ -39,12 +39,12 @@ def evaluate(
     """Measure a run on held-out documents (collective). All inputs are checked before anything is measured.
 
     Args:
-        run: the run, with the weights to evaluate.
-        config: which documents, and how many draws and generations.
-        modes: the modes to measure; by default those that the run trained.
-        extras: optional inputs, each of which adds metrics.
-        processes: the ranks that share the work; by default this process alone.
-        progress: reports the phases; by default silent.
+        run: The run, with the weights to evaluate.
+        config: Which documents, and how many draws and generations.
+        modes: The modes to measure; by default those that the run trained.
+        extras: Optional inputs, each of which adds metrics.
+        processes: The ranks that share the work; by default this process alone.
+        progress: Reports the phases; by default silent.
 
     Returns:
         The content of `evaluation.json`, the same on every rank.

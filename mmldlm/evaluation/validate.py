@@ -78,11 +78,11 @@ def validation_losses(
     micro-batches. Noise is keyed by the index in `ids`, so the result does not depend on the number of ranks.
 
     Args:
-        objective: the training objective.
-        store: the store, or a mixture of stores.
-        ids: indices of the samples in the validation split.
-        config: says which modes are trained.
-        engine: the engine with the model.
+        objective: The training objective.
+        store: The store, or a mixture of stores.
+        ids: Indices of the samples in the validation split.
+        config: The run config, for the modes that are trained.
+        engine: The engine with the model.
 
     Returns:
         Mean losses, for a mixture also those of each store.

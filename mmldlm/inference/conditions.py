@@ -24,15 +24,15 @@ def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = ""
     """Encode `texts`.
 
     Args:
-        encoder: the encoder.
+        encoder: The encoder.
         texts: n texts.
-        hint: appended to the error message.
+        hint: Appended to the error message.
 
     Returns:
         Latents on the encoder's scale, float32 [n, M, C].
 
     Raises:
-        DataError: the encoder has no latent for one of the texts.
+        DataError: The encoder has no latent for one of the texts.
     """
     latents = encoder.encode(texts)
     for text, latent in zip(texts, latents, strict=True):
@@ -53,7 +53,7 @@ def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
         float32 [n, M, C]; a file of [n, C] is accepted if M is 1.
 
     Raises:
-        DataError: the file is missing, has another shape or type, or a row is not finite.
+        DataError: The file is missing, has another shape or type, or a row is not finite.
     """
     try:
         latents = np.load(path, allow_pickle=False)

@@ -31,7 +31,7 @@ class SpanEdit:
         r"""Parse a text with one [span] in brackets; `\[`, `\]` and `\\` are literal, as is any other backslash.
 
         Raises:
-            UsageError: there is not exactly one span.
+            UsageError: There is not exactly one span.
         """
         text, marks = "", []
         letters = iter(marked)
@@ -57,13 +57,13 @@ def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> l
     Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included.
 
     Args:
-        run: the run.
-        span_edit: the text with its span.
-        span_length: number of [MASK] tokens; None: as many as are replaced.
+        run: The run.
+        span_edit: The text with its span.
+        span_length: Number of [MASK] tokens; None: as many as are replaced.
 
     Raises:
-        UsageError: the span is empty and `span_length` is not given.
-        DataError: the result is longer than any text of the run.
+        UsageError: The span is empty and `span_length` is not given.
+        DataError: The result is longer than any text of the run.
     """
     text, start, stop = span_edit.text, span_edit.start, span_edit.stop
     ids, offsets = run.tokenizer.encode_with_offsets(text)
@@ -96,13 +96,13 @@ def edit(
     """Infill a template, given latents.
 
     Args:
-        run: the run.
-        config: settings of the sampler.
-        seed: seed of the random numbers.
-        template_ids: tokens, of which only [MASK] is replaced.
+        run: The run.
+        config: Settings of the sampler.
+        seed: Seed of the random numbers.
+        template_ids: Tokens, of which only [MASK] is replaced.
         raw_latents: [n, M, C] on the encoder's scale.
-        count: versions per latent.
-        callback: called after each step.
+        count: Versions per latent.
+        callback: Called after each step.
 
     Returns:
         The generation of n x `count` samples, its latents on the encoder's scale, and its texts.

@@ -35,22 +35,22 @@ def sample(
     """Generate `count` samples per condition.
 
     Args:
-        run: the run.
-        mode: which modalities to generate.
-        config: settings of the sampler.
-        seed: seed of the random numbers.
-        raw_latents: the conditions in l2t, [n, M, C] on the encoder's scale.
-        texts: the conditions in t2l.
-        count: samples per condition; in joint, which has none, the number of samples.
-        length: tokens of each text; by default from the length head: its median in l2t, a draw in joint.
-        callback: called after each step that generates text.
+        run: The run.
+        mode: Which modalities to generate.
+        config: Settings of the sampler.
+        seed: Seed of the random numbers.
+        raw_latents: The conditions in l2t, [n, M, C] on the encoder's scale.
+        texts: The conditions in t2l.
+        count: Samples per condition; in joint, which has none, the number of samples.
+        length: Tokens of each text; by default from the length head: its median in l2t, a draw in joint.
+        callback: Called after each step that generates text.
 
     Returns:
         The generation, its latents on the encoder's scale, and its texts.
 
     Raises:
-        UsageError: guidance is not available for the mode or the run.
-        DataError: a text has no tokens, or more than any text of the run.
+        UsageError: Guidance is not available for the mode or the run.
+        DataError: A text has no tokens, or more than any text of the run.
     """
     check_guidance(run, mode, config)
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)

@@ -51,13 +51,13 @@ def interpolate(
     All texts have the same length and use the same random numbers, so neighbors differ by their latents alone.
 
     Args:
-        run: the run.
-        config: settings of the sampler.
-        seed: seed of the random numbers.
-        raw_latents: the two ends, [2, M, C] on the encoder's scale.
-        points: number of latents, both ends included.
-        length: tokens of each text; by default the median of the length head for the latent in the middle.
-        callback: called after each step.
+        run: The run.
+        config: Settings of the sampler.
+        seed: Seed of the random numbers.
+        raw_latents: The two ends, [2, M, C] on the encoder's scale.
+        points: Number of latents, both ends included.
+        length: Tokens of each text; by default the median of the length head for the latent in the middle.
+        callback: Called after each step.
 
     Returns:
         The generation of all points, its latents on the encoder's scale, and its texts.

@@ -60,9 +60,9 @@ def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: boo
     A wrapped `forward` is called within the hooks of the module: those of an engine do not run again in backward.
 
     Args:
-        blocks: all blocks of the network, in order.
-        memory: which of them recompute what.
-        uses_rng: whether a block's `forward` draws random numbers, as dropout does, which the recomputation repeats.
+        blocks: All blocks of the network, in order.
+        memory: Which of them recompute what.
+        uses_rng: Whether a block's `forward` draws random numbers, as dropout does, which the recomputation repeats.
     """
     for index, block in enumerate(blocks):
         wrapped = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))

@@ -44,7 +44,7 @@ def resolve_backend(requested: str, device_type: str, half_precision: bool) -> B
     """Return the backend to use.
 
     Raises:
-        ConfigError: the requested backend does not run on the device in this precision.
+        ConfigError: The requested backend does not run on the device in this precision.
     """
     varlen_available = device_type == "cuda" and half_precision
     if requested == "auto":
@@ -65,8 +65,8 @@ def joint_attention(
     Args:
         latent_qkv: q, k and v of the latent stream [B*M, 3, H, K].
         text_qkv: q, k and v of the text stream [N, 3, H, K].
-        layout: which rows belong to which sample.
-        backend: see the module's docstring.
+        layout: Which rows belong to which sample.
+        backend: See the module's docstring.
 
     Returns:
         The outputs of latents [B*M, H, K] and text [N, H, K].

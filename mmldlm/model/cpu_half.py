@@ -180,8 +180,8 @@ class KernelCache:
     Between steps, shapes differ by their number of rows, which are padded tokens or predicted tokens.
 
     Args:
-        device_type: device of the run; there are no kernels but on a CPU.
-        precision: precision of the network; optimizers may have products in bfloat16 also in fp32.
+        device_type: Device of the run; there are no kernels but on a CPU.
+        precision: Precision of the network; optimizers may have products in bfloat16 also in fp32.
     """
 
     def __init__(self, device_type: str, precision: str):

@@ -63,11 +63,11 @@ class ModelFlops:
         """Return the FLOPs of forward and backward pass.
 
         Args:
-            tokens: text tokens of the step.
-            masked_tokens: tokens that the text head predicts in the step.
-            samples: samples of the step.
-            latent_tokens: latent tokens of one sample.
-            pairs: pairs of query and key in the step, latents among them.
+            tokens: Text tokens of the step.
+            masked_tokens: Tokens that the text head predicts in the step.
+            samples: Samples of the step.
+            latent_tokens: Latent tokens of one sample.
+            pairs: Pairs of query and key in the step, latents among them.
         """
         forward = (
             tokens * self.token

@@ -84,10 +84,10 @@ class TextHead(nn.Module):
         """Return logits, or likelihoods of targets, in float32.
 
         Args:
-            hidden_PD: outputs of the text stream.
-            embedding_VD: token embedding, the weight of a tied head.
-            targets_P: true tokens.
-            terms: with targets, return the terms of `chunked_token_terms`.
+            hidden_PD: Outputs of the text stream.
+            embedding_VD: Token embedding, the weight of a tied head.
+            targets_P: True tokens.
+            terms: With targets, return the terms of `chunked_token_terms`.
 
         Returns:
             Logits [P, V]; with targets, their negative log likelihoods [P], or the terms [P, 3].

@@ -162,13 +162,13 @@ class MMDiTBlock(nn.Module):
         """Update both streams.
 
         Args:
-            text_ND: text stream [N, D].
-            latent_TE: latent stream [B*M, E].
-            conditioning_BT: embedded noise times [B, T].
-            rotary: cosine and sine [N, K/2] of the tokens' positions.
-            layout: which rows belong to which sample.
-            backend: kernel of the joint attention.
-            positions_P: tokens to return, for the last block. All tokens are attended to in any case, but what follows
+            text_ND: Text stream [N, D].
+            latent_TE: Latent stream [B*M, E].
+            conditioning_BT: Embedded noise times [B, T].
+            rotary: Cosine and sine [N, K/2] of the tokens' positions.
+            layout: Which rows belong to which sample.
+            backend: Kernel of the joint attention.
+            positions_P: Tokens to return, for the last block. All tokens are attended to in any case, but what follows
                 the attention is computed for these alone.
 
         Returns:
@@ -213,14 +213,14 @@ class MMDiT(nn.Module):
     """The denoiser of both modalities, with heads for tokens, latents and text lengths.
 
     Args:
-        config: sizes and variants of the network.
-        shape: what the data determine.
-        backend: kernel of the joint attention.
-        memory: which blocks use activation checkpointing.
-        precision: type of the matrix products.
-        text_terms: in training, return the terms of `heads.chunked_token_terms` instead of likelihoods alone.
-        initial_loss_weights: initial values of the learned weights of text and latent loss; None: not learned.
-        latent_skip: add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
+        config: Sizes and variants of the network.
+        shape: What the data determine.
+        backend: Kernel of the joint attention.
+        memory: Which blocks use activation checkpointing.
+        precision: Type of the matrix products.
+        text_terms: In training, return the terms of `heads.chunked_token_terms` instead of likelihoods alone.
+        initial_loss_weights: Initial values of the learned weights of text and latent loss; None: not learned.
+        latent_skip: Add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
     """
 
     def __init__(
@@ -306,9 +306,9 @@ class MMDiT(nn.Module):
         Args:
             noised_tokens: int64 [N].
             noised_latents: float32 [B, M, C].
-            t_text: noise times of the tokens, [B] in [0, 1].
-            t_latent: noise times of the latents, [B] in [0, 1].
-            layout: which tokens belong to which sample.
+            t_text: Noise times of the tokens, [B] in [0, 1].
+            t_latent: Noise times of the latents, [B] in [0, 1].
+            layout: Which tokens belong to which sample.
             positions: int64 [P], the tokens to predict; the text head runs on no others.
             targets: int64 [P], their true tokens. If given, the text head returns likelihoods instead of logits.
         """

@@ -308,8 +308,8 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
 
     Args:
         qkv_T3HK: q, k and v [T, 3, H, K].
-        weight_2K: learned scales of q and k.
-        rotary: cosine and sine [T, K/2] of each row's position; they rotate each pair of channels (k, k + K/2) of a
+        weight_2K: Learned scales of q and k.
+        rotary: Cosine and sine [T, K/2] of each row's position; they rotate each pair of channels (k, k + K/2) of a
             head (RoFormer, arXiv 2104.09864, eq. 34). None: no rotation.
 
     Returns:

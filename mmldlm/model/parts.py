@@ -72,11 +72,11 @@ def check_trainable(freeze: Sequence[Freezable], losses: Mapping[Loss, str]) -> 
     """Check that every loss has a part left to train.
 
     Args:
-        freeze: the setting `freeze`.
-        losses: losses with a weight above 0, each with the setting that gives the weight.
+        freeze: The setting `freeze`.
+        losses: Losses with a weight above 0, each with the setting that gives the weight.
 
     Raises:
-        ValueError: names the loss and the parts of which it needs one.
+        ValueError: Names the loss and the parts of which it needs one.
     """
     frozen = frozen_parts(freeze)
     if frozen.issuperset(get_args(Part)):

@@ -97,7 +97,7 @@ def saved_latent_stats(checkpoint: Checkpoint, store: Store) -> LatentInfo:
     Checkpoints from before it was saved were trained with the one of their store.
 
     Raises:
-        DataError: the file is damaged or belongs to latents of another shape.
+        DataError: The file is damaged or belongs to latents of another shape.
     """
     current = store.manifest.latent
     if LATENTS_NAME not in checkpoint.files:
@@ -131,7 +131,7 @@ def saved_ema(checkpoint: Checkpoint, model: nn.Module, config: RunConfig) -> Te
     """Open the EMA of the trained weights for the unwrapped `model`; None if the checkpoint has none.
 
     Raises:
-        DataError: its tensors do not match the parameters that were trained.
+        DataError: Its tensors do not match the parameters that were trained.
     """
     if TensorFiles.find(checkpoint, "ema") is None:
         return None

@@ -83,7 +83,7 @@ def load_run(
         weights: "ema" or "trained"; by default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
 
     Raises:
-        DataError: the folder is not a run, has no checkpoint or no EMA though it was requested, or the data store is
+        DataError: The folder is not a run, has no checkpoint or no EMA though it was requested, or the data store is
             missing or has changed.
     """
     folder = Path(run_dir)

@@ -127,7 +127,7 @@ def build(cls: type[T], tree: Mapping[str, Any]) -> T:
     """Build the dataclass `cls` from nested mappings.
 
     Raises:
-        ConfigError: one line with up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
+        ConfigError: One line with up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
             values out of bounds.
     """
     try:
@@ -141,7 +141,7 @@ def check_partial(cls: type, tree: Mapping[str, Any]) -> None:
     """Check some of the settings of `cls` without the checks across settings, which other files may satisfy.
 
     Raises:
-        ConfigError: as in `build`.
+        ConfigError: As in `build`.
     """
     try:
         _validator(cls).validate_python(tree)

@@ -52,7 +52,7 @@ def read_layers(path: Path) -> list[ConfigLayer]:
         position, so that a preset shared by two others overrides neither of them.
 
     Raises:
-        ConfigError: the files form a cycle or cannot be read; the message names them.
+        ConfigError: The files form a cycle or cannot be read; the message names them.
     """
     layers: dict[Path, ConfigLayer] = {}
     _read([path], layers)
@@ -106,7 +106,7 @@ def merge_layers(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
     Groups of settings are merged key by key; values, including maps and lists, are replaced.
 
     Raises:
-        ConfigError: one of several files has an unknown key or a wrong value, even if a later file overrides it; the
+        ConfigError: One of several files has an unknown key or a wrong value, even if a later file overrides it; the
             message names the file.
     """
     # A single file is checked by `build` together with the overrides.

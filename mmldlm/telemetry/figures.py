@@ -51,8 +51,8 @@ def draw(data: FigureData, bin_losses: Mapping[str, Sequence[float]]) -> dict[st
     """Draw all figures that `data` has the arrays for.
 
     Args:
-        data: held-out samples and generations.
-        bin_losses: losses in equal noise bins, by modality and mode.
+        data: Held-out samples and generations.
+        bin_losses: Losses in equal noise bins, by modality and mode.
 
     Returns:
         Images by tag, uint8 [height, width, 3].

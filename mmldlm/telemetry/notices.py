@@ -22,7 +22,7 @@ class Notices(logging.Handler):
     PyTorch and DeepSpeed reset Python's own registry of past warnings in each step.
 
     Args:
-        log_library_warnings: whether to log warnings of other packages. They are the same on all ranks of a node, so
+        log_library_warnings: Whether to log warnings of other packages. They are the same on all ranks of a node, so
             only one of them logs these.
     """
 

@@ -40,13 +40,13 @@ class Tracker:
     """Logs of one run; a context manager.
 
     Args:
-        run_dir: folder of the run.
-        total_steps: last step of the run.
-        start_step: last step that is already done: 0, or the step of the checkpoint to resume from. Later records are
+        run_dir: Folder of the run.
+        total_steps: Last step of the run.
+        start_step: Last step that is already done: 0, or the step of the checkpoint to resume from. Later records are
             dropped from the metrics file and hidden in TensorBoard.
-        resumed: whether the run continues from a checkpoint; otherwise an existing metrics file is set aside.
-        enabled: true on the main rank; on the others all methods do nothing.
-        tensorboard: whether to write event files.
+        resumed: Whether the run continues from a checkpoint; otherwise an existing metrics file is set aside.
+        enabled: True on the main rank; on the others all methods do nothing.
+        tensorboard: Whether to write event files.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Tracker:
         """Log a validation.
 
         Args:
-            step: the last finished step.
-            values: losses by tag, and under "weights" which weights were measured, see `mmldlm.optim.ema`.
-            bin_losses: losses in equal noise bins, by modality and mode; to TensorBoard only.
+            step: The last finished step.
+            values: Losses by tag, and under "weights" which weights were measured, see `mmldlm.optim.ema`.
+            bin_losses: Losses in equal noise bins, by modality and mode; to TensorBoard only.
         """
         if not self.enabled:
             return
@@ -142,10 +142,10 @@ class Tracker:
         """Log figures and histograms of held-out samples; to TensorBoard only.
 
         Args:
-            step: the last finished step.
-            data: the samples and generations.
-            bin_losses: losses in equal noise bins, by modality and mode.
-            texts: texts of the samples, which label the points of the projector; None: no projector.
+            step: The last finished step.
+            data: The samples and generations.
+            bin_losses: Losses in equal noise bins, by modality and mode.
+            texts: Texts of the samples, which label the points of the projector; None: no projector.
         """
         board = self._board
         if board is None:

@@ -232,7 +232,7 @@ class Page:
         """Serve the page to this machine only, in a thread; returns its address.
 
         Raises:
-            UsageError: another process listens on `port`. 0 takes a free one.
+            UsageError: Another process listens on `port`. 0 takes a free one.
         """
         from starlette.middleware import Middleware  # which gradio needs, too
 

@@ -60,7 +60,7 @@ class AutoMicroBatch:
             None if they fit; otherwise the values to log, and `batch_at` returns smaller micro-batches from here on.
 
         Raises:
-            ConfigError: a single sample does not fit.
+            ConfigError: A single sample does not fit.
         """
         engine, size = self.engine, self.batch_at(step)
         tokens = self.loader.tokens(self.state.samples_drawn, size)

@@ -125,8 +125,8 @@ class Checkpointer:
             data: Opened data of the run.
 
         Raises:
-            ConfigError: the checkpoint is beyond `train.steps` or has the state of another optimizer.
-            DataError: the checkpoint is damaged or belongs to another network, tokenizer or encoder.
+            ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
+            DataError: The checkpoint is damaged or belongs to another network, tokenizer or encoder.
         """
         path = None
         with self.engine.raise_on_all_ranks("choice of the checkpoint"):
@@ -212,8 +212,8 @@ class Checkpointer:
             Checkpoints that were completed by this call.
 
         Raises:
-            StorageError: there is not enough space, or the previous checkpoint could not be written.
-            NumericalError: the previous checkpoint has non-finite numbers.
+            StorageError: There is not enough space, or the previous checkpoint could not be written.
+            NumericalError: The previous checkpoint has non-finite numbers.
         """
         started, engine, step = time.perf_counter(), self.engine, state.step
         asynchronous = self.config.checkpoint.async_
@@ -258,7 +258,7 @@ class Checkpointer:
             The checkpoint if this completed it.
 
         Raises:
-            MmldlmError: the error of a rank that failed.
+            MmldlmError: The error of a rank that failed.
         """
         if not failed and ready < self.engine.world_size:
             return []
@@ -351,8 +351,8 @@ def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, s
         store: Opened data of the run.
 
     Raises:
-        ConfigError: the checkpoint is beyond `train.steps` or has the state of another optimizer.
-        DataError: the checkpoint belongs to another network, tokenizer or encoder.
+        ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
+        DataError: The checkpoint belongs to another network, tokenizer or encoder.
     """
     if path is None:
         return RestoredRun(TrainState(), [], store.manifest.latent)

@@ -39,7 +39,7 @@ def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, 
     """Return the fingerprint that all ranks share (collective).
 
     Raises:
-        ConfigError: configs, versions or data differ; the message names ranks and keys.
+        ConfigError: Configs, versions or data differ; the message names ranks and keys.
     """
     fingerprints = engine.gather(fingerprint(config, store), "comparison of configs, versions and data")
     differences = disagreements(fingerprints)

@@ -99,7 +99,7 @@ def estimate(
         device: "cpu" or "cuda"; by default the device of this machine.
 
     Raises:
-        ConfigError: a global batch cannot be divided evenly.
+        ConfigError: A global batch cannot be divided evenly.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config.train.check_batches(world_size)

@@ -43,7 +43,7 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     """Check that this launch can run the settings, before anything is created.
 
     Raises:
-        ConfigError: the engine, the device or the number of ranks does not fit a setting.
+        ConfigError: The engine, the device or the number of ranks does not fit a setting.
     """
     check_resume(config.resume)
     config.train.check_batches(launch.world_size)
@@ -95,8 +95,8 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     """Open the data and build model, objective, loader and optimizer (collective).
 
     Raises:
-        DataError: the data cannot be trained on.
-        ConfigError: the settings do not fit the data or this machine.
+        DataError: The data cannot be trained on.
+        ConfigError: The settings do not fit the data or this machine.
     """
     with engine.raise_on_all_ranks("opening of the data store"):
         store = open_data(config.data.location)

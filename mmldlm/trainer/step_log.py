@@ -84,7 +84,7 @@ class StepLog:
         curves or the guard's state.
 
         Raises:
-            NumericalError: a skipped step ends the run by the settings of `guard`.
+            NumericalError: A skipped step ends the run by the settings of `guard`.
         """
         if not self.stats.pending:
             return

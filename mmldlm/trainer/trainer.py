@@ -287,7 +287,7 @@ class Trainer:
         which all ranks can thus act after the same step.
 
         Raises:
-            MmldlmError: the checkpoint in progress could not be written.
+            MmldlmError: The checkpoint in progress could not be written.
         """
         layouts = [batch.layout for batch in noised]
         local = {
@@ -344,8 +344,8 @@ class Trainer:
         """Count the step; log, validate, evaluate and save if they are due.
 
         Raises:
-            NumericalError: a skipped step ends the run by the settings of `guard`.
-            StoppedBySignal: a rank received a signal to stop; a checkpoint has been saved.
+            NumericalError: A skipped step ends the run by the settings of `guard`.
+            StoppedBySignal: A rank received a signal to stop; a checkpoint has been saved.
         """
         config, state, size = self.config, self.state, self.components.loader.batch_at(step)
         state.step = step + 1

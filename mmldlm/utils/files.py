@@ -53,7 +53,7 @@ def probe_file(folder: Path) -> Iterator[str]:
     """Create a small file in `folder` for the duration of the context and yield its name.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     name = f".token-{uuid.uuid4().hex}"
     descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -51,8 +51,8 @@ class RunLock:
         """Acquire the lock without waiting.
 
         Raises:
-            RunInUseError: another process holds the folder; the message names it.
-            StorageError: the file cannot be opened, or the file system does not support locks.
+            RunInUseError: Another process holds the folder; the message names it.
+            StorageError: The file cannot be opened, or the file system does not support locks.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,11 +35,11 @@ def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
     """Load the encoder that `save` wrote to `folder`.
 
     Args:
-        folder: the `encoder` folder of a store.
-        **model_options: batch size and device of a `SentenceTransformerEncoder`, which do not change its latents.
+        folder: The `encoder` folder of a store.
+        **model_options: Batch size and device of a `SentenceTransformerEncoder`, which do not change its latents.
 
     Raises:
-        DataError: the encoder is missing or damaged, or its model has changed.
+        DataError: The encoder is missing or damaged, or its model has changed.
     """
     folder = Path(folder)
     path = folder / "encoder.json"

@@ -54,14 +54,14 @@ class ImportedLatents:
         """Create an encoder.
 
         Args:
-            name: name of the model that computed the latents.
-            revision: distinguishes sources of latents.
+            name: Name of the model that computed the latents.
+            revision: Distinguishes sources of latents.
             shape: [M, C] of the source latents.
             channels: C to truncate to; by default all.
-            normalize: scale truncated vectors to unit norm.
+            normalize: Scale truncated vectors to unit norm.
 
         Raises:
-            UsageError: the latents have fewer than `channels`.
+            UsageError: The latents have fewer than `channels`.
         """
         self.name, self.revision = name, revision
         self.latent_tokens, self.source_channels = shape

@@ -46,12 +46,12 @@ class LsaEncoder:
         """Fit an encoder to `texts`; deterministic for equal texts and seed.
 
         Args:
-            texts: the corpus.
+            texts: The corpus.
             channels: C, the rank of the SVD.
-            seed: seed of the randomized SVD.
+            seed: Seed of the randomized SVD.
 
         Raises:
-            DataError: the corpus has fewer texts or words than `channels`.
+            DataError: The corpus has fewer texts or words than `channels`.
         """
         texts = list(texts)
         frequency: Counter[str] = Counter()

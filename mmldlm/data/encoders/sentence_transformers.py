@@ -41,18 +41,18 @@ class SentenceTransformerEncoder:
         """Load the model.
 
         Args:
-            name_or_folder: name or folder of the model.
+            name_or_folder: Name or folder of the model.
             channels: C to truncate to; by default all.
-            prompt: text to prepend to each text; E5, for example, expects "query: " or "passage: ".
-            normalize: scale vectors to unit norm.
-            prompt_name: one of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
-            revision: commit of a model given by name.
-            batch_size: texts per forward pass.
-            device: device of the model; by default the library's choice.
+            prompt: Text to prepend to each text; E5, for example, expects "query: " or "passage: ".
+            normalize: Scale vectors to unit norm.
+            prompt_name: One of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
+            revision: Commit of a model given by name.
+            batch_size: Texts per forward pass.
+            device: Device of the model; by default the library's choice.
 
         Raises:
-            UsageError: the library is not installed, or an option does not suit the model.
-            DataError: the model cannot be loaded.
+            UsageError: The library is not installed, or an option does not suit the model.
+            DataError: The model cannot be loaded.
         """
         try:
             from sentence_transformers import SentenceTransformer
