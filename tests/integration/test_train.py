@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
-from mmldlm.telemetry import read_metrics
 from tests.helpers.engine_runs import record_list
+from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error
 from tests.helpers.waiting import TEST_TIMEOUT_S
