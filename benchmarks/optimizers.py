@@ -10,6 +10,7 @@ FusedAdam) steps here without an engine; it trains under ZeRO only, so it has no
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,6 @@ from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import ConfigError
 from mmldlm.run.factory import build_model
-from mmldlm.tools.run_history import History
 from mmldlm.train import train
 
 os.environ.setdefault("DS_ACCELERATOR", device().type)  # DeepSpeed would warn
@@ -73,7 +73,8 @@ def update_ms(config: RunConfig, updates: int) -> float:
 def held_out_losses(config: RunConfig) -> tuple[float, float]:
     """Train, and return the validation losses (text, latent) after the last step."""
     train(config, read_launcher_env({}))
-    last = History(config.run.dir).by_kind("validation")[-1]
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    *_, last = (record for record in map(json.loads, lines) if record["kind"] == "validation")
     return last["validation/text"], last["validation/latent"]
 
 
