@@ -43,7 +43,7 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
 def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> None:
     """Run one optimizer step, counted from 0, on this rank's micro-batches (collective)."""
     noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
-    totals = trainer.sync(step, noised)  # one all-reduce: denominators of the losses, requests to stop or save
+    totals = trainer.sync(step, noised)  # starts an all-reduce: denominators of the losses, requests to stop or save
     for batch in trainer.accumulate(noised):
         trainer.backward(trainer.loss(batch, totals))
     result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,38 @@ from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code
 
 T = TypeVar("T")
+
+
+class PendingSum(Sequence[float]):
+    """A sum of small numbers over the ranks, whose all-reduce runs in the background: the first access waits for it.
+
+    Args:
+        total: float64 [N] on the host, which the all-reduce changes in place.
+        work: The all-reduce; None if there is nothing to wait for.
+        wait: Context of the wait.
+    """
+
+    def __init__(self, total: Tensor, work: dist.Work | None, wait: contextlib.AbstractContextManager[Any]):
+        self._total, self._work, self._wait = total, work, wait
+
+    def tensor(self) -> Tensor:
+        """Return the sum: float64 [N] on the host."""
+        if self._work is not None:
+            with self._wait:
+                self._work.wait()
+            self._work = None
+        return self._total
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[float]: ...
+    def __getitem__(self, index: int | slice) -> float | list[float]:
+        return self.tensor()[index].tolist()
+
+    def __len__(self) -> int:
+        return len(self._total)
+
 
 # Closed groups are never freed: if DDP's reducer holds the last reference, gloo's threads are joined while the GIL is
 # held, which they sometimes wait for themselves.
@@ -57,12 +89,14 @@ class Collectives:
 
     def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
         """Sum a small tensor over the ranks, on the host in float64 (collective); bit-identical on all ranks."""
+        return self.start_sum(values, what).tensor()
+
+    def start_sum(self, values: Tensor, what: str) -> PendingSum:
+        """Start a sum over the ranks as `sum` does, and go on without waiting for it (collective)."""
         # A copy: the all-reduce is in place, and `values` may be a float64 tensor on the host already.
         total = values.detach().to("cpu", torch.float64, copy=True)
-        if self.world_size > 1:
-            with self.in_collective(what):
-                dist.all_reduce(total)
-        return total
+        work = dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
+        return PendingSum(total, work, self.in_collective(what))
 
     def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
         """Return the small value of every rank, by rank (collective). Values pass through JSON: tuples become lists."""

@@ -21,6 +21,7 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig, write_config
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
+from mmldlm.distributed.collectives import PendingSum
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
@@ -53,14 +54,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Totals of an optimizer step over all ranks, the same on each."""
+    """Totals of an optimizer step over all ranks, the same on each; the first access waits for their exchange.
 
-    counts: list[float]  # denominators of the losses, by entry of `Objective.__call__`
+    Attributes:
+        counts: Denominators of the losses, by entry of `Objective.__call__`, followed by the values of `names`.
+        names: Names of the other totals; see `Trainer.sync`.
+        samples: Samples of the global batch.
+    """
+
+    counts: PendingSum
+    names: tuple[str, ...]
     samples: int
-    tokens: int
-    flops: float  # see `ModelFlops`
-    stop: bool  # whether a rank received a signal to stop
-    save: bool  # whether a rank asks for a checkpoint
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.counts[self.names.index(name) - len(self.names)])
 
 
 @dataclass(frozen=True)
@@ -281,13 +288,11 @@ class Trainer:
 
     @phase("sync")
     def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
-        """Sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
+        """Start to sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
 
-        Besides the denominators of the losses these are the work done, and requests and progress of single ranks, on
-        which all ranks can thus act after the same step.
-
-        Raises:
-            MmldlmError: The checkpoint in progress could not be written.
+        The all-reduce runs beside the first forward pass, after which the loss needs it. Besides the denominators of
+        the losses these are the work done, and requests and progress of single ranks, on which all ranks can thus act
+        at the end of the same step.
         """
         layouts = [batch.layout for batch in noised]
         local = {
@@ -300,20 +305,8 @@ class Trainer:
             "failed": self.checkpointer.failed,
         }
         values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64)])
-        sums = self.engine.sum(values, "all-reduce of the step's counts").tolist()
-        total = dict(zip(local, map(int, sums[-len(local) :]), strict=True))
-        self._log_checkpoints(self.checkpointer.advance(total["ready"], total["failed"]))
-        samples, latent_tokens = self.components.loader.batch_at(step).global_batch_size, layouts[0].latent_tokens
-        return StepTotals(
-            counts=sums[: -len(local)],
-            samples=samples,
-            tokens=total["tokens"],
-            flops=self._model_flops.step_flops(
-                total["tokens"], total["masked"], samples, latent_tokens, total["pairs"]
-            ),
-            stop=total["stop"] > 0,
-            save=total["save"] > 0,
-        )
+        pending = self.engine.start_sum(values, "all-reduce of the step's counts")
+        return StepTotals(pending, tuple(local), self.components.loader.batch_at(step).global_batch_size)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
@@ -344,14 +337,20 @@ class Trainer:
         """Count the step; log, validate, evaluate and save if they are due.
 
         Raises:
+            MmldlmError: The checkpoint in progress could not be written.
             NumericalError: A skipped step ends the run by the settings of `guard`.
             StoppedBySignal: A rank received a signal to stop; a checkpoint has been saved.
         """
         config, state, size = self.config, self.state, self.components.loader.batch_at(step)
+        self._log_checkpoints(self.checkpointer.advance(totals["ready"], totals["failed"]))
         state.step = step + 1
         self.tracker.step_done(state.step)
         state.samples_drawn += totals.samples
-        self.log.end_step(state.step, result.grad_norm, totals.tokens, totals.flops, totals.samples)
+        latent_tokens = self.components.store.manifest.latent.tokens
+        flops = self._model_flops.step_flops(
+            totals["tokens"], totals["masked"], totals.samples, latent_tokens, totals["pairs"]
+        )
+        self.log.end_step(state.step, result.grad_norm, totals["tokens"], flops, totals.samples)
         if config.train.is_due(state.step, config.log.every):
             self.log.write(result.lr, asdict(size))
         if config.train.is_due(state.step, config.validation.every):
@@ -359,9 +358,9 @@ class Trainer:
         if config.train.is_due(state.step, config.validation.quality_every):
             self._evaluate_quality()
         # The last step's checkpoint is saved by `steps`, which also waits for it.
-        if (self.checkpointer.due(state.step) or totals.save) and state.step < config.train.steps:
+        if (self.checkpointer.due(state.step) or totals["save"]) and state.step < config.train.steps:
             self.save()
-        if totals.stop:
+        if totals["stop"]:
             self._stop()
 
     def _stop(self) -> None:
