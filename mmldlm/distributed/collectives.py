@@ -28,6 +28,7 @@ class PendingSum(Sequence[float]):
 
     def __init__(self, total: Tensor, work: dist.Work | None, wait: contextlib.AbstractContextManager[Any]):
         self._total, self._work, self._wait = total, work, wait
+        self._values = total.numpy()  # the same memory
 
     def tensor(self) -> Tensor:
         """Return the sum: float64 [N] on the host."""
@@ -42,7 +43,8 @@ class PendingSum(Sequence[float]):
     @overload
     def __getitem__(self, index: slice) -> list[float]: ...
     def __getitem__(self, index: int | slice) -> float | list[float]:
-        return self.tensor()[index].tolist()
+        self.tensor()
+        return self._values[index].tolist()
 
     def __len__(self) -> int:
         return len(self._total)
