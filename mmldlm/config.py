@@ -196,10 +196,10 @@ class RunConfig:
     schedule: ScheduleConfig = setting(ScheduleConfig(), "schedules over the optimizer steps")
     ema: EmaConfig = setting(EmaConfig(), "exponential moving average of the trained weights, in float32")
     train: TrainConfig = setting(TrainConfig(), "number of steps and batch sizes")
-    precision: Literal["fp32", "bf16", "fp16"] = setting(
-        "fp32",
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "auto",
         "precision of matrix products; weights, moments and losses are float32. fp16 (single, ddp, fsdp2) scales the "
-        "loss and skips steps whose gradients overflow",
+        "loss and skips steps whose gradients overflow. auto: the launcher's mixed_precision, fp32 without one",
         advice="bf16 on GPUs, fp16 on those too old for it. On a CPU without instructions for them, both are many "
         "times slower",
     )
@@ -293,6 +293,26 @@ def _load(
         # With overrides the faulty value may be one of the command line's, so no file is named.
         source = f"{display_name(str(path))}: " if path is not None and not overrides else ""
         raise ConfigError(f"{source}{error}") from None
+
+
+def resolve_precision(config: RunConfig, mixed_precision: str = "no") -> RunConfig:
+    """Return the config with the precision of the run instead of auto.
+
+    Args:
+        config: Config of the run.
+        mixed_precision: The launcher's: no, bf16 or fp16.
+
+    Raises:
+        ConfigError: Launcher and run config name different ones.
+    """
+    if config.precision == "auto":
+        return replace(config, precision="fp32" if mixed_precision == "no" else mixed_precision)  # type: ignore[arg-type]
+    if mixed_precision not in ("no", config.precision):
+        raise ConfigError(
+            f"mixed_precision: {mixed_precision} in the launcher's config, but precision: {config.precision} in the "
+            f'run config; expected mixed_precision: "no" there, or precision: auto or {mixed_precision} here'
+        )
+    return config
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

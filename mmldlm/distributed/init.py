@@ -15,6 +15,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwar
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.capabilities import ZERO_ENGINES
 from mmldlm.distributed.config import DDPConfig, DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_config
@@ -35,12 +36,12 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
         ConfigError: World size, rank or engine are not as the launcher requested.
     """
     deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
-    _check_mixed_precision(plan.precision)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
         watchdog = join_process_group(config, launch)
-    accelerator = _build_accelerator(config, launch, plan, deepspeed)
+    with only_passed_on():
+        accelerator = _build_accelerator(config, launch, plan, deepspeed)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
         engine.loss_scale = LossScale(engine.device)
@@ -113,15 +114,6 @@ def _engine_class(engine: str) -> type[Engine]:
 
         return ZeroEngine
     return Engine
-
-
-def _check_mixed_precision(precision: str) -> None:
-    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if requested not in ("no", precision):
-        raise ConfigError(
-            f"mixed_precision: {requested} in the launcher's config, but precision: {precision} in the run config, "
-            "which takes precedence; expected no in the launcher's config"
-        )
 
 
 def _check_engine(engine: Engine) -> None:

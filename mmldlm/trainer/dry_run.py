@@ -6,6 +6,7 @@ have shapes but no memory, under the `StepCostTracker` of `memory_tracker`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmldlm.config import RunConfig
+from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
 from mmldlm.data.mixture import open_data
@@ -23,7 +24,7 @@ from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import mode_stages
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
-from mmldlm.distributed.launcher import ENGINES, launcher_world_size
+from mmldlm.distributed.launcher import ENGINES, launcher_precision, launcher_world_size
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import KernelCache
@@ -102,6 +103,7 @@ def estimate(
         ConfigError: A global batch cannot be divided evenly.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config = resolve_precision(config)
     config.train.check_batches(world_size)
     resolve_backend(config.attention.backend, device, config.precision != "fp32")
     # Fake tensors are on the CPU; grouped attention has the same matrix products and saves the same tensors.
@@ -209,8 +211,9 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
     return optimizer, describe_optimizer(optimizer), sum(matrix.numel() for matrix in one_moment)
 
 
-def print_estimate(config: RunConfig) -> None:
-    """Print the resolved config and the estimate to stdout."""
+def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> None:
+    """Print the resolved config and the estimate to stdout; `accelerate_file` is that of `--accelerate_config`."""
+    config = resolve_precision(config, launcher_precision(os.environ, accelerate_file))
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
     costs = estimate(config, store, launcher_world_size())
     print(to_yaml(config))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig, write_config
+from mmldlm.config import RunConfig, resolve_precision, write_config
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.collectives import PendingSum
@@ -90,8 +90,8 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
-        self.config = config
         self.launch = launch or read_launcher_env(os.environ)
+        self.config = resolve_precision(config, self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
         # Closed in reverse: records, the checkpoint's writer, signals, the lock, the engine.

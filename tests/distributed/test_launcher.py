@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmldlm import train
+from mmldlm.config import RunConfig, load_config, resolve_precision
 from mmldlm.distributed.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError
@@ -162,10 +164,11 @@ def test_missing_processes_are_refused(parity_config: Path, tmp_path: Path) -> N
 def test_two_sources_of_the_precision(parity_config: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load((ROOT / "accelerate_configs/ddp.yaml").read_text())
     (tmp_path / "ddp.yaml").write_text(yaml.safe_dump({**tree, "mixed_precision": "bf16"}))
-    command = accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}")
+    command = accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}", "precision=fp32")
     command[command.index("accelerate_configs/ddp.yaml")] = str(tmp_path / "ddp.yaml")
     done = run(command)
     assert done.returncode != 0 and "mixed_precision: bf16 in the launcher's config, but precision: fp32" in done.stdout
+    assert "precision: auto or bf16 here" in done.stdout
 
 
 LAUNCH_ALIKE_BUT = """
@@ -211,3 +214,39 @@ def test_shipped_single_process_files(parity_config: Path, single: Callable[...,
     report = json.loads((tmp_path / "startup.json").read_text())
     assert report["launcher"] == "accelerate launch" and report["versions"]["torch"] and report["ranks"][0]["host"]
     assert exit_record(tmp_path)["code"] == 0
+
+
+@pytest.mark.quick
+@pytest.mark.setting("precision")
+def test_precision_auto_is_the_launchers() -> None:
+    """A precision that the run config names stays; the launcher's `no` contradicts none."""
+    for requested, mixed_precision, expected in (
+        ("auto", "no", "fp32"),
+        ("auto", "bf16", "bf16"),
+        ("auto", "fp16", "fp16"),
+        ("bf16", "no", "bf16"),
+        ("bf16", "bf16", "bf16"),
+        ("fp32", "no", "fp32"),
+    ):
+        config = load_config(None, [f"precision={requested}"])
+        assert resolve_precision(config, mixed_precision).precision == expected
+    with pytest.raises(ConfigError, match='expected mixed_precision: "no" there, or precision: auto or fp16 here'):
+        resolve_precision(load_config(None, ["precision=bf16"]), "fp16")
+    with pytest.raises(ConfigError, match=r"mixed_precision: expected no, bf16 or fp16 .*, found fp8"):
+        read_launcher_env({"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert RunConfig().precision == "auto", "so files with a mixed_precision run as they are"
+
+
+@pytest.mark.quick
+def test_dry_run_knows_the_launchers_precision(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fp16.yaml").write_text("{distributed_type: NO, mixed_precision: fp16}")
+    for options, launched, expected in (
+        ([], "no", "fp32"),
+        ([], "bf16", "bf16"),
+        (["--accelerate_config", str(tmp_path / "fp16.yaml")], "", "fp16"),
+    ):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        assert train.main(["--dry-run", str(tiny_config), *options]) == 0
+        assert f"\nprecision: {expected}\n" in capsys.readouterr().out
