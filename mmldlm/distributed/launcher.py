@@ -14,6 +14,7 @@ from mmldlm.settings.yaml import read_yaml
 from mmldlm.utils.short_repr import short_repr
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
+_TRUE = ("1", "t", "true", "y", "yes", "on")  # as Accelerate reads them
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
 
 
@@ -135,12 +136,15 @@ def _check_fsdp(environment: Mapping[str, str]) -> None:
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
         raise ConfigError(f"fsdp_config.fsdp_version: expected 2, found {version}")
+    # In FSDP2 shards on the host are untested on a GPU, and without one PyTorch cannot pin them.
     for name, instead in (
+        ("OFFLOAD_PARAMS", "accelerate_configs/zero3_offload.yaml, which keeps weights and optimizer on the host"),
         ("ACTIVATION_CHECKPOINTING", "memory.activation_checkpointing in the run config"),
         ("CPU_RAM_EFFICIENT_LOADING", "nothing: each rank starts from the same seed"),
     ):
-        if environment.get(f"FSDP_{name}", "false").lower() == "true":
-            raise ConfigError(f"fsdp_config.fsdp_{name.lower()}: expected false, found true; use {instead}")
+        value = environment.get(f"FSDP_{name}", "false").lower()
+        if value in _TRUE:
+            raise ConfigError(f"fsdp_config.fsdp_{name.lower()}: expected false, found {value}; use {instead}")
 
 
 def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) -> None:
