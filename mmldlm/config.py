@@ -26,11 +26,12 @@ from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.fields import build, flat_settings, set_dotted, setting, to_yaml
-from mmldlm.settings.layers import EXTENDS, ConfigLayer, merge_layers, origins, read_layers
+from mmldlm.settings.layers import EXTENDS, ConfigLayer, drop_alternatives, merge_layers, origins, read_layers
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.short_repr import display_name
 
 CONFIG_NAME = "config.yaml"
+_DATA_KEYS = ("data.path", "data.mixture")
 
 
 @dataclass(frozen=True)
@@ -282,10 +283,14 @@ def _load(
     layers: list[ConfigLayer] = []
     if path is not None:
         layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path))]
-        tree = merge_layers(RunConfig, layers)
+        tree = merge_layers(RunConfig, layers, _DATA_KEYS)
+    given: dict[str, Any] = {}
     for assignment in overrides:
         if assignment.partition("=")[0].strip() == EXTENDS:
             raise ConfigError(f"{EXTENDS}: expected in a config file, found on the command line")
+        set_dotted(given, assignment)
+    tree = drop_alternatives(tree, given, _DATA_KEYS)
+    for assignment in overrides:
         set_dotted(tree, assignment)
     try:
         return build(RunConfig, tree), layers, tree

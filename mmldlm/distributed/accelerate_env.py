@@ -23,7 +23,6 @@ SELECTING = frozenset({"ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED",
 BOOLEANS = {
     "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
     "ACCELERATE_USE_CPU": "use_cpu",
-    "FSDP_OFFLOAD_PARAMS": "fsdp_config.fsdp_offload_params",
     "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config.fsdp_reshard_after_forward",
 }
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
@@ -95,6 +94,12 @@ REFUSED_UNDER_FSDP = {
     ),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": Variable(
         "fsdp_config.fsdp_activation_checkpointing_offload", _FALSE, "memory.activation_checkpointing in the run config"
+    ),
+    # Shards on the host are untested on a GPU, and without one PyTorch cannot pin them.
+    "FSDP_OFFLOAD_PARAMS": Variable(
+        "fsdp_config.fsdp_offload_params",
+        _FALSE,
+        "accelerate_configs/zero3_offload.yaml, which keeps weights and optimizer on the host",
     ),
     "FSDP_IGNORED_MODULES": Variable("fsdp_config.fsdp_ignored_modules", ("none",), "nothing: all weights are sharded"),
 }

@@ -12,7 +12,7 @@ import torch
 
 from mmldlm.config import RunConfig
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.environment import settings_to_export, unread_variables
+from mmldlm.distributed.environment import disabled_guards, settings_to_export, unread_variables
 from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
@@ -79,6 +79,7 @@ def startup_report(
         },
         "exported": exported if on_cuda else {},
         "not_read": unread_variables(exported) if engine.is_main else [],
+        "disabled_guards": disabled_guards(os.environ) if engine.world_size > 1 else [],
         "deepspeed_file": engine.launch.deepspeed_file,
         "git": fingerprint["git"],
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
@@ -171,6 +172,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
         )
     lines += [f"notice       {notice}" for notice in report["notices"]]
+    lines += [f"warning      {guard}" for guard in report["disabled_guards"]]
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")

@@ -147,7 +147,7 @@ def test_harmless_variables_leave_the_curve(
     names = HARMLESS | {f"ACCELERATE_DEEPSPEED_{name}" for name in ("MOE_LAYER_CLS_NAMES", "ZERO3_SAVE_16BIT_MODEL")}
     processes = 1 if engine == "single" else 2
     # Only variables of the engine in use are refused: the others must have no effect.
-    names |= {*REFUSED_UNDER_FSDP, "FSDP_OFFLOAD_PARAMS"} if engine != "fsdp2" else set()
+    names |= {*REFUSED_UNDER_FSDP} if engine != "fsdp2" else set()
     forked.succeed(engine, tmp_path / "without", processes, parity_config, *SHORT)
     assert len(curve(tmp_path / "without")) == 3
     for kind, value in VALUES.items():

@@ -35,7 +35,9 @@ def test_two_processes_follow_one(
 ) -> None:
     folder = tmp_path / "run"
     forked.succeed(engine, folder, 2, parity_config)
-    assert f"engine       {engine}, 2 processes" in folder.with_suffix(".log").read_text()
+    log = folder.with_suffix(".log").read_text()
+    assert f"engine       {engine}, 2 processes" in log
+    assert "warning" not in log.lower()
     assert_same_run(folder, single(), FP32)
     # Not the curve alone: weights and moments, whole and by name, are those of one process.
     for name in ("model", "optimizer"):

@@ -68,6 +68,10 @@ def test_nodes_follow_from_the_local_world_size() -> None:
             },
             "use memory.activation_checkpointing in the run config",
         ),
+        (
+            {**LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "1"},
+            "fsdp_config.fsdp_offload_params: expected false, found 1; use accelerate_configs/zero3_offload.yaml",
+        ),
         ({**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file: expected a DeepSpeed file"),
         (
             {
