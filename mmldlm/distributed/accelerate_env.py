@@ -207,16 +207,18 @@ def _deviates(environment: Mapping[str, str], name: str, variable: Variable) -> 
 
 @contextmanager
 def only_passed_on() -> Iterator[None]:
-    """Hide all variables of Accelerate but `PASSED_ON` from it; they are back at the end."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if _is_hidden(name)}
+    """Hide all variables of Accelerate but `PASSED_ON` from it; at the end they are as they were."""
+    hidden = _pop_hidden()
     try:
         yield
     finally:
+        _pop_hidden()  # Accelerate itself selects the engine for later starts in this process
         os.environ.update(hidden)
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(PREFIXES) and name not in PASSED_ON
+def _pop_hidden() -> dict[str, str]:
+    names = [name for name in os.environ if name.startswith(PREFIXES) and name not in PASSED_ON]
+    return {name: os.environ.pop(name) for name in names}
 
 
 def launcher_variables(path: Path, world_size: int) -> dict[str, str]:

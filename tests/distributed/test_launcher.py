@@ -43,6 +43,7 @@ def test_config_file_selects_the_engine(engine: str, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)
     launch = read_launcher_env(dict(LAUNCHED), accelerate_file=f"accelerate_configs/{engine}.yaml")
     assert (launch.engine, launch.rank, launch.world_size) == (engine, 1, 2)
+    assert (launch.mixed_precision, launch.notices) == ("no", ())
 
 
 @pytest.mark.quick
