@@ -42,6 +42,11 @@ def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
     return grad_norm.double() <= min(limit, sys.float_info.max)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
 class Engine(Collectives):
     """The ranks of a run and the model that they train: forward, backward, update, EMA and state."""
 
@@ -52,7 +57,7 @@ class Engine(Collectives):
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
         self.accelerator, self.launch, self.name = accelerator, launch, launch.engine
-        self.device: torch.device = accelerator.device
+        self.device = with_index(accelerator.device)
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 

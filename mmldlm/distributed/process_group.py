@@ -28,7 +28,7 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     This comes before any library starts a group, which would have another timeout than `config.timeout_s`.
 
     Raises:
-        ConfigError: This node has fewer GPUs than processes.
+        ConfigError: This node has fewer GPUs than processes, or another program uses the port.
         PeerLostError: The rendezvous failed or timed out.
     """
     use_cuda = torch.cuda.is_available()
@@ -59,6 +59,12 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
         )
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            host, _, port = launch.master.rpartition(":")
+            raise ConfigError(
+                f"launcher: port {port} of {host} is in use; expected a free one, by --main_process_port (accelerate "
+                "launch), --master_port (torchrun, deepspeed) or MASTER_PORT"
+            ) from error
         raise PeerLostError(
             f"rendezvous of {launch.world_size} processes at {launch.master} failed: {reason}"
         ) from error

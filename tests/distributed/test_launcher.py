@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,21 @@ def test_contradicting_deepspeed_file_is_refused(section: dict[str, object], com
     config = {"zero_optimization": {"stage": 2}, **section}
     with pytest.raises(ConfigError, match=complaint):
         resolve_deepspeed_config(config, "x.json", PLAN)
+
+
+def test_a_taken_port_names_itself_and_the_options(
+    parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        host, client = two_ranks("ddp", parity_config, f"run.dir={tmp_path / 'run'}", MASTER_PORT=str(port))
+        assert forked.wait([host]) == {host: 64}  # the other waits for an answer until its launcher ends it
+        forked.kill([client])
+    (error,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("mmldlm: error: ")]
+    assert error.startswith(f"mmldlm: error: launcher: port {port} of 127.0.0.1 is in use; ")
+    assert all(option in error for option in ("--main_process_port", "--master_port", "MASTER_PORT"))
 
 
 def test_a_deepspeed_file_with_another_accumulation(parity_config: Path, tmp_path: Path) -> None:
