@@ -83,7 +83,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
     if options.dry_run:
         from mmldlm.trainer.dry_run import print_estimate
 
-        print_estimate(config)
+        print_estimate(config, options.accelerate_config)
         return ExitCode.DONE
     train(config, read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config), trainer_cls)
     return ExitCode.DONE

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer, read_deepspeed_config
+from mmldlm.distributed.parallelism import apply_parallelism_section, read_replicas, read_secondary_partition
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.utils.short_repr import short_repr
@@ -30,6 +31,15 @@ class LauncherEnv:
     master: str  # host:port, "" in a single process
     deepspeed: Mapping[str, Any] | None = None  # content of the DeepSpeed file, unresolved
     deepspeed_file: str = ""
+    replicas: int = 1  # of the model, each sharded over world_size / replicas processes; above 1 under hybrid sharding
+    secondary_partition: int = 1  # processes that share a second copy of ZeRO-3's weights; 1 for none
+
+    @property
+    def sharding(self) -> str:
+        """How the engine's sharding differs from its usual one, for the user; "" if it does not."""
+        if self.replicas > 1:
+            return f"{self.replicas} replicas x {self.world_size // self.replicas} shards"
+        return f"secondary partition of {self.secondary_partition}" if self.secondary_partition > 1 else ""
 
     @property
     def nodes(self) -> int:
@@ -70,9 +80,7 @@ def read_launcher_env(
     if world_size > 1 and not launched:
         raise ConfigError(f"launcher: WORLD_SIZE is {world_size}, but RANK and LOCAL_RANK are not set")
     # The engine. accelerate launch and `_apply_accelerate_file` set these variables; a launch without them is DDP.
-    use_fsdp, use_deepspeed = (
-        environment.get(name, "false").lower() == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-    )
+    use_fsdp, use_deepspeed = (_is_true(environment, f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
     launcher_file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     launcher_file = "" if launcher_file == "none" else launcher_file  # accelerate writes "none" for no file
     if deepspeed_file and launcher_file and Path(deepspeed_file).resolve() != Path(launcher_file).resolve():
@@ -98,22 +106,40 @@ def read_launcher_env(
         )
     if use_fsdp:
         _check_fsdp(environment)
+    replicas = read_replicas(environment, engine == FSDP2, world_size)
+    local_world_size, secondary = _read_int(environment, "LOCAL_WORLD_SIZE", world_size), 1
+    if deepspeed is not None:
+        secondary = read_secondary_partition(deepspeed, deepspeed_file, world_size, local_world_size)
     return LauncherEnv(
         engine=engine,
         launcher=_launcher_name(environment),
         rank=_read_int(environment, "RANK", 0),
         local_rank=_read_int(environment, "LOCAL_RANK", 0),
         world_size=world_size,
-        local_world_size=_read_int(environment, "LOCAL_WORLD_SIZE", world_size),
+        local_world_size=local_world_size,
         master=f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}" if launched else "",
         deepspeed=deepspeed,
         deepspeed_file=deepspeed_file,
+        replicas=replicas,
+        secondary_partition=secondary,
     )
 
 
-def launcher_world_size() -> int:
-    """Return the number of processes that the launcher started."""
-    return _read_int(os.environ, "WORLD_SIZE", 1)
+def launcher_sizes(accelerate_file: str | None = None) -> tuple[int, int]:
+    """Return the number of processes that the launcher started, and of FSDP2's replicas, without a check of the rest.
+
+    Raises:
+        ConfigError: The replicas are not as `read_replicas` expects.
+    """
+    environment = dict(os.environ)
+    if accelerate_file:
+        _apply_accelerate_file(Path(accelerate_file), environment)
+    world_size = _read_int(environment, "WORLD_SIZE", 1)
+    return world_size, read_replicas(environment, _is_true(environment, "ACCELERATE_USE_FSDP"), world_size)
+
+
+def _is_true(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "false").lower() == "true"
 
 
 def _read_int(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -165,6 +191,7 @@ def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) ->
         raise ConfigError(
             f"{path}: distributed_type: expected NO, MULTI_GPU, FSDP or DEEPSPEED, found {tree['distributed_type']}"
         )
+    apply_parallelism_section(_section(tree, "parallelism_config", path), path, environment)
 
 
 def _section(tree: Mapping[str, Any], key: str, path: Path) -> Mapping[Any, Any]:
