@@ -42,7 +42,7 @@ PARALLELISM_VARIABLES = frozenset({"ACCELERATE_USE_PARALLELISM_CONFIG"}) | {
         "TP_SIZE",
     )
 }
-PASSED_ON = BOOLEANS.keys() | PARALLELISM_VARIABLES
+PASSED_ON = BOOLEANS.keys()
 # Under DeepSpeed they belong to the DeepSpeed file, which is built and checked in `deepspeed_config`.
 DEEPSPEED_VARIABLES = frozenset(
     {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"}

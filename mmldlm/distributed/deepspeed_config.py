@@ -93,13 +93,16 @@ def _offload_device(config: Mapping[str, Any], key: str) -> Any:
     return section.get("device", "none")
 
 
-def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPlan) -> dict[str, Any]:
+def resolve_deepspeed_config(
+    config: Mapping[str, Any], path: str, plan: StepPlan, secondary_partition: int = 1
+) -> dict[str, Any]:
     """Return `config` with every "auto" filled in from the run config.
 
     Args:
         config: Content of the DeepSpeed file.
         path: Name of the file in messages.
         plan: The run config's values.
+        secondary_partition: Value of an "auto" of ZeRO-3's `zero_hpz_partition_size`.
 
     Raises:
         ConfigError: A value contradicts the run config, a section would be a second source of its settings, or an
@@ -111,6 +114,8 @@ def resolve_deepspeed_config(config: Mapping[str, Any], path: str, plan: StepPla
         for section, key in REJECTED_SECTIONS.items()
         if section in resolved
     ]
+    if resolved["zero_optimization"].get("zero_hpz_partition_size") == AUTO:
+        resolved["zero_optimization"]["zero_hpz_partition_size"] = secondary_partition
     # Key of the DeepSpeed file -> the run's value, and where that comes from.
     from_run: dict[str, tuple[Any, str]] = {
         "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "train.micro_batch_size"),

@@ -23,6 +23,7 @@ from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, LauncherEnv
+from mmldlm.distributed.process_group import set_group_timeouts
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
 
@@ -68,7 +69,11 @@ class Engine(Collectives):
         with only_passed_on(), self.in_collective("wrapping the model"), warnings.catch_warnings():
             # Accelerate passes the argument by the name that PyTorch has deprecated.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            # It slices its mesh of replicas x shards in a way that PyTorch has deprecated.
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if self.watchdog is not None:
+            set_group_timeouts(self.watchdog.timeout_s)
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:
@@ -146,9 +151,8 @@ class Engine(Collectives):
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters(), self.world_size)
-        # With an infinite limit the norm is only computed. Under FSDP2 it is a DTensor.
         with self.in_collective("norm of the gradients"):
-            norm = self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
+            norm = self._clip_gradients(clip_norm or math.inf)  # with an infinite limit the norm is only computed
         self._set_lr(lr)
         self._step(norm, norm_limit)
         self._reset_powersgd(norm, norm_limit)
@@ -158,6 +162,10 @@ class Engine(Collectives):
         if self.loss_scale is not None:
             self.loss_scale.update(norm)
         return norm
+
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients to `max_norm` and return the norm before, equal on all ranks (collective)."""
+        return self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))  # DTensor under FSDP2
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
         """Step the optimizer if the norm is accepted. Only one that is not fused makes the host wait for the norm."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -59,6 +61,18 @@ class FSDP2Engine(Engine):
         for module in self.unwrapped_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        if self.launch.replicas == 1:
+            return super()._clip_gradients(max_norm)
+        # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas drift
+        # apart, or only some of them skip a step, so all take the largest.
+        parameters: list[Any] = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        norm = self._unshard(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        mesh = parameters[0].device_mesh  # replicas x shards
+        dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, DTensor.from_local(norm, mesh))
+        return norm
 
     def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         super()._set_master(parameter, _shard_like(value, parameter))

@@ -11,12 +11,13 @@ import torch.distributed as dist
 # Accelerate imports deepspeed, which would otherwise warn on every machine without a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.capabilities import ZERO_ENGINES
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.config import DDPConfig, DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_config
 from mmldlm.distributed.engine import Engine
@@ -35,11 +36,14 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     Raises:
         ConfigError: World size, rank or engine are not as the launcher requested.
     """
-    deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
+    deepspeed = None
+    if launch.deepspeed:
+        deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan, launch.secondary_partition)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
         watchdog = join_process_group(config, launch)
+        _compare_launches(launch, Collectives(launch.rank, launch.world_size, watchdog))
     with only_passed_on():
         accelerator = _build_accelerator(config, launch, plan, deepspeed)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
@@ -77,8 +81,21 @@ def _build_accelerator(
         state = PartialState(cpu=on_cpu, **backend)
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate knows no FSDP on CPU and would train DDP
         plugin = fsdp_plugin(plan.precision, FSDP_BLOCK_CLASS)
-        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin)
+        parallelism = _hybrid_sharding(launch) if launch.replicas > 1 else None
+        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin, parallelism_config=parallelism)
     return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[_ddp_handler(config.ddp)])
+
+
+def _hybrid_sharding(launch: LauncherEnv) -> ParallelismConfig:
+    return ParallelismConfig(
+        dp_replicate_size=launch.replicas,
+        dp_shard_size=launch.world_size // launch.replicas,
+        tp_size=1,  # this and the rest, since Accelerate would read them from the environment
+        cp_size=1,
+        cp_backend="torch",
+        sp_size=1,
+        sp_backend="deepspeed",
+    )
 
 
 def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
@@ -114,6 +131,16 @@ def _engine_class(engine: str) -> type[Engine]:
 
         return ZeroEngine
     return Engine
+
+
+def _compare_launches(launch: LauncherEnv, processes: Collectives) -> None:
+    """Raise `ConfigError` unless all ranks have the same engine (collective); others would wait for one another."""
+    engines = processes.gather(f"{launch.engine} {launch.sharding}".strip(), "comparison of the engines")
+    for rank, engine in enumerate(engines):
+        if engine != engines[0]:
+            raise ConfigError(
+                f"the ranks were not started alike: rank {rank}: engine is {engine}, {engines[0]} on rank 0"
+            )
 
 
 def _check_engine(engine: Engine) -> None:

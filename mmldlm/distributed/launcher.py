@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from mmldlm.distributed.accelerate_env import check_variables, is_true, launcher_variables
 from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer, read_deepspeed_config
+from mmldlm.distributed.parallelism import check_parallelism_section, read_replicas, read_secondary_partition
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.utils.short_repr import short_repr
@@ -33,6 +33,15 @@ class LauncherEnv:
     deepspeed_file: str = ""
     mixed_precision: str = "no"  # the launcher's: no, bf16 or fp16
     notices: tuple[str, ...] = ()  # about settings of the launcher that have no effect
+    replicas: int = 1  # of the model, each sharded over world_size / replicas processes; above 1 under hybrid sharding
+    secondary_partition: int = 1  # processes that share a second copy of ZeRO-3's weights; 1 for none
+
+    @property
+    def sharding(self) -> str:
+        """How the engine's sharding differs from its usual one, for the user; "" if it does not."""
+        if self.replicas > 1:
+            return f"{self.replicas} replicas x {self.world_size // self.replicas} shards"
+        return f"secondary partition of {self.secondary_partition}" if self.secondary_partition > 1 else ""
 
     @property
     def nodes(self) -> int:
@@ -100,43 +109,51 @@ def read_launcher_env(
             f"launcher: {'fsdp2' if use_fsdp else engine} is requested, but no process group is described; start it "
             "with accelerate launch, torchrun or deepspeed (and without `use_cpu` in the accelerate config)"
         )
+    replicas = read_replicas(environment, engine == FSDP2, world_size)
+    local_world_size, secondary = _read_int(environment, "LOCAL_WORLD_SIZE", world_size), 1
+    if deepspeed is not None:
+        secondary = read_secondary_partition(deepspeed, deepspeed_file, world_size, local_world_size)
     return LauncherEnv(
         engine=engine,
         launcher=launcher,
         rank=_read_int(environment, "RANK", 0),
         local_rank=_read_int(environment, "LOCAL_RANK", 0),
         world_size=world_size,
-        local_world_size=_read_int(environment, "LOCAL_WORLD_SIZE", world_size),
+        local_world_size=local_world_size,
         master=f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}" if launched else "",
         deepspeed=deepspeed,
         deepspeed_file=deepspeed_file,
-        mixed_precision=launcher_precision(environment),
+        mixed_precision=_read_precision(environment),
         notices=notices,
+        replicas=replicas,
+        secondary_partition=secondary,
     )
 
 
-def launcher_precision(environment: Mapping[str, str], accelerate_file: str | None = None) -> str:
-    """Return the launcher's `mixed_precision`: no, bf16 or fp16.
+def read_launcher_sizes(environment: Mapping[str, str], accelerate_file: str | None = None) -> tuple[int, int, str]:
+    """Return what an estimate needs of the launch: its processes, FSDP2's replicas and its `mixed_precision`.
 
     Args:
         environment: Environment variables.
         accelerate_file: Value of `--accelerate_config`.
 
     Raises:
-        ConfigError: It is another one, such as fp8.
+        ConfigError: One of them is not as `read_launcher_env` expects.
     """
+    environment = dict(environment)
     if accelerate_file:
-        environment = dict(environment)
         _apply_accelerate_file(Path(accelerate_file), environment)
+    world_size = _read_int(environment, "WORLD_SIZE", 1)
+    replicas = read_replicas(environment, is_true(environment, "ACCELERATE_USE_FSDP"), world_size)
+    return world_size, replicas, _read_precision(environment)
+
+
+def _read_precision(environment: Mapping[str, str]) -> str:
+    """Return the launcher's `mixed_precision`: no, bf16 or fp16."""
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "bf16", "fp16"):
         raise ConfigError(f"mixed_precision: expected no, bf16 or fp16 in the launcher's config, found {precision}")
     return precision
-
-
-def launcher_world_size() -> int:
-    """Return the number of processes that the launcher started."""
-    return _read_int(os.environ, "WORLD_SIZE", 1)
 
 
 def _read_int(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -170,4 +187,5 @@ def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) ->
         raise ConfigError(
             f"{path}: distributed_type: expected MULTI_GPU, FSDP or DEEPSPEED for {world_size} processes, found NO"
         )
+    check_parallelism_section(tree.get("parallelism_config") or {}, path)
     environment.update(launcher_variables(path, world_size))

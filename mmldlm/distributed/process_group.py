@@ -54,8 +54,7 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
-            # PyTorch handles a timeout of NCCL by SIGABRT; our watchdog exits cleanly, and has to come first.
-            timeout=timeout + timedelta(seconds=NCCL_MARGIN_S) if use_cuda else timeout,
+            timeout=_group_timeout(config.timeout_s),
         )
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
@@ -71,6 +70,17 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     watchdog = Watchdog(store, rank, world_size, config.timeout_s)
     watchdog.start()
     return watchdog
+
+
+def set_group_timeouts(timeout_s: float) -> None:
+    """Give all process groups the timeout of the default one; those that libraries create have PyTorch's 30 minutes."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(_group_timeout(timeout_s), group)
+
+
+def _group_timeout(timeout_s: float) -> timedelta:
+    # PyTorch handles a timeout of NCCL by SIGABRT; our watchdog exits cleanly, and has to come first.
+    return timedelta(seconds=timeout_s + NCCL_MARGIN_S if torch.cuda.is_available() else timeout_s)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import mode_stages
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
-from mmldlm.distributed.launcher import ENGINES, launcher_precision, launcher_world_size
+from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import KernelCache
@@ -212,10 +212,14 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
 
 
 def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> None:
-    """Print the resolved config and the estimate to stdout; `accelerate_file` is that of `--accelerate_config`."""
-    config = resolve_precision(config, launcher_precision(os.environ, accelerate_file))
+    """Print the resolved config and the estimate to stdout, for the processes that the launcher started.
+
+    `accelerate_file` is the value of `--accelerate_config`.
+    """
+    world_size, replicas, mixed_precision = read_launcher_sizes(os.environ, accelerate_file)
+    config = resolve_precision(config, mixed_precision)
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
-    costs = estimate(config, store, launcher_world_size())
+    costs = estimate(config, store, world_size)
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in costs.parameters.items()))
     print(f"total parameters     {sum(costs.parameters.values()):,}, {costs.trainable:,} trained")
@@ -240,19 +244,21 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
     if costs.world_size > 1:
         state = "weights, EMA, gradients and moments" if costs.ema else "weights, gradients and moments"
         print(f"  {state} by engine, MiB on each of {costs.world_size} devices, and on the host")
+        if replicas > 1:
+            print(f"  {FSDP2} with {replicas} replicas x {costs.world_size // replicas} shards")
         for engine in ENGINES:
             if not all(supports(setting, engine) for setting in requested_features(config)):
                 continue
-            device, host = state_mib(engine, costs, config.precision)
+            device, host = state_mib(engine, costs, config.precision, replicas)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
 
 
-def state_mib(engine: str, costs: Estimate, precision: str) -> tuple[float, float]:
+def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -> tuple[float, float]:
     """Return MiB of weights, EMA, gradients, master weights and moments per process, on (a device, the host).
 
-    Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily.
+    Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily. `replicas` are FSDP2's.
     """
-    share = 1 / costs.world_size
+    share = (replicas if engine == FSDP2 else 1) / costs.world_size
     low = 2 if precision == "bf16" else 4  # bytes per number of DeepSpeed's weights and gradients, without its masters
     # 16: weight, gradient and two moments in float32; 12: DeepSpeed's float32 masters and two moments.
     device, host = {  # bytes per trained parameter

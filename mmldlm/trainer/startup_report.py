@@ -52,6 +52,7 @@ def startup_report(
     exported = settings_to_export(distributed)
     return {
         "engine": engine.name,
+        "sharding": engine.launch.sharding,
         "launcher": engine.launch.launcher,
         "notices": list(engine.launch.notices),
         "world_size": engine.world_size,
@@ -131,13 +132,16 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     versions = report["versions"]
     threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
 
+    processes = f"{report['world_size']} process{'es' * (report['world_size'] > 1)}"
+    processes += f", {report['sharding']}" if report["sharding"] else ""
+
     def batch(sizes: Mapping[str, Any]) -> str:
         factors = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
         return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, factors))}"
 
     lines = [
-        f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
-        f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
+        f"engine       {report['engine']}, {processes} on {', '.join(hosts)} ({', '.join(devices)}), "
+        f"started by {report['launcher']}",
         f"threads      {'; '.join(threads)}",
         f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
         f"{report['precision']}, attention {report['attention']}, "

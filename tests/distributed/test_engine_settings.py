@@ -100,7 +100,7 @@ def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
     What is held for a parameter is what docs/engines.md says.
     """
     facts = probe(engine)
-    assert facts["timeout_s"] == 120
+    assert set(facts["timeouts_s"]) == {120}, "of groups that libraries create as well"
     if engine != "zero3":  # its buckets are larger than this model
         assert facts["held"] == pytest.approx(16 / 2 if engine == "fsdp2" else 4 + 16 / 2, rel=0.05)
     if engine == "fsdp2":

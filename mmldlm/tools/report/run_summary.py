@@ -229,6 +229,7 @@ def _event(record: Mapping[str, Any]) -> Event | None:
     if kind in ("start", "resume"):
         processes = get("world_size", "?")
         text = f"{get('engine', 'unknown engine')}, {processes} process{'es' * (processes != 1)}"
+        text += f", {get('sharding')}" if get("sharding") else ""
         return Event(kind, step, time, text + (f" of steps up to {get('total_steps')}" if get("total_steps") else ""))
     if kind == "skip":
         norm = get("optim/grad_norm")

@@ -40,6 +40,10 @@ class ProbedTrainer(Trainer):
         engine = self.engine
         group = dist.distributed_c10d._get_default_group()
         facts["timeout_s"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        groups = dist.distributed_c10d._world.pg_map
+        facts["timeouts_s"] = [
+            each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups
+        ]
         facts["environment"] = {
             name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
         }
