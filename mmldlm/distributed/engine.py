@@ -22,6 +22,7 @@ from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_stat
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, LauncherEnv
+from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
 
@@ -59,7 +60,11 @@ class Engine(Collectives):
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
-        with self.in_collective("wrapping the model"), warnings.catch_warnings():
+        with (
+            self.in_collective("wrapping the model"),
+            warnings.catch_warnings(),
+            library_errors_are_config_errors(self.launch.source),
+        ):
             # Accelerate passes the argument by the name that PyTorch has deprecated.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer, read_deepspeed_config
+from mmldlm.distributed.accelerate_deepspeed import deepspeed_launch, export_section
+from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.utils.short_repr import short_repr
@@ -29,11 +30,17 @@ class LauncherEnv:
     local_world_size: int
     master: str  # host:port, "" in a single process
     deepspeed: Mapping[str, Any] | None = None  # content of the DeepSpeed file, unresolved
-    deepspeed_file: str = ""
+    deepspeed_file: str = ""  # or the section of the accelerate file that takes its place
+    notices: tuple[str, ...] = ()  # about settings of the launcher that have no effect
 
     @property
     def nodes(self) -> int:
         return max(1, self.world_size // max(1, self.local_world_size))
+
+    @property
+    def source(self) -> str:
+        """Name of what describes the engine, for messages: the DeepSpeed file if there is one."""
+        return self.deepspeed_file or f"engine {self.engine}"
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -82,14 +89,9 @@ def read_launcher_env(
     deepspeed_file = deepspeed_file or launcher_file
     if use_fsdp and (use_deepspeed or deepspeed_file):
         raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
-    if use_deepspeed and not deepspeed_file:
-        raise ConfigError(
-            "deepspeed_config_file: expected a DeepSpeed file in the accelerate config, such as "
-            "ds_configs/zero2.json, found none"
-        )
-    deepspeed = read_deepspeed_config(Path(deepspeed_file)) if deepspeed_file else None
-    engine = SINGLE if not launched else FSDP2 if use_fsdp else DDP
-    if deepspeed is not None:
+    engine, deepspeed, notices = SINGLE if not launched else FSDP2 if use_fsdp else DDP, None, ()
+    if use_deepspeed or deepspeed_file:
+        deepspeed, deepspeed_file, notices = deepspeed_launch(environment, deepspeed_file or "")
         engine = engine_name(deepspeed, deepspeed_file)
     if not launched and (use_fsdp or deepspeed is not None):
         raise ConfigError(
@@ -108,6 +110,7 @@ def read_launcher_env(
         master=f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}" if launched else "",
         deepspeed=deepspeed,
         deepspeed_file=deepspeed_file,
+        notices=notices,
     )
 
 
@@ -150,10 +153,7 @@ def _apply_accelerate_file(path: Path, environment: MutableMapping[str, str]) ->
     if environment.get("ACCELERATE_MIXED_PRECISION"):
         raise ConfigError(f"--accelerate_config: {path}, but accelerate launch has its own --config_file; set only one")
     if kind == "DEEPSPEED":
-        section = _section(tree, "deepspeed_config", path)
-        environment["ACCELERATE_USE_DEEPSPEED"] = "true"
-        if "deepspeed_config_file" in section:
-            environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(section["deepspeed_config_file"])
+        export_section(_section(tree, "deepspeed_config", path), environment)
     elif kind == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
         for key, value in _section(tree, "fsdp_config", path).items():

@@ -53,6 +53,7 @@ def startup_report(
     return {
         "engine": engine.name,
         "launcher": engine.launch.launcher,
+        "notices": list(engine.launch.notices),
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,
         "ranks": ranks,
@@ -169,6 +170,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
         )
+    lines += [f"notice       {notice}" for notice in report["notices"]]
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")
