@@ -24,6 +24,7 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.process_group import set_group_timeouts
+from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
 
@@ -66,7 +67,12 @@ class Engine(Collectives):
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
-        with only_passed_on(), self.in_collective("wrapping the model"), warnings.catch_warnings():
+        with (
+            only_passed_on(),
+            self.in_collective("wrapping the model"),
+            warnings.catch_warnings(),
+            library_errors_are_config_errors(self.launch.source),
+        ):
             # Accelerate passes the argument by the name that PyTorch has deprecated.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             # It slices its mesh of replicas x shards in a way that PyTorch has deprecated.

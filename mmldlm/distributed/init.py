@@ -25,6 +25,7 @@ from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, LauncherEnv
 from mmldlm.distributed.process_group import join_process_group
+from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.errors import ConfigError
 
 FSDP_BLOCK_CLASS = "MMDiTBlock"  # the unit of sharding
@@ -37,14 +38,18 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
         ConfigError: World size, rank or engine are not as the launcher requested.
     """
     deepspeed = None
-    if launch.deepspeed:
-        deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan, launch.secondary_partition)
+    if launch.deepspeed is not None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        deepspeed = resolve_deepspeed_config(
+            launch.deepspeed, launch.deepspeed_file, plan, device_type, launch.secondary_partition
+        )
+        _check_types(deepspeed, launch.deepspeed_file)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
         watchdog = join_process_group(config, launch)
         _compare_launches(launch, Collectives(launch.rank, launch.world_size, watchdog))
-    with only_passed_on():
+    with only_passed_on(), library_errors_are_config_errors(launch.source):
         accelerator = _build_accelerator(config, launch, plan, deepspeed)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
@@ -56,6 +61,16 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
 class _DeepSpeedPlugin(DeepSpeedPlugin):
     def set_deepspeed_weakref(self) -> None:
         """Do nothing: it configures the transformers package, which our models do not use."""
+
+
+def _check_types(deepspeed: dict[str, Any], file: str) -> None:
+    """Raise `ConfigError` if DeepSpeed would not accept a value, which it says only when it wraps the model."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for section, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+        with library_errors_are_config_errors(f"{file}: {section}"):
+            model(**deepspeed[section])
 
 
 def _build_accelerator(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmldlm.distributed.accelerate_deepspeed import deepspeed_launch
 from mmldlm.distributed.accelerate_env import check_variables, is_true, launcher_variables
-from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer, read_deepspeed_config
+from mmldlm.distributed.deepspeed_config import engine_name, offloads_optimizer
 from mmldlm.distributed.parallelism import check_parallelism_section, read_replicas, read_secondary_partition
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
@@ -30,7 +31,7 @@ class LauncherEnv:
     local_world_size: int
     master: str  # host:port, "" in a single process
     deepspeed: Mapping[str, Any] | None = None  # content of the DeepSpeed file, unresolved
-    deepspeed_file: str = ""
+    deepspeed_file: str = ""  # or the section of the accelerate file that takes its place
     mixed_precision: str = "no"  # the launcher's: no, bf16 or fp16
     notices: tuple[str, ...] = ()  # about settings of the launcher that have no effect
     replicas: int = 1  # of the model, each sharded over world_size / replicas processes; above 1 under hybrid sharding
@@ -46,6 +47,11 @@ class LauncherEnv:
     @property
     def nodes(self) -> int:
         return max(1, self.world_size // max(1, self.local_world_size))
+
+    @property
+    def source(self) -> str:
+        """Name of what describes the engine, for messages: the DeepSpeed file if there is one."""
+        return self.deepspeed_file or f"engine {self.engine}"
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -95,14 +101,10 @@ def read_launcher_env(
     deepspeed_file = deepspeed_file or launcher_file
     if use_fsdp and (use_deepspeed or deepspeed_file):
         raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
-    if use_deepspeed and not deepspeed_file:
-        raise ConfigError(
-            "deepspeed_config_file: expected a DeepSpeed file in the accelerate config, such as "
-            "ds_configs/zero2.json, found none"
-        )
-    deepspeed = read_deepspeed_config(Path(deepspeed_file)) if deepspeed_file else None
-    engine = SINGLE if not launched else FSDP2 if use_fsdp else DDP
-    if deepspeed is not None:
+    engine, deepspeed = SINGLE if not launched else FSDP2 if use_fsdp else DDP, None
+    if use_deepspeed or deepspeed_file:
+        deepspeed, deepspeed_file, more_notices = deepspeed_launch(environment, deepspeed_file or "")
+        notices += more_notices
         engine = engine_name(deepspeed, deepspeed_file)
     if not launched and (use_fsdp or deepspeed is not None):
         raise ConfigError(

@@ -6,13 +6,16 @@ DeepSpeed's per-parameter functions, so that checkpoints are the same as under e
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
     lazy_init_hp_params_optimizer_state,
     safe_get_full_fp32_param,
@@ -45,7 +48,8 @@ class ZeroEngine(Engine):
         initial = {name: tensor.cpu().clone() for name, tensor in model_state(model).items()}
         # DeepSpeed calls these functions by names that PyTorch has deprecated.
         warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
-        super().prepare(model, optimizer)
+        with _keep_zero_optimizer():
+            super().prepare(model, optimizer)
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
         }
@@ -120,6 +124,10 @@ class ZeroEngine(Engine):
         # DeepSpeed averages over ranks and, by default, micro-batches; this loss is a share of the step's loss.
         with self.in_collective("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+        if self.stage == 1 and self.deepspeed.is_gradient_accumulation_boundary():
+            # Drops gradients that are reduced, in bf16 views into the buffers of the exchange, which DeepSpeed keeps
+            # until the next forward pass.
+            self.zero_optimizer.clear_backward_seen_flag()
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
         """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.
@@ -257,3 +265,23 @@ class ZeroEngine(Engine):
         if hasattr(self, "model") and not self.peer_lost:
             self.deepspeed.destroy()
         super().close()
+
+
+@contextlib.contextmanager
+def _keep_zero_optimizer() -> Iterator[None]:
+    """Have DeepSpeed build its ZeRO optimizer for every stage and precision.
+
+    For ZeRO-1 in bf16 with gradients accumulated in float32 it would choose `BF16_Optimizer` instead, which has neither
+    the state nor the overflow check of the others, although its ZeRO optimizer accumulates so as well.
+    """
+    sanity_check = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def check(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> str:
+        sanity_check(engine, optimizer)
+        return ZERO_OPTIMIZATION
+
+    DeepSpeedEngine._do_optimizer_sanity_check = check
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = sanity_check

@@ -259,16 +259,16 @@ def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -
     Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily. `replicas` are FSDP2's.
     """
     share = (replicas if engine == FSDP2 else 1) / costs.world_size
-    low = 2 if precision == "bf16" else 4  # bytes per number of DeepSpeed's weights and gradients, without its masters
-    # 16: weight, gradient and two moments in float32; 12: DeepSpeed's float32 masters and two moments.
+    low = 2 if precision == "bf16" else 4  # bytes per number of DeepSpeed's weights, without its masters
+    # 4: accumulated gradients in float32; 12: DeepSpeed's masters and two moments; 16: both, or with other weights.
     device, host = {  # bytes per trained parameter
         "ddp": (16.0, 0.0),
         "fsdp2": (16 * share, 0.0),
-        "zero1": (2 * low + 12 * share, 0.0),
-        "zero2": (low + (low + 12) * share, 0.0),
-        "zero3": ((2 * low + 12) * share, 0.0),
-        "zero2_offload": (low + low * share, 12 * share),
-        "zero3_offload": (0.0, (2 * low + 12) * share),
+        "zero1": (low + 4 + 12 * share, 0.0),
+        "zero2": (low + 16 * share, 0.0),
+        "zero3": ((low + 16) * share, 0.0),
+        "zero2_offload": (low + 4 * share, 12 * share),
+        "zero3_offload": (0.0, (low + 16) * share),
     }[engine]
     frozen = sum(costs.parameters.values()) - costs.trainable
     weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1

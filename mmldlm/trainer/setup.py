@@ -72,6 +72,7 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
         global_batch_size=size.global_batch_size,
         clip_norm=config.optim.clip_norm,
         precision=config.precision,
+        width=config.model.width,
     )
 
 
