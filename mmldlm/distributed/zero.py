@@ -75,7 +75,8 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            update_scale(optimizer.overflow)
+            if self._norm_limit >= 0:  # otherwise `drop_gradients`, which DeepSpeed would report as an overflow
+                update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
         optimizer._update_scale = check_norm
