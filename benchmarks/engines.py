@@ -89,13 +89,14 @@ def worker(arguments: list[str], out: Path) -> None:
     from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
     from mmldlm.trainer.trainer import StepResult, Trainer
+    from mmldlm.trainer.update_check import Gradients
 
     class Measured(Trainer):
         held = 0
 
-        def update(self, step: int) -> StepResult:
+        def update(self, step: int, reference: Gradients | None = None) -> StepResult:
             self.held = tensor_bytes(self.engine.unwrapped_model)
-            return super().update(step)
+            return super().update(step, reference)
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)

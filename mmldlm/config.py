@@ -55,6 +55,12 @@ class GuardConfig:
         "consecutive skipped steps that stop the run; numbers are read from a GPU at least every so many steps",
         at_least=1,
     )
+    verify_updates_every: int = setting(
+        1000,
+        "steps between checks that all ranks compute the same update, which also take place in the first step of every "
+        "start; 0: never. A check costs about one more step, without other ranks a fraction of one",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,14 @@ class Collectives:
         work = dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
         return PendingSum(total, work, self.in_collective(what))
 
+    def gather_vectors(self, values: Tensor, what: str) -> Tensor:
+        """Return the small vector of every rank, float64 [ranks, n] on the host (collective)."""
+        vector = values.detach().to("cpu", torch.float64)
+        if self.world_size == 1:
+            return vector[None]
+        with self.in_collective(what):
+            return torch.stack(_all_gather(vector))
+
     def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
         """Return the small value of every rank, by rank (collective). Values pass through JSON: tuples become lists."""
         assert _is_json(value), f"{what}: {value!r} cannot be written as JSON"

@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.grad_scaler import LossScale
+from mmldlm.distributed.grad_scaler import LossScale, to_local
 from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.process_group import set_group_timeouts
 from mmldlm.distributed.setup_errors import library_errors_are_config_errors
@@ -47,6 +48,18 @@ def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
 def with_index(device: torch.device) -> torch.device:
     """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a trained tensor: its elements [start, start + n), flattened."""
+
+    name: str  # clean name of the tensor
+    start: int
+    weight: Tensor  # float32 [n], which the optimizer updates
+    gradient: Tensor | None  # [n], summed over the ranks
+    state: Mapping[str, Any]  # of the optimizer: moments [n] and the step count
+    network_weight: Tensor | None = None  # [n], what the network computes with if it is not `weight` itself
 
 
 class Engine(Collectives):
@@ -200,6 +213,46 @@ class Engine(Collectives):
         for group in self.unwrapped_optimizer.param_groups:
             group["lr"] = lr
 
+    # --- this rank's shards, see `mmldlm.trainer.update_check` ----------------------------------------------
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica of the weights that the network of this rank computes with, or has a shard of."""
+        return self.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of the weights that the optimizers of all ranks update together."""
+        return self.world_size
+
+    @property
+    def gradient_factor(self) -> float:
+        """Factor between the gradients before `update` and those that it clips; synchronizes the host in fp16."""
+        return 1.0 if self.loss_scale is None else self.world_size / float(self.loss_scale.scale)
+
+    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
+        """Yield this rank's shard of every trained tensor; a shard may be empty.
+
+        Args:
+            gradients: Include gradients, which exist between the last backward of a step and its update.
+        """
+        for name, parameter in self._trainable_params():
+            state = self.unwrapped_optimizer.state.get(parameter, {})
+            gradient = flat_local(parameter.grad) if gradients and parameter.grad is not None else None
+            state = {key: flat_local(value) if _has_dims(value) else value for key, value in state.items()}
+            yield Shard(name, self._shard_start(parameter), flat_local(parameter), gradient, state)
+
+    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, start, elements) of the weights in this rank's `replica`, flattened as in a `Shard`."""
+        return ((shard.name, shard.start, shard.weight) for shard in self.local_shards())
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients of a backward pass; weights and optimizer state stay as they are (collective)."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _shard_start(self, parameter: nn.Parameter) -> int:
+        return 0
+
     # --- EMA ----------------------------------------------------------------------------------------------
 
     def enable_ema(self, saved: Mapping[str, Tensor]) -> None:
@@ -307,3 +360,12 @@ class Engine(Collectives):
         for group in self.unwrapped_optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.name}"
+
+
+def flat_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor as a vector, without copying it."""
+    return to_local(tensor.detach()).reshape(-1)
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

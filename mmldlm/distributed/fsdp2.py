@@ -53,6 +53,28 @@ class FSDP2Engine(Engine):
             {entry: _shard_like(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
         )
 
+    @property
+    def replica(self) -> int:
+        parameter = self._sharded_parameter()
+        return parameter.device_mesh.get_coordinate()[0] if parameter.device_mesh.ndim > 1 else 0
+
+    @property
+    def num_replicas(self) -> int:
+        mesh = self._sharded_parameter().device_mesh
+        return mesh.size(0) if mesh.ndim > 1 else 1
+
+    def _sharded_parameter(self) -> DTensor:
+        parameter = next(iter(self._parameters()))
+        assert isinstance(parameter, DTensor)
+        return parameter
+
+    def _shard_start(self, parameter: nn.Parameter) -> int:
+        assert isinstance(parameter, DTensor)
+        # The last dimension of the mesh shards the rows, in parts as those of `torch.chunk`; one before it replicates.
+        mesh, rows = parameter.device_mesh, parameter.shape[0]
+        chunk = -(-rows // mesh.size(mesh.ndim - 1))
+        return min(mesh.get_coordinate()[-1] * chunk, rows) * (parameter.numel() // rows)
+
     def _master_params(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self._parameters()]
 

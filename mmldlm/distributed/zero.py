@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Engine, is_accepted
+from mmldlm.distributed.engine import Engine, Shard, is_accepted
 
 T = TypeVar("T")
 
@@ -79,7 +79,8 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            update_scale(optimizer.overflow)
+            if self._norm_limit >= 0:  # otherwise `drop_gradients`, which DeepSpeed would report as an overflow
+                update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
         optimizer._update_scale = check_norm
@@ -142,6 +143,56 @@ class ZeroEngine(Engine):
         if self.ema is not None:
             self.ema.update(is_accepted(self._norm, norm_limit), ema_decay)
         return self._norm.to(self.device, non_blocking=True)
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.stage == 3 else self.rank
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
+        if gradients and self.device.type == "cuda":
+            torch.cuda.synchronize()  # with offload, gradients are still on their way to the host
+        optimizer, partitions = self.zero_optimizer, self._partitions()
+        for name, parameter in self._trainable_params():
+            gradient: Tensor | None = None
+            if self.stage == 3:
+                group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                start = optimizer._get_param_partition_rank(parameter) * size
+                size = max(0, min(size, parameter.ds_numel - start))  # the rest is padding
+                network_weight = parameter.ds_tensor.detach()[:size]
+                if gradients:
+                    gradient = optimizer.get_local_fp32_grad_for_param(parameter)[:size]
+            elif parameter._hp_mapping is None:  # in the partitions of other ranks alone
+                continue
+            else:
+                mapping = parameter._hp_mapping
+                group, address = mapping.param_group_index, mapping.hp_fragment_address
+                offset, size, start = address.start, address.numel, mapping.lp_fragment_address.start
+                network_weight = parameter.detach().reshape(-1)[start : start + size]
+                if gradients:
+                    gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+                    # In bf16 DeepSpeed may keep the gradient of the whole tensor.
+                    gradient = gradient[start:][:size] if len(gradient) == parameter.numel() else gradient[:size]
+            part = slice(offset, offset + size)
+            state = self.unwrapped_optimizer.state.get(partitions[group], {})
+            state = {
+                key: value[part] if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
+            }
+            yield Shard(name, start, partitions[group].detach()[part], gradient, state, network_weight)
+
+    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
+        if self.stage == 3:
+            return super().network_weights()
+        return ((name, 0, parameter.detach().reshape(-1)) for name, parameter in self._trainable_params())
+
+    def drop_gradients(self) -> None:
+        # DeepSpeed drops them where they are, as for a step that is skipped.
+        self._norm_limit = -1.0
+        with self.in_collective("optimizer step: overflow"):
+            self.deepspeed.step()
 
     def _master_params(self) -> list[Tensor]:
         return self._partitions()

@@ -22,6 +22,7 @@ from mmldlm.config import RunConfig, resolve_precision, write_config
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.collectives import PendingSum
+from mmldlm.distributed.engine import is_accepted
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
@@ -44,6 +45,7 @@ from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import report_lines, startup_report
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
+from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
@@ -160,6 +162,7 @@ class Trainer:
         # Before the loader reads latents and before `AutoMicroBatch` replaces its batch sizes.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
+        self.update_check = UpdateCheck(config, engine, self.components.model)
         engine.prepare(self.components.model, self.components.optimizer)
         engine.check_precision()
         self.checkpointer.restore_optimizer(restored)
@@ -268,9 +271,7 @@ class Trainer:
                     self.tracker.event("micro_batch", step + 1, change)
                     batches = self._remaining_steps()  # repeats this step with the same samples
                     continue
-            if self.config.model.dropout:  # the only random draw that is not a function of (seed, step, slot)
-                # Hashes of integers are the same in every process, unlike those of strings: a resumed run repeats them.
-                torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
+            self._seed_dropout(step, self.engine.rank)
             with self._profiler.trace_step(step + 1):
                 yield step, micro_batches
         self.save(wait=True)
@@ -279,6 +280,12 @@ class Trainer:
     def _remaining_steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Return an iterator over the steps after the present state, with this rank's micro-batches."""
         return self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
+
+    def _seed_dropout(self, step: int, rank: int) -> None:
+        """Seed dropout, the only random draw that is not a function of (seed, step, slot)."""
+        if self.config.model.dropout:
+            # Hashes of integers are the same in every process, unlike those of strings: a resumed run repeats them.
+            torch.manual_seed(hash((self.config.run.seed, step, rank)) % 2**63)
 
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
@@ -312,6 +319,28 @@ class Trainer:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
         return self.engine.accumulate([batch.to(self.engine.device) for batch in noised])
 
+    @phase("verify")
+    def reference_gradients(self, step: int, totals: StepTotals) -> Gradients | None:
+        """Return the step's gradients, computed with each rank's micro-batches on another rank (collective).
+
+        They must be those of the step itself, see `UpdateCheck`. None if the step is not verified, or without peers.
+        """
+        engine, loader, dropout = self.engine, self.components.loader, self.config.model.dropout
+        if not self.update_check.is_due(step) or not self.update_check.exchanges_micro_batches:
+            return None
+        with self.log.stats.paused():
+            owner = (engine.rank + 1) % engine.world_size
+            micro_batches = loader.read(self.state.samples_drawn, loader.batch_at(step), owner)
+            self._seed_dropout(step, owner)
+            # In reverse order, so that a micro-batch that is lost by its position is another one here. Dropout draws in
+            # order.
+            for batch in self.accumulate(self.corrupt(step, micro_batches)[:: 1 if dropout else -1]):
+                self.backward(self.components.objective(engine.forward, batch, totals.counts)[0])
+            self._seed_dropout(step, engine.rank)
+            gradients = measure_gradients(engine)
+            engine.drop_gradients()
+        return gradients
+
     @phase("forward")
     def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
         """Return this micro-batch's share of the step's loss: 0-d, on the device."""
@@ -325,13 +354,21 @@ class Trainer:
         self.engine.backward(propagate_nonfinite(loss))
 
     @phase("update")
-    def update(self, step: int) -> StepResult:
-        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
-        config = self.config
+    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
+        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike.
+
+        Raises:
+            NumericalError: The step is verified, and the ranks compute different updates.
+        """
+        config, engine, check, limit = self.config, self.engine, self.update_check, self.guard.norm_limit
         scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
         lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
         ema_decay = decay_at(step, config.ema)
-        return StepResult(lr, self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, ema_decay))
+        before = check.before_update(lr, reference) if check.is_due(step) else None
+        norm = engine.update(lr, config.optim.clip_norm, limit, ema_decay)
+        if before is not None and is_accepted(norm, limit):
+            self.tracker.update_verified(step + 1, check.after_update(step, before, lr, float(norm)))
+        return StepResult(lr, norm)
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
         """Count the step; log, validate, evaluate and save if they are due.

@@ -32,7 +32,7 @@ def probe(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> Probe:
 
     def facts(engine: str, *settings: str) -> dict[str, Any]:
         out = tmp_path / "facts.json"
-        given = (parity_config, *SHORT, *settings)
+        given = (parity_config, "guard.verify_updates_every=0", *SHORT, *settings)
         forked.succeed(engine, tmp_path / "run", 2, *given, script="engine_probe.py", PROBE=str(out))
         return json.loads(out.read_text())
 

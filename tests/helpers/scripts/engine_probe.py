@@ -19,6 +19,7 @@ from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import leave
 
 facts: dict[str, Any] = {"steps": []}
@@ -68,13 +69,13 @@ class ProbedTrainer(Trainer):
         super().backward(loss)
         facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
-    def update(self, step: int) -> StepResult:
+    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
         if len(facts["steps"]) > 1:  # from the first step on, the optimizer has its state
             model = self.engine.unwrapped_model
             trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             # The least of all steps: in a single step a buffer of the exchange may still be alive.
             facts["held"] = min(facts.get("held", math.inf), tensor_bytes(model) / trained)
-        return super().update(step)
+        return super().update(step, reference)
 
 
 status = train.main(trainer_cls=ProbedTrainer)
