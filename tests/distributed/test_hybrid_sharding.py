@@ -157,7 +157,8 @@ def test_other_parallelism_is_refused(
         assert done.returncode != 0
         output = done.stdout
     lines = [line for line in output.splitlines() if line.startswith("mmldlm: error")]
-    assert len(lines) == 4 and f"parallelism_config_{size}: expected 1, found 2: no " in lines[0]
+    # accelerate launch ends the others after the first.
+    assert lines and all(f"parallelism_config_{size}: expected 1, found 2: no " in line for line in lines), output
     assert not (tmp_path / "run").exists()
 
 
