@@ -89,7 +89,8 @@ def read_launcher_env(
     deepspeed_file = deepspeed_file or launcher_file
     if use_fsdp and (use_deepspeed or deepspeed_file):
         raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
-    engine, deepspeed, notices = SINGLE if not launched else FSDP2 if use_fsdp else DDP, None, ()
+    engine, deepspeed = SINGLE if not launched else FSDP2 if use_fsdp else DDP, None
+    notices: tuple[str, ...] = ()
     if use_deepspeed or deepspeed_file:
         deepspeed, deepspeed_file, notices = deepspeed_launch(environment, deepspeed_file or "")
         engine = engine_name(deepspeed, deepspeed_file)
