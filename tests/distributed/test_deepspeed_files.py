@@ -1,6 +1,6 @@
 """DeepSpeed launcher files that users bring along: each trains the curve of one process, or names the edit it needs.
 
-`launcher_files/` has the settings of files as of July 2026:
+`deepspeed_files/` has the settings of files as of July 2026:
 
 - `accelerate_config_*`: what `accelerate config` writes for DeepSpeed with default answers;
 - `accelerate_*`: huggingface/accelerate, examples/config_yaml_templates and deepspeed_config_templates;
@@ -36,7 +36,7 @@ from tests.helpers.engine_runs import (
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 
-FOLDER = Path("tests/distributed/launcher_files")
+FOLDER = Path("tests/distributed/deepspeed_files")
 RUN = {  # file -> its engine
     "accelerate_config_zero1.yaml": "zero1",
     "accelerate_config_zero2.yaml": "zero2",
