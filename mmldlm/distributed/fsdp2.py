@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -55,8 +56,8 @@ class FSDP2Engine(Engine):
 
     @property
     def replica(self) -> int:
-        parameter = self._sharded_parameter()
-        return parameter.device_mesh.get_coordinate()[0] if parameter.device_mesh.ndim > 1 else 0
+        mesh = self._sharded_parameter().device_mesh
+        return _coordinate(mesh)[0] if mesh.ndim > 1 else 0
 
     @property
     def num_replicas(self) -> int:
@@ -73,7 +74,7 @@ class FSDP2Engine(Engine):
         # The last dimension of the mesh shards the rows, in parts as those of `torch.chunk`; one before it replicates.
         mesh, rows = parameter.device_mesh, parameter.shape[0]
         chunk = -(-rows // mesh.size(mesh.ndim - 1))
-        return min(mesh.get_coordinate()[-1] * chunk, rows) * (parameter.numel() // rows)
+        return min(_coordinate(mesh)[-1] * chunk, rows) * (parameter.numel() // rows)
 
     def _master_params(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self._parameters()]
@@ -101,6 +102,13 @@ class FSDP2Engine(Engine):
 
     def _unshard(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    """Return this rank's place in each dimension of the mesh."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh"
+    return coordinate
 
 
 def _shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:

@@ -156,7 +156,8 @@ class ZeroEngine(Engine):
         if gradients and self.device.type == "cuda":
             torch.cuda.synchronize()  # with offload, gradients are still on their way to the host
         optimizer, partitions = self.zero_optimizer, self._partitions()
-        for name, parameter in self._trainable_params():
+        parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # with attributes of DeepSpeed
+        for name, parameter in parameters:
             gradient: Tensor | None = None
             if self.stage == 3:
                 group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]

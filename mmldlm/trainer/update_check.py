@@ -84,7 +84,7 @@ def measure_gradients(engine: Engine) -> Gradients:
     """Measure the gradients between the last backward pass of a step and its update."""
     shards = [shard for shard in engine.local_shards(gradients=True) if shard.gradient is not None]
     names, values = fingerprints((shard.name, shard.start, shard.gradient) for shard in shards)  # type: ignore[misc]
-    norms = [torch.linalg.vector_norm(shard.gradient).double() for shard in shards]  # type: ignore[arg-type]
+    norms = [torch.linalg.vector_norm(shard.gradient).double() for shard in shards]
     return Gradients(names, values, torch.stack(norms).cpu() if norms else torch.zeros(0, dtype=torch.float64))
 
 
