@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.collectives import Collectives
+from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
@@ -73,6 +74,12 @@ class Engine(Collectives):
     def unwrapped_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without Accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @cached_property
+    def compute_timer(self) -> ComputeTimer:
+        """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
+        on_cuda = self.device.type == "cuda" and self.world_size > 1
+        return DeviceTimer(self.unwrapped_model.blocks) if on_cuda else self.host_timer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""
