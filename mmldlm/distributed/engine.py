@@ -78,8 +78,9 @@ class Engine(Collectives):
     @cached_property
     def compute_timer(self) -> ComputeTimer:
         """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
-        on_cuda = self.device.type == "cuda" and self.world_size > 1
-        return DeviceTimer(self.unwrapped_model.blocks) if on_cuda else self.host_timer
+        if self.device.type != "cuda" or self.world_size == 1:
+            return self.host_timer
+        return DeviceTimer(self.unwrapped_model.get_submodule("blocks").children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""
