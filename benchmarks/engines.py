@@ -88,7 +88,8 @@ def worker(arguments: list[str], out: Path) -> None:
     from mmldlm.config import load_config
     from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
-    from mmldlm.trainer.trainer import StepResult, Trainer
+    from mmldlm.trainer.step import StepResult
+    from mmldlm.trainer.trainer import Trainer
     from mmldlm.trainer.update_check import Gradients
 
     class Measured(Trainer):

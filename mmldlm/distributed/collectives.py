@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmldlm.distributed.compute_time import HostTimer
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code
 
@@ -66,14 +67,20 @@ class Collectives:
     def __init__(self, rank: int = 0, world_size: int = 1, watchdog: Watchdog | None = None):
         self.rank, self.world_size, self.watchdog = rank, world_size, watchdog
         self.peer_lost = False
+        self.host_timer = HostTimer()
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def in_collective(self, collective: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager in which the watchdog knows the collective that the main thread waits for."""
-        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.in_collective(collective)
+        """Return a context manager in which the main thread waits for other ranks, in the collective of this name."""
+        return contextlib.nullcontext() if self.watchdog is None else self._in_collective(self.watchdog, collective)
+
+    @contextlib.contextmanager
+    def _in_collective(self, watchdog: Watchdog, collective: str) -> Iterator[None]:
+        with watchdog.in_collective(collective), self.host_timer.waiting():
+            yield
 
     def local_items(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
         """Yield this rank's share of `items` as (index, item, whether it counts).
@@ -149,6 +156,7 @@ class Collectives:
         """Leave the process group. One that has lost a rank cannot be closed cleanly; it ends with the process."""
         if self.watchdog is not None:
             self.watchdog.close()
+        self.host_timer.close()
         if dist.is_available() and dist.is_initialized() and not self.peer_lost:
             _closed_groups.append(dist.group.WORLD)
             dist.destroy_process_group()

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
+from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
 from mmldlm.distributed.grad_scaler import LossScale, to_local
 from mmldlm.distributed.launcher import DDP, LauncherEnv
 from mmldlm.distributed.process_group import set_group_timeouts
@@ -103,6 +104,13 @@ class Engine(Collectives):
     def unwrapped_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without Accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @cached_property
+    def compute_timer(self) -> ComputeTimer:
+        """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
+        if self.device.type != "cuda" or self.world_size == 1:
+            return self.host_timer
+        return DeviceTimer(self.unwrapped_model.get_submodule("blocks").children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""

@@ -27,6 +27,7 @@ Kind = Literal[
     "skip",
     "micro_batch",
     "update",
+    "slow_rank",
     "heartbeat",
     "end",
 ]

@@ -55,6 +55,7 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
     },
     "Speed and health": {
         "step time and data wait (s)": [r"^speed/step_s$", r"^speed/data_wait_s$"],
+        "compute time in a step, median and slowest rank (s)": [r"^speed/compute_s$", r"^speed/compute_s_slowest$"],
         "TFLOP/s and model FLOPs utilization (MFU)": [r"^speed/(tflops_per_s|mfu)$"],
         "CPU cores used by other processes": [r"^speed/cores_of_others$"],
         "memory (MiB)": [r"^memory/"],

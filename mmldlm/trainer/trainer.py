@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig, resolve_precision, write_config
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
-from mmldlm.distributed.collectives import PendingSum
 from mmldlm.distributed.engine import is_accepted
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.init import start_engine
@@ -43,6 +42,7 @@ from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_r
 from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import report_lines, startup_report
+from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
 from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
@@ -52,32 +52,6 @@ from mmldlm.utils.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """Totals of an optimizer step over all ranks, the same on each; the first access waits for their exchange.
-
-    Attributes:
-        counts: Denominators of the losses, by entry of `Objective.__call__`, followed by the values of `names`.
-        names: Names of the other totals; see `Trainer.sync`.
-        samples: Samples of the global batch.
-    """
-
-    counts: PendingSum
-    names: tuple[str, ...]
-    samples: int
-
-    def __getitem__(self, name: str) -> int:
-        return int(self.counts[self.names.index(name) - len(self.names)])
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of an optimizer step."""
-
-    lr: float
-    grad_norm: Tensor  # [], on the device: before clipping
 
 
 class Trainer:
@@ -202,7 +176,8 @@ class Trainer:
         )
         skips = open_skips_file(self.run_dir, self.state.step, resumed) if engine.is_main else nullcontext()
         skips_file = self._stack.enter_context(skips)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file)
+        hosts = [rank["host"] for rank in report["ranks"]]
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file, hosts)
         self.guard = self.log.guard
         self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
         self._stack.callback(self._profiler.close)
@@ -258,6 +233,7 @@ class Trainer:
         self.log.stats.clear()
         while True:
             started = time.perf_counter()
+            self.engine.compute_timer.start()
             item = next(batches, None)
             if item is None:
                 break
@@ -311,9 +287,18 @@ class Trainer:
             "ready": self.checkpointer.ready,
             "failed": self.checkpointer.failed,
         }
-        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64)])
+        work = torch.zeros(2, self.engine.world_size, dtype=torch.float64)
+        work[:, self.engine.rank] = torch.tensor(self.engine.compute_timer.take())
+        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64), work.flatten()])
         pending = self.engine.start_sum(values, "all-reduce of the step's counts")
-        return StepTotals(pending, tuple(local), self.components.loader.batch_at(step).global_batch_size)
+        samples = self.components.loader.batch_at(step).global_batch_size
+        flops = self._flops(local, sum(layout.num_samples for layout in layouts))
+        return StepTotals(pending, tuple(local), self.engine.world_size, samples, flops)
+
+    def _flops(self, counts: Mapping[str, int] | StepTotals, samples: int) -> float:
+        """Return the FLOPs of a step with these counts."""
+        latent_tokens = self.components.store.manifest.latent.tokens
+        return self._model_flops.step_flops(counts["tokens"], counts["masked"], samples, latent_tokens, counts["pairs"])
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
@@ -378,15 +363,14 @@ class Trainer:
             NumericalError: A skipped step ends the run by the settings of `guard`.
             StoppedBySignal: A rank received a signal to stop; a checkpoint has been saved.
         """
+        self.engine.compute_timer.stop(totals.flops)
         config, state, size = self.config, self.state, self.components.loader.batch_at(step)
         self._log_checkpoints(self.checkpointer.advance(totals["ready"], totals["failed"]))
         state.step = step + 1
         self.tracker.step_done(state.step)
         state.samples_drawn += totals.samples
-        latent_tokens = self.components.store.manifest.latent.tokens
-        flops = self._model_flops.step_flops(
-            totals["tokens"], totals["masked"], totals.samples, latent_tokens, totals["pairs"]
-        )
+        flops = self._flops(totals, totals.samples)
+        self.log.compare_ranks(state.step, totals.work())
         self.log.end_step(state.step, result.grad_norm, totals["tokens"], flops, totals.samples)
         if config.train.is_due(state.step, config.log.every):
             self.log.write(result.lr, asdict(size))

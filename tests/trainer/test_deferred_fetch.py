@@ -15,8 +15,9 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.engine import is_accepted
+from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.step_guard import propagate_nonfinite
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
 from tests.helpers.engine_runs import exit_record, records
 from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps

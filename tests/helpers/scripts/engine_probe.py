@@ -18,7 +18,8 @@ from benchmarks.engines import tensor_bytes
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import leave
 

@@ -25,7 +25,8 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
 from mmldlm.telemetry import StepNumbers, StepStats
-from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import leave
 

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import train_and_exit
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 
 from mmldlm.distributed import grad_scaler
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import train_and_exit
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mmldlm import train
 from mmldlm.distributed.grad_scaler import to_local
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import leave
 
 norms: list[float] = []
