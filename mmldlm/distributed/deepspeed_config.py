@@ -70,7 +70,8 @@ def engine_name(config: Mapping[str, Any], path: str) -> str:
             )
         if device == "nvme" and not isinstance(section.get("nvme_path"), str):
             raise ConfigError(
-                f"{path}: {name}.nvme_path: expected a folder, found {short_repr(section.get('nvme_path'))}"
+                f"{path}: {name}.nvme_path: expected a folder, in a DeepSpeed file (Accelerate passes none on), found "
+                f"{short_repr(section.get('nvme_path'))}"
             )
         if device != "none" and stage not in stages:
             expected = " or ".join(map(str, stages))

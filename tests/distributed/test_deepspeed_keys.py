@@ -71,7 +71,10 @@ def test_known_keys_are_deepspeeds() -> None:
         ({"zero_optimization": {"stage": 3, "zeropp_loco_param": {}}}, "zeropp_loco_param: unknown or unsupported"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"ratio": 0.5}}}, "offload_param.ratio: unknown"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "divides the 4 processes, found 3"),
-        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "expected 1, or stage 3, found 2"),
+        (
+            {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+            "expected ZeRO stage 3, found stage 2; remove the key",
+        ),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "none, or stage 2 or 3, found"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "optimizer: .* params.lr 0.001; remove the section"),
         ({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}, "optimizer: .* found type 'Lion'"),

@@ -271,8 +271,10 @@ def test_refused_secondary_partitions(zero: dict[str, object], complaint: str, t
 @pytest.mark.quick
 def test_secondary_partition_is_that_of_a_node() -> None:
     path = "ds_configs/zero3_hpz.json"
-    plan = StepPlan(micro_batch_size=2, accumulation=4, global_batch_size=16, clip_norm=1.0, precision="bf16")
+    sizes = {"micro_batch_size": 2, "accumulation": 4, "global_batch_size": 16, "width": 64}
+    plan = StepPlan(**sizes, clip_norm=1.0, precision="bf16")
     launch = read_launcher_env(launched(16, 8), str(ROOT / path))
     assert launch.secondary_partition == 8
-    resolved = resolve_deepspeed_config(read_deepspeed_config(ROOT / path), path, plan, launch.secondary_partition)
+    content, secondary = read_deepspeed_config(ROOT / path), launch.secondary_partition
+    resolved = resolve_deepspeed_config(content, path, plan, secondary_partition=secondary)
     assert resolved["zero_optimization"]["zero_hpz_partition_size"] == 8
