@@ -352,7 +352,9 @@ class Trainer:
         before = check.before_update(lr, reference) if check.is_due(step) else None
         norm = engine.update(lr, config.optim.clip_norm, limit, ema_decay)
         if before is not None and is_accepted(norm, limit):
-            self.tracker.update_verified(step + 1, check.after_update(step, before, lr, float(norm)))
+            fingerprint = check.after_update(step, before, lr, float(norm))
+            if fingerprint is not None:
+                self.tracker.update_verified(step + 1, fingerprint)
         return StepResult(lr, norm)
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:

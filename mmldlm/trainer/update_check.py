@@ -159,7 +159,7 @@ class UpdateCheck:
         }
         return BeforeUpdate(self._weight_fingerprint(), samples, gradients_differ)
 
-    def after_update(self, step: int, before: BeforeUpdate, lr: float, norm: float) -> list[float]:
+    def after_update(self, step: int, before: BeforeUpdate, lr: float, norm: float) -> list[float] | None:
         """Verify an update that was not skipped (collective).
 
         Args:
@@ -169,7 +169,8 @@ class UpdateCheck:
             norm: Gradient norm before clipping.
 
         Returns:
-            Fingerprint of the update, the same under every engine but for rounding.
+            Fingerprint of the update, the same under every engine but for rounding. None if it made weights non-finite:
+            that is no disagreement, and the guard acts on it in the next step.
 
         Raises:
             NumericalError: The ranks compute different updates; the message names step, tensor and, if known, rank.
@@ -181,8 +182,9 @@ class UpdateCheck:
         # Not a number: this rank has found a fault, so all exchange what they have found.
         own = weights.sum(0) if fault is None else torch.full((2,), math.nan)
         by_rank = engine.gather_vectors(own, "comparison of the weights")
-        if by_rank.isnan().any():
-            self._raise_fault(step, fault)
+        if not by_rank.isfinite().all():
+            self._raise_first_fault(step, fault)
+            return None
         self._compare_replicas(step, names, weights, by_rank)
         self._pending = False
         update = engine.sum(self._weight_fingerprint() - before.fingerprint, "fingerprint of the update")
@@ -237,6 +239,8 @@ class UpdateCheck:
     def _update_error(self, shard: Shard, sample: ShardSample, lr: float, clip: float) -> float:
         """Return the difference between a shard's update and the expected one, relative to what is tolerated."""
         update = _sample(shard.weight) - sample.weight
+        if not update.isfinite().all():
+            return 0.0
         rounding = ROUNDING * float(sample.weight.norm())
         if shard.name in self._muon:
             # The update of an element depends on the whole matrix. It is zero for none but stale ones.
@@ -262,16 +266,15 @@ class UpdateCheck:
         worst = int((totals.amax(0) - totals.amin(0)).amax(1).argmax())
         _fail(step, f"the replicas of the weights differ, most in {names[worst]}")
 
-    def _raise_fault(self, step: int, fault: Fault | None) -> NoReturn:
-        """Raise `NumericalError` on all ranks for the first cause that any of them has found (collective)."""
+    def _raise_first_fault(self, step: int, fault: Fault | None) -> None:
+        """Raise `NumericalError` on all ranks for the first cause that a rank has found, if any (collective)."""
         own = None if fault is None else [fault.order, -fault.size, fault.text]
         gathered = self.engine.gather(own, "faults of the update")
         reports = [[*report, rank] for rank, report in enumerate(gathered) if report is not None]
-        if not reports:
-            _fail(step, "a weight is not finite")
-        order, _, text, rank = min(reports)
-        # Reducing gradients mixes what the ranks computed; an update is a rank's own.
-        _fail(step, text if order == 0 else f"{text}, on rank {rank}")
+        if reports:
+            order, _, text, rank = min(reports)
+            # Reducing gradients mixes what the ranks computed; an update is a rank's own.
+            _fail(step, text if order == 0 else f"{text}, on rank {rank}")
 
 
 def _fail(step: int, text: str) -> NoReturn:

@@ -206,7 +206,7 @@ def test_launchers(
 def test_settings_reach_the_engine(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Two shards on four processes: half of 16 bytes for each parameter; and our timeout for each group of the mesh."""
     out, short = tmp_path / "facts.json", ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
-    given = (parity_config, "train.micro_batch_size=1", *short)
+    given = (parity_config, "train.micro_batch_size=1", "guard.verify_updates_every=0", *short)
     forked.succeed("fsdp2_hsdp", tmp_path / "run", 4, *given, script="engine_probe.py", PROBE=str(out))
     facts = json.loads(out.read_text())
     assert facts["held"] == pytest.approx(16 / 2, rel=0.05)
@@ -223,6 +223,7 @@ def test_replicas_share_the_gradient_norm(parity_config: Path, forked: ForkedRun
     All ranks have one norm, by which they clip, and take or skip a step together.
     """
     given = [parity_config, "train.steps=3", "train.micro_batch_size=1", "guard.grad_norm_spike=4"]
+    given += ["guard.verify_updates_every=0"]
     forked.succeed("fsdp2_hsdp", tmp_path / "run", 4, *given, script="uneven_replicas.py", FACTS=str(tmp_path))
     norms = [json.loads((tmp_path / f"norms.rank{rank}.json").read_text()) for rank in range(4)]
     assert len(norms[0]) == 3 and norms == [norms[0]] * 4

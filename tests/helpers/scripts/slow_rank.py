@@ -20,9 +20,13 @@ class SlowTrainer(Trainer):
         self.started = time.thread_time()
         return super().corrupt(*arguments)
 
-    def update(self, step: int) -> StepResult:
-        result, now = super().update(step), time.thread_time()
-        while self.engine.rank == RANK and step < LAST and time.thread_time() < now + SHARE * (now - self.started):
+    def update(self, *arguments: Any) -> StepResult:
+        result, now = super().update(*arguments), time.thread_time()
+        while (
+            self.engine.rank == RANK
+            and self.state.step < LAST
+            and time.thread_time() < now + SHARE * (now - self.started)
+        ):
             pass
         return result
 

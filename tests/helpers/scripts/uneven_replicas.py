@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from mmldlm import train
 from mmldlm.distributed.grad_scaler import to_local
@@ -16,12 +17,12 @@ norms: list[float] = []
 
 
 class UnevenTrainer(Trainer):
-    def update(self, step: int) -> StepResult:
+    def update(self, *arguments: Any) -> StepResult:
         if len(norms) == 1 and self.engine.rank >= 2:
             for parameter in self.engine.unwrapped_model.parameters():
                 if parameter.grad is not None:
                     to_local(parameter.grad).mul_(1.5)
-        result = super().update(step)
+        result = super().update(*arguments)
         norms.append(float(result.grad_norm))
         return result
 
