@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,10 +43,7 @@ class HostTimer:
     def __init__(self) -> None:
         self._waited_s = self._blocked_s = self._cpu_s = 0.0
         self._measured = Work()
-        try:
-            self._schedstat: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        except OSError:
-            self._schedstat = None
+        self._schedstat: int | None = None  # a file, open from the first step on: most timers never measure one
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -58,6 +55,9 @@ class HostTimer:
 
     def start(self) -> None:
         """Start a step."""
+        if self._schedstat is None:
+            with suppress(OSError):
+                self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._blocked_s, self._cpu_s = self._blocked() - self._waited_s, time.thread_time()
 
     def stop(self, flops: float) -> None:

@@ -26,6 +26,7 @@ from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_conf
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError
 from tests.helpers.engine_runs import (
+    LAUNCHED,
     Single,
     accelerate,
     deepspeed,
@@ -59,14 +60,6 @@ NEED_AN_EDIT = [
     "accelerate_stage3.json",
     "accelerate_stage3_offload.json",
 ]
-LAUNCHED = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
 # These files have no accumulation, or one micro-batch per step.
 SETTINGS = ("train.steps=4", "train.micro_batch_size=4", "validation.every=0", "checkpoint.every_steps=0")
 PLAN = StepPlan(micro_batch_size=4, accumulation=1, global_batch_size=8, clip_norm=2.0, precision="fp32", width=64)

@@ -16,19 +16,11 @@ from mmldlm.config import RunConfig, load_config, resolve_precision
 from mmldlm.distributed.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError
-from tests.helpers.engine_runs import ENGINES, accelerate, environment, exit_record, run, succeed, torchrun
+from tests.helpers.engine_runs import ENGINES, LAUNCHED, accelerate, environment, exit_record, run, succeed, torchrun
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
-LAUNCHED = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
 PLAN = StepPlan(micro_batch_size=2, accumulation=4, global_batch_size=16, clip_norm=1.0, precision="bf16", width=64)
 
 
