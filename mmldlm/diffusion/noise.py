@@ -1,9 +1,9 @@
 """Randomness of training and generation, with a separate random stream for each sample.
 
 In training it is a function of (seed, step, slot in the global batch). It does not depend on rank, world size,
-micro-batches or loader workers, so a run resumes and re-partitions exactly. The streams come from a counter-based
-generator (Philox, SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). Everything is drawn on the host: it is
-little data, and the positions of masked tokens are then known without waiting for a device.
+micro-batches or loader workers, so a run resumes and re-partitions exactly. The streams are those of
+`random_stream`. Everything is drawn on the host: it is little data, and the positions of masked tokens are then known
+without waiting for a device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.diffusion.schedule import UNIFORM, LogLinear, TimeSampler, stratified_times
+from mmldlm.utils.random_stream import random_stream
 
 Mode = Literal["l2t", "t2l", "joint"]
 MODES: tuple[Mode, ...] = ("l2t", "t2l", "joint")
@@ -34,12 +35,6 @@ class Noise:
     uniforms: Tensor  # float32 [N]: a token is masked if its number is below its sample's 1 - alpha(t_text)
     epsilon: Tensor  # float32 [B, M, C]
     importance: Tensor  # float32 [B]: 1 / density of t_text
-
-
-def _philox(seed: int, purpose: int, step: int, slot: int = 0) -> np.random.Generator:
-    """Return an independent stream for each (seed, purpose, step, slot)."""
-    # Draws count up from the first word of the counter, so they never reach the words that hold slot and step.
-    return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=[0, 0, slot, step]))
 
 
 def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
@@ -117,7 +112,7 @@ def draw_noise(
         latent: Distribution of t_latent.
     """
     # Every rank draws the grids of the whole global batch and takes the entries of its slots.
-    shared = _philox(seed, purpose=0, step=step)
+    shared = random_stream(seed, purpose=0, step=step)
     offsets = shared.random(3)
     local_strata = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
     t_mode, u_text, u_latent = (
@@ -142,7 +137,7 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Draw token uniforms [N] and latent noise [B, M, C] from each sample's stream, whatever else is in the batch."""
     uniforms, epsilon = [], []
     for slot, length in zip(batch.slots.tolist(), batch.lengths, strict=True):
-        generator = _philox(seed, purpose=1, step=step, slot=slot)
+        generator = random_stream(seed, purpose=1, step=step, slot=slot)
         epsilon.append(generator.standard_normal(batch.latents.shape[1:], dtype=np.float32))
         uniforms.append(generator.random(length, dtype=np.float32))
     return torch.from_numpy(np.concatenate(uniforms)), torch.from_numpy(np.stack(epsilon))
@@ -160,7 +155,7 @@ class SampleStreams:
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):
-        self._streams = [_philox(seed, purpose=2, step=kind, slot=slot) for slot in slots.tolist()]
+        self._streams = [random_stream(seed, purpose=2, step=kind, slot=slot) for slot in slots.tolist()]
 
     def normal(self, shape: Sequence[int]) -> Tensor:
         """Return standard normal numbers, float32 of `shape` [B, ...]."""

@@ -75,7 +75,7 @@ class TextHead(nn.Module):
     def __init__(self, width: int, vocab_size: int, suppressed_ids: tuple[int, ...], tied: bool):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
-        bias = torch.zeros(vocab_size)
+        bias = torch.zeros(vocab_size, device="cpu")  # a value, also where parameters are on the meta device
         bias[list(suppressed_ids)] = MASKED_LOGIT
         self.register_buffer("bias", bias, persistent=False)
         self.bias: Tensor
@@ -130,7 +130,8 @@ class LossWeights(nn.Module):
 
     def __init__(self, initial_weights: tuple[float, ...]):
         super().__init__()
-        self.value = nn.Parameter(torch.tensor([-math.log(weight) / self.lr_multiplier for weight in initial_weights]))
+        self.initial = tuple(-math.log(weight) / self.lr_multiplier for weight in initial_weights)
+        self.value = nn.Parameter(torch.empty(len(initial_weights)))
 
     def forward(self) -> Tensor:
         """Return s, one per loss, in float32."""

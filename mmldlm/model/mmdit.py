@@ -20,6 +20,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, checkpoint_blocks
 from mmldlm.model.attention import Backend, joint_attention
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
+from mmldlm.model.initial_weights import InitialWeights, Normal
 from mmldlm.model.layers import (
     FeedForward,
     HeadNorm,
@@ -212,6 +213,8 @@ class MMDiTBlock(nn.Module):
 class MMDiT(nn.Module):
     """The denoiser of both modalities, with heads for tokens, latents and text lengths.
 
+    Its parameters have arbitrary values, or none on the meta device, until `init_weights` or a checkpoint sets them.
+
     Args:
         config: Sizes and variants of the network.
         shape: What the data determine.
@@ -253,11 +256,17 @@ class MMDiT(nn.Module):
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.text_terms = text_terms
         self.loss_weights = None if initial_loss_weights is None else LossWeights(initial_loss_weights)
-        self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialize all parameters, in float32.
+    def init_weights(self, seed: int = 0) -> MMDiT:
+        """Set all parameters to `initial_weights` and return the model."""
+        weights = self.initial_weights(seed)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(weights[name])
+        return self
+
+    def initial_weights(self, seed: int) -> InitialWeights:
+        """Return the initial values of all parameters.
 
         | part                                            | value                                            |
         |-------------------------------------------------|--------------------------------------------------|
@@ -268,28 +277,24 @@ class MMDiT(nn.Module):
         | latent head and skip, last layer of length head | zero: predictions start at 0                     |
         | biases, norm scales                             | 0, 1                                             |
         """
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                residual = name.endswith(("text.out", "latent.out", "mlp.down"))
-                scale = (2 * self.config.depth) ** -0.5 if residual else 1.0
-                nn.init.normal_(module.weight, std=scale * module.in_features**-0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, HeadNorm):
-                nn.init.ones_(module.q)
-                nn.init.ones_(module.k)
-        # In a second pass: a module comes before its layers, whose initialization would overwrite the zeros.
-        for module in self.modules():
-            if isinstance(module, Modulation):
-                nn.init.zeros_(module.up.weight)
-        nn.init.zeros_(self.latent_head.weight)
-        if self.latent_skip is not None:
-            nn.init.zeros_(self.latent_skip.weight)
-        nn.init.zeros_(self.length_head.out.weight)
-        nn.init.normal_(self.latent_position, std=0.02)
-        nn.init.normal_(self.token_embedding.weight, std=0.02)
-        if self.text_head.weight is not None:
-            nn.init.normal_(self.text_head.weight, std=0.02)
+        shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
+        return InitialWeights({name: self._initial_distribution(name) for name in shapes}, shapes, seed)
+
+    def _initial_distribution(self, name: str) -> Normal:
+        owner, _, leaf = name.rpartition(".")
+        module, parent = self.get_submodule(owner), self.get_submodule(owner.rpartition(".")[0])
+        if isinstance(module, HeadNorm):
+            return Normal(mean=1.0)
+        if isinstance(module, LossWeights):
+            return Normal(mean=module.initial)
+        if name in ("latent_position", "token_embedding.weight", "text_head.weight"):
+            return Normal(0.02)
+        is_zero = owner in ("latent_head", "latent_skip", "length_head.out")
+        if leaf == "bias" or is_zero or (isinstance(parent, Modulation) and module is parent.up):
+            return Normal()
+        assert isinstance(module, nn.Linear), name
+        residual = owner.endswith(("text.out", "latent.out", "mlp.down"))
+        return Normal(((2 * self.config.depth) ** -0.5 if residual else 1.0) * module.in_features**-0.5)
 
     def forward(
         self,

@@ -15,21 +15,27 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import resolve_backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
+from mmldlm.model.initial_weights import materialize
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
-    """Return the network with its initial weights, a function of `run.seed` alone; parts in `freeze` are frozen."""
+    """Return the network on the host with its initial weights, which depend on `run.seed` and their names alone."""
+    model = build_meta_model(config, manifest, device_type)
+    materialize(model, "cpu")
+    return model.init_weights(config.run.seed)
+
+
+def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
+    """Return the network for `device_type`, its parameters on the meta device; parts in `freeze` are frozen."""
     precision = "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
     half_precision = precision != "fp32"
     backend = resolve_backend(config.attention.backend, device_type, half_precision)
     network = CPUHalfMMDiT if half_precision and (device_type, backend) == ("cpu", "sdpa") else MMDiT
     uncertainty = config.loss.latent_weighting == "uncertainty"
-    # The caller's random state stays as it was. Weights are drawn on the host, so no state of a device is saved.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
+    with torch.device("meta"):
         model = network(
             config.model,
             data_shape(manifest),

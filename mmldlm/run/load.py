@@ -19,9 +19,10 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import DataError
+from mmldlm.model.initial_weights import materialize
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_meta_model, build_objective
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def load_run(
     store = match_training_data(saved, open_data(config.data.location))
     check_compatible(saved, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(config, store.manifest, device.type)
+    model = build_meta_model(config, store.manifest, device.type)
+    materialize(model, device)
     ema = saved_ema(saved, model, config)
     if weights == "ema" and ema is None:
         raise DataError(f"{saved.path}: has no EMA of the weights (ema.decay); expected --weights trained")
@@ -108,7 +110,7 @@ def load_run(
         config=config,
         store=store,
         tokenizer=Tokenizer.load(saved.path / "tokenizer"),
-        model=model.to(device).eval(),
+        model=model.eval(),
         objective=build_objective(config, store.manifest),
         device=device,
         step=saved.step,

@@ -28,12 +28,13 @@ from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import KernelCache
+from mmldlm.model.initial_weights import materialize
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_model, build_objective, corrupt_step
+from mmldlm.run.factory import build_meta_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
@@ -119,7 +120,8 @@ def estimate(
     )
     # Only the model is fake; micro-batches are real, since their lengths and masks determine the costs.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_model(config, store.manifest, "cpu")
+        model = build_meta_model(config, store.manifest, "cpu")
+        materialize(model, "cpu")
     objective = build_objective(config, store.manifest)
     optimizer, name, one_moment = _optimizer(model, config.optim, device)
     tracker = StepCostTracker(model, objective, keep_gradients=world_size > 1, ema=config.ema.decay > 0)

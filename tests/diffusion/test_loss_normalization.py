@@ -24,7 +24,7 @@ def model() -> MMDiT:
     torch.manual_seed(0)
     model = MMDiT(
         ModelConfig(depth=2, width=32, num_heads=2, conditioning_width=16), DataShape(VOCAB, MASK, PAD, 9, 2, 6)
-    )
+    ).init_weights()
     with torch.no_grad():
         for parameter in model.parameters():  # at initialization the blocks are switched off
             parameter += 0.1 * torch.randn_like(parameter)

@@ -26,7 +26,7 @@ def model() -> MMDiT:
     torch.manual_seed(0)
     model = MMDiT(
         ModelConfig(depth=1, width=32, num_heads=2, conditioning_width=16), DataShape(VOCAB, MASK, PAD, 9, 1, 6)
-    )
+    ).init_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

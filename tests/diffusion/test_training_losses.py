@@ -46,7 +46,7 @@ def model_of(config: LossConfig) -> MMDiT:
         DataShape(VOCAB, MASK, PAD, 9, 2, 6),
         text_terms=config.needs_text_terms,
         initial_loss_weights=(1.0, config.latent_weight) if learned else None,
-    )
+    ).init_weights()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

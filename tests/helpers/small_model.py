@@ -32,6 +32,7 @@ def small_model(
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
     network = CPUHalfMMDiT if (precision != "fp32", device, backend) == (True, "cpu", "sdpa") else MMDiT
     model = network(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
+    model.init_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += stir * torch.randn_like(parameter)

@@ -59,7 +59,7 @@ def test_every_parameter_is_used_in_joint_training(latent_tokens: int, config: d
 def test_losses_of_the_initial_network(tied: bool) -> None:
     torch.manual_seed(0)
     shape = DataShape(512, 510, 511, MAX_LENGTH, 2, CHANNELS)
-    model = MMDiT(ModelConfig(depth=2, width=64, num_heads=4, tie_embeddings=tied), shape)
+    model = MMDiT(ModelConfig(depth=2, width=64, num_heads=4, tie_embeddings=tied), shape).init_weights()
     inputs = random_inputs((16,) * 32, 2)
     targets = torch.randint(0, 510, (len(inputs.tokens),))
     positions = torch.arange(len(targets))

@@ -24,7 +24,7 @@ from mmldlm.distributed.environment import disabled_guards
 from mmldlm.errors import ConfigError, DataError, ExitCode
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import count_parameters
-from mmldlm.run.factory import build_model
+from mmldlm.run.factory import build_meta_model
 from mmldlm.utils.files import probe_file
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -228,10 +228,9 @@ def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
 
 
 def parameter_count(config: RunConfig, store: Store) -> int:
-    """Return the number of parameters of the configured network, which is built on the meta device."""
-    with torch.device("meta"):
-        # The configured backend may be refused on the CPU, and has no influence on the parameters.
-        model = build_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
+    """Return the number of parameters of the configured network."""
+    # The configured backend may be refused on the CPU, and has no influence on the parameters.
+    model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
     return sum(count_parameters(model).values())
 
 
