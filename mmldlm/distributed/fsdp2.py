@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from mmldlm.checkpoint.state import load_optimizer_state, model_state
+from mmldlm.checkpoint.slices import SlicedTensor
+from mmldlm.checkpoint.state import check_optimizer_entries, load_optimizer_state, model_state
+from mmldlm.checkpoint.tensors import meta_of, read_range
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.grad_scaler import to_local
 
@@ -39,17 +43,63 @@ def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlu
 
 
 class FSDP2Engine(Engine):
-    """A model sharded by `fully_shard`."""
+    """A model sharded by `fully_shard`, all of it over one dimension of one device mesh.
+
+    With hybrid sharding the mesh has a second dimension, along which the shards are replicated.
+    """
 
     shards_parameters = True
+    # One rank writes all that is not sharded (step counts, small buffers), so that a reader finds it in one file.
+    _owners: dict[str, int] = {}  # noqa: RUF012 - replaces the property of `Engine`
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._wrap(model, optimizer)
+        if weights is None:
+            return
+        with self.raise_on_all_ranks("loading of the weights"), torch.no_grad():
+            for name, tensor in model_state(self.unwrapped_model).items():
+                self._load_part(tensor, name, weights)
+
+    @cached_property
+    def _shard(self) -> _Shard:
+        """This rank's place in the mesh."""
+        return _Shard.of(next(p for p in self.unwrapped_model.parameters() if isinstance(p, DTensor)))
+
+    @property
+    def writer(self) -> int | None:
+        return self._shard.index if self._shard.is_first_replica else None
+
+    @property
+    def num_writers(self) -> int:
+        return self._shard.count
+
+    def _part(self, tensor: Tensor, name: str) -> tuple[SlicedTensor, Tensor]:
+        if not isinstance(tensor, DTensor):
+            return super()._part(tensor, name)
+        return SlicedTensor.like(tensor, _Shard.of(tensor).numel(tensor)), tensor.to_local()
+
+    def _load_part(self, tensor: Tensor, entry: str, tensors: Mapping[str, Tensor]) -> None:
+        if not isinstance(tensor, DTensor):
+            super()._load_part(tensor, entry, tensors)
+            return
+        local, shard = tensor.to_local(), _Shard.of(tensor)
+        start = min(shard.index * shard.numel(tensor), tensor.numel())
+        local.copy_(read_range(tensors, entry, start, start + local.numel()).view_as(local))
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = model_state(self.unwrapped_model)
-        load_optimizer_state(
-            self.unwrapped_optimizer,
-            self.unwrapped_model,
-            {entry: _shard_like(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
-        )
+        parameters = {name: parameter.detach() for name, parameter in self._trainable_params()}
+        check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
+        shapes, parts = {entry: meta.shape for entry, meta in meta_of(tensors).items()}, {}
+        for entry, shape in shapes.items():
+            parameter = parameters[entry.rpartition("/")[0]]
+            if shape != parameter.shape:  # a step count
+                parts[entry] = tensors[entry]
+                continue
+            parts[entry] = torch.empty_like(parameter)
+            self._load_part(parts[entry], entry, tensors)
+        load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, parts)
 
     def _master_params(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self._parameters()]
@@ -60,19 +110,27 @@ class FSDP2Engine(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        super()._set_master(parameter, _shard_like(value, parameter))
-
     def _unshard(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """Return this rank's shard of the full `tensor`, which every rank has.
+@dataclass(frozen=True)
+class _Shard:
+    """A rank's place among the shards of a DTensor."""
 
-    A tensor of another shape than `like` is returned as it is: a 0-d step count, or an error that the loader reports.
-    """
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
-        return tensor
-    # With `src_data_rank=None` each rank slices its own copy; otherwise rank 0 would scatter it.
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    index: int
+    count: int
+    is_first_replica: bool
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> _Shard:
+        mesh, coordinates = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinates is not None, "this rank is not in the mesh"
+        [dim] = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+        assert tensor.placements[dim].is_shard(0), f"expected shards of rows, found {tensor.placements}"
+        others = coordinates[:dim] + coordinates[dim + 1 :]
+        return cls(coordinates[dim], mesh.size(dim), not any(others))
+
+    def numel(self, tensor: Tensor) -> int:
+        """Return the elements of each shard of a tensor; the last ones may have fewer, or none."""
+        return -(-tensor.shape[0] // self.count) * tensor.shape[1:].numel()
