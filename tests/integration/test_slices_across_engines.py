@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from mmldlm.checkpoint.manifest import verify_checkpoint
@@ -32,3 +33,9 @@ def test_state_passes_through_every_engine_bit_by_bit(tiny_config: Path, forked:
             assert all(torch.equal(saved[name], expected[group][name]) for name in saved), (engine, group)
             TensorFiles.open(verify_checkpoint(folder / "checkpoints" / "step-00000002"), group).check()
         source = folder
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+def test_a_rank_has_what_it_writes(engine: str, tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    """The state is drawn without a collective, and every element is written by exactly one rank."""
+    forked.succeed(engine, tmp_path / "run", 2, tiny_config, *SETTINGS, "train.steps=1", script="local_state.py")
