@@ -3,7 +3,8 @@
     python -m benchmarks checkpoint_ranks STORE [--processes 4] [--engines fsdp2 zero3 ddp] [key.sub=value ...]
 
 A run trains a model of about 100 million parameters for one step and saves; a second one resumes from it. Exchanged are
-the sizes of all collectives from the beginning of the save to its commit. Read is what the rank copies from the files.
+the sizes of all collectives from the beginning of the save to its commit; the stall is that of the first save, which
+allocates its buffers. Read is what the rank copies from the files.
 Memory is that of the process without mapped files, after the start and before the first step. All are of rank 0.
 """
 
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,6 @@ def worker(arguments: list[str], out: Path) -> None:
     from mmldlm.config import load_config
     from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
-    from mmldlm.trainer.checkpointer import SavedCheckpoint
     from mmldlm.trainer.trainer import Trainer
 
     result: dict[str, Any] = {}
@@ -58,16 +59,21 @@ def worker(arguments: list[str], out: Path) -> None:
             collectives = [entry for entry in entries() if entry["record_id"] > before]
             result["exchanged"] = max(sum(map(size_of, collectives)), result.get("exchanged", 0))
 
-        def _log_checkpoints(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-            for checkpoint in checkpoints:
-                result.update(stall_s=checkpoint.stall_s)
-            super()._log_checkpoints(checkpoints)
-
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
     with Measured(config, read_launcher_env(os.environ, None, options.accelerate_config)) as run:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         result |= {"read": sum(read.values()), "memory": 1024 * int(status["RssAnon"].split()[0])}
+        save = run.checkpointer.save
+
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return save(*arguments)  # writing goes on in a thread
+            finally:
+                result["stall_s"] = time.perf_counter() - start
+
+        run.checkpointer.save = timed  # type: ignore[method-assign]
         for step, micro_batches in run.steps():
             train_step(run, step, micro_batches)
         result["parameters"] = run.components.trainable
