@@ -174,7 +174,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: not the JSON of a manifest") from error
     if b"\n" + b" " * _MAX_DEPTH in raw:  # indented by one space per level
         raise DataError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
-    if not _is_count(found := body.get("format")) or not OLDEST_FORMAT <= found <= FORMAT:
+    found = body.get("format")
+    if type(found) is not int or not OLDEST_FORMAT <= found <= FORMAT:  # not isinstance, for which True is an int
         raise DataError(f"{path} has format {short_repr(found)}, this version reads {OLDEST_FORMAT} to {FORMAT}")
     if not _well_typed(body):
         raise DataError(f"{path} lacks step, info, files or tensors, or has them of a wrong type")
