@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmldlm.distributed.compute_time import HostTimer
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code
 
@@ -28,6 +29,7 @@ class PendingSum(Sequence[float]):
 
     def __init__(self, total: Tensor, work: dist.Work | None, wait: contextlib.AbstractContextManager[Any]):
         self._total, self._work, self._wait = total, work, wait
+        self._values = total.numpy()  # the same memory
 
     def tensor(self) -> Tensor:
         """Return the sum: float64 [N] on the host."""
@@ -42,7 +44,8 @@ class PendingSum(Sequence[float]):
     @overload
     def __getitem__(self, index: slice) -> list[float]: ...
     def __getitem__(self, index: int | slice) -> float | list[float]:
-        return self.tensor()[index].tolist()
+        self.tensor()
+        return self._values[index].tolist()
 
     def __len__(self) -> int:
         return len(self._total)
@@ -64,14 +67,20 @@ class Collectives:
     def __init__(self, rank: int = 0, world_size: int = 1, watchdog: Watchdog | None = None):
         self.rank, self.world_size, self.watchdog = rank, world_size, watchdog
         self.peer_lost = False
+        self.host_timer = HostTimer()
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def in_collective(self, collective: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager in which the watchdog knows the collective that the main thread waits for."""
-        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.in_collective(collective)
+        """Return a context manager in which the main thread waits for other ranks, in the collective of this name."""
+        return contextlib.nullcontext() if self.watchdog is None else self._in_collective(self.watchdog, collective)
+
+    @contextlib.contextmanager
+    def _in_collective(self, watchdog: Watchdog, collective: str) -> Iterator[None]:
+        with watchdog.in_collective(collective), self.host_timer.waiting():
+            yield
 
     def local_items(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
         """Yield this rank's share of `items` as (index, item, whether it counts).
@@ -97,6 +106,14 @@ class Collectives:
         total = values.detach().to("cpu", torch.float64, copy=True)
         work = dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
         return PendingSum(total, work, self.in_collective(what))
+
+    def gather_vectors(self, values: Tensor, what: str) -> Tensor:
+        """Return the small vector of every rank, float64 [ranks, n] on the host (collective)."""
+        vector = values.detach().to("cpu", torch.float64)
+        if self.world_size == 1:
+            return vector[None]
+        with self.in_collective(what):
+            return torch.stack(_all_gather(vector))
 
     def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
         """Return the small value of every rank, by rank (collective). Values pass through JSON: tuples become lists."""
@@ -139,6 +156,7 @@ class Collectives:
         """Leave the process group. One that has lost a rank cannot be closed cleanly; it ends with the process."""
         if self.watchdog is not None:
             self.watchdog.close()
+        self.host_timer.close()
         if dist.is_available() and dist.is_initialized() and not self.peer_lost:
             _closed_groups.append(dist.group.WORLD)
             dist.destroy_process_group()

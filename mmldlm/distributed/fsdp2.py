@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -63,29 +65,28 @@ class FSDP2Engine(Engine):
                 self._load_part(tensor, name, weights)
 
     @cached_property
-    def _shard(self) -> _Shard:
-        """This rank's place in the mesh."""
-        return _Shard.of(next(p for p in self.unwrapped_model.parameters() if isinstance(p, DTensor)))
+    def _place(self) -> _Place:
+        """This rank's place in the mesh, the same for all parameters."""
+        return _Place.of(next(p for p in self.unwrapped_model.parameters() if isinstance(p, DTensor)))
 
     @property
     def writer(self) -> int | None:
-        return self._shard.index if self._shard.is_first_replica else None
+        return None if self._place.replica else self._place.shard
 
     @property
     def num_writers(self) -> int:
-        return self._shard.count
+        return self._place.shards
 
     def _part(self, tensor: Tensor, name: str) -> tuple[SlicedTensor, Tensor]:
         if not isinstance(tensor, DTensor):
             return super()._part(tensor, name)
-        return SlicedTensor.like(tensor, _Shard.of(tensor).numel(tensor)), tensor.to_local()
+        return SlicedTensor.like(tensor, _Place.of(tensor).numel(tensor)), tensor.to_local()
 
     def _load_part(self, tensor: Tensor, entry: str, tensors: Mapping[str, Tensor]) -> None:
         if not isinstance(tensor, DTensor):
             super()._load_part(tensor, entry, tensors)
             return
-        local, shard = tensor.to_local(), _Shard.of(tensor)
-        start = min(shard.index * shard.numel(tensor), tensor.numel())
+        local, start = tensor.to_local(), _Place.of(tensor).start(tensor)
         local.copy_(read_range(tensors, entry, start, start + local.numel()).view_as(local))
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -101,6 +102,17 @@ class FSDP2Engine(Engine):
             self._load_part(parts[entry], entry, tensors)
         load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, parts)
 
+    @property
+    def replica(self) -> int:
+        return self._place.replica
+
+    @property
+    def num_replicas(self) -> int:
+        return self._place.replicas
+
+    def _shard_start(self, parameter: nn.Parameter) -> int:
+        return _Place.of(parameter).start(parameter)
+
     def _master_params(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self._parameters()]
 
@@ -110,27 +122,45 @@ class FSDP2Engine(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        if self.launch.replicas == 1:
+            return super()._clip_gradients(max_norm)
+        # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas drift
+        # apart, or only some of them skip a step, so all take the largest.
+        parameters: list[Any] = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        norm = self._unshard(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        mesh = parameters[0].device_mesh  # replicas x shards
+        dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, DTensor.from_local(norm, mesh))
+        return norm
+
     def _unshard(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """A rank's place among the shards of a DTensor."""
+class _Place:
+    """A rank's place in the mesh of a DTensor, whose last dimension shards; one before it replicates."""
 
-    index: int
-    count: int
-    is_first_replica: bool
+    shard: int
+    shards: int
+    replica: int
+    replicas: int
 
     @classmethod
-    def of(cls, tensor: DTensor) -> _Shard:
-        mesh, coordinates = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        assert coordinates is not None, "this rank is not in the mesh"
-        [dim] = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-        assert tensor.placements[dim].is_shard(0), f"expected shards of rows, found {tensor.placements}"
-        others = coordinates[:dim] + coordinates[dim + 1 :]
-        return cls(coordinates[dim], mesh.size(dim), not any(others))
+    def of(cls, tensor: Tensor) -> _Place:
+        assert isinstance(tensor, DTensor)
+        assert tensor.placements[-1].is_shard(0), f"expected shards of rows, found {tensor.placements}"
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not in the mesh"
+        replica, shard = (0, *coordinate)[-2:]
+        shards = mesh.size(mesh.ndim - 1)
+        return cls(shard, shards, replica, mesh.size() // shards)
 
     def numel(self, tensor: Tensor) -> int:
-        """Return the elements of each shard of a tensor; the last ones may have fewer, or none."""
-        return -(-tensor.shape[0] // self.count) * tensor.shape[1:].numel()
+        """Return the elements of each shard of a tensor, as `torch.chunk` cuts it; the last ones may have fewer."""
+        return -(-tensor.shape[0] // self.shards) * tensor.shape[1:].numel()
+
+    def start(self, tensor: Tensor) -> int:
+        """Return the index of the first element of this rank's shard."""
+        return min(self.shard * self.numel(tensor), tensor.numel())

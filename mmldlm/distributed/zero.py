@@ -6,6 +6,7 @@ DeepSpeed's per-parameter functions, so that checkpoints are the same as under e
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections import defaultdict
@@ -14,9 +15,10 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
-    lazy_init_hp_params_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
@@ -28,7 +30,7 @@ from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.checkpoint.tensors import read_range
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Engine, is_accepted, owners_by_size
+from mmldlm.distributed.engine import Engine, Shard, is_accepted, owners_by_size
 
 T = TypeVar("T")
 
@@ -62,7 +64,8 @@ class ZeroEngine(Engine):
         }
         # DeepSpeed calls these functions by names that PyTorch has deprecated.
         warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
-        self._wrap(model, optimizer)
+        with _keep_zero_optimizer():
+            self._wrap(model, optimizer)
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
         }
@@ -95,7 +98,8 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            update_scale(optimizer.overflow)
+            if self._norm_limit >= 0:  # otherwise `drop_gradients`, which DeepSpeed would report as an overflow
+                update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
         optimizer._update_scale = check_norm
@@ -140,6 +144,10 @@ class ZeroEngine(Engine):
         # DeepSpeed averages over ranks and, by default, micro-batches; this loss is a share of the step's loss.
         with self.in_collective("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+        if self.stage == 1 and self.deepspeed.is_gradient_accumulation_boundary():
+            # Drops gradients that are reduced, in bf16 views into the buffers of the exchange, which DeepSpeed keeps
+            # until the next forward pass.
+            self.zero_optimizer.clear_backward_seen_flag()
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
         """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.
@@ -154,6 +162,48 @@ class ZeroEngine(Engine):
         if self.ema is not None:
             self.ema.update(is_accepted(self._norm, norm_limit), ema_decay)
         return self._norm.to(self.device, non_blocking=True)
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.stage == 3 else self.rank
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
+        if gradients and self.device.type == "cuda":
+            torch.cuda.synchronize()  # with offload, gradients are still on their way to the host
+        step, keys = self._optimizer_layout()
+        parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # with attributes of DeepSpeed
+        for name, parameter in parameters:
+            weight, start = self._fragment(parameter)
+            size, gradient = len(weight), None
+            if self.stage == 3:
+                network_weight = parameter.ds_tensor.detach()[:size]
+                if gradients:
+                    gradient = self.zero_optimizer.get_local_fp32_grad_for_param(parameter)[:size]
+            elif not size:  # in the partitions of other ranks alone
+                continue
+            else:
+                network_weight = parameter.detach().reshape(-1)[start : start + size]
+                if gradients:
+                    gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+                    # In bf16 DeepSpeed may keep the gradient of the whole tensor.
+                    gradient = gradient[start:][:size] if len(gradient) == parameter.numel() else gradient[:size]
+            state = {key: self._fragment(parameter, key)[0] for key in keys}
+            yield Shard(name, start, weight, gradient, {**state, "step": step}, network_weight)
+
+    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
+        if self.stage == 3:
+            return super().network_weights()
+        return ((name, 0, parameter.detach().reshape(-1)) for name, parameter in self._trainable_params())
+
+    def drop_gradients(self) -> None:
+        # DeepSpeed drops them where they are, as for a step that is skipped.
+        self._norm_limit = -1.0
+        with self.in_collective("optimizer step: overflow"):
+            self.deepspeed.step()
 
     def _master_params(self) -> list[Tensor]:
         return self._partitions()
@@ -181,8 +231,6 @@ class ZeroEngine(Engine):
         for name, tensor in self._replicated.items():
             yield "model", name, *self._part(tensor, name)
         step, keys = self._optimizer_layout()
-        if step is not None:
-            self._link_optimizer_state()
         for name, parameter in self._trainable_params():
             yield "model", name, *self._master_part(parameter, name)
             for key in keys:
@@ -209,7 +257,7 @@ class ZeroEngine(Engine):
     def _master_part(self, parameter: nn.Parameter, name: str) -> tuple[SlicedTensor, Tensor]:
         return self._slices(parameter, name), self._fragment(parameter)[0]
 
-    def _slices(self, parameter: nn.Parameter, name: str) -> SlicedTensor:
+    def _slices(self, parameter: Any, name: str) -> SlicedTensor:
         """Return which rank has which elements of a trained parameter, and so of its moments."""
         like = torch.empty(self._shape(parameter), device="meta")
         return SlicedTensor.like(like, parameter.ds_tensor.ds_numel if self.stage == 3 else self._starts[name])
@@ -227,7 +275,7 @@ class ZeroEngine(Engine):
                 pieces[name].append((start, rank))
         return {name: tuple(sorted(found)) for name, found in pieces.items()}
 
-    def _fragment(self, parameter: nn.Parameter, key: str | None = None) -> tuple[Tensor, int]:
+    def _fragment(self, parameter: Any, key: str | None = None) -> tuple[Tensor, int]:
         """Return this rank's fragment of a trained parameter's master weight, or of its moment `key`, and its start."""
         if self.stage == 3:
             fragment = (
@@ -235,14 +283,14 @@ class ZeroEngine(Engine):
             )
             start = min(self.rank * fragment.numel(), parameter.ds_numel)
             return fragment.detach()[: parameter.ds_numel - start], start  # without the padding
-        mapping: Any = parameter._hp_mapping
-        if mapping is None:
+        mapping = parameter._hp_mapping
+        if mapping is None:  # in the partitions of other ranks alone
             return torch.empty(0), 0
-        return mapping.get_hp_fragment(key).detach(), mapping.lp_fragment_address.start
+        partition, address = self._partitions()[mapping.param_group_index], mapping.hp_fragment_address
+        flat = partition if key is None else self.unwrapped_optimizer.state[partition][key]
+        return flat.detach().narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
 
-    def _load_fragment(
-        self, parameter: nn.Parameter, entry: str, tensors: Mapping[str, Tensor], key: str | None = None
-    ) -> None:
+    def _load_fragment(self, parameter: Any, entry: str, tensors: Mapping[str, Tensor], key: str | None = None) -> None:
         """Set this rank's fragment of a master weight, or of the moment `key`, from the whole `tensors[entry]`."""
         fragment, start = self._fragment(parameter, key)
         values = read_range(tensors, entry, start, start + fragment.numel())
@@ -297,18 +345,6 @@ class ZeroEngine(Engine):
             self.unwrapped_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
         if not in_tensors:
             replay_steps(self.unwrapped_optimizer, int(step))
-        self._link_optimizer_state()
-
-    def _link_optimizer_state(self) -> None:
-        """Map each parameter of ZeRO-1 and 2 to its moments.
-
-        DeepSpeed does so within its first step, but after the step of its first parameter group, and omits the other
-        groups.
-        """
-        optimizer = self.zero_optimizer
-        if self.stage < 3:
-            for parameters, partition in zip(optimizer.bit16_groups, self._partitions(), strict=True):
-                lazy_init_hp_params_optimizer_state(parameters, partition, optimizer.optimizer.state)
 
     @staticmethod
     def _shape(parameter: nn.Parameter) -> torch.Size:
@@ -322,3 +358,23 @@ class ZeroEngine(Engine):
         if hasattr(self, "model") and not self.peer_lost:
             self.deepspeed.destroy()
         super().close()
+
+
+@contextlib.contextmanager
+def _keep_zero_optimizer() -> Iterator[None]:
+    """Have DeepSpeed build its ZeRO optimizer for every stage and precision.
+
+    For ZeRO-1 in bf16 with gradients accumulated in float32 it would choose `BF16_Optimizer` instead, which has neither
+    the state nor the overflow check of the others, although its ZeRO optimizer accumulates so as well.
+    """
+    sanity_check = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def check(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> str:
+        sanity_check(engine, optimizer)
+        return ZERO_OPTIMIZATION
+
+    DeepSpeedEngine._do_optimizer_sanity_check = check
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = sanity_check

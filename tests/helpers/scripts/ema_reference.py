@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.zero import ZeroEngine
-from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 
 SKIPPED = json.loads(os.environ["SKIPPED"])

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.trainer.trainer import StepTotals, Trainer
+from mmldlm.trainer.step import StepTotals
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 from tests.helpers.waiting import wait_until
 
