@@ -23,6 +23,7 @@ BENCHMARKS = {  # module, function and description by name
     ),
     "log_overhead": ("overhead", "log_main", "what logging takes of a step, and the wait for data"),
     "checkpoint_stall": ("overhead", "stall_main", "how long training pauses for a checkpoint"),
+    "checkpoint_ranks": ("checkpoints", "main", "what a checkpoint costs each rank: exchanged, read, memory"),
     "busy": ("overhead", "busy_main", "tokens per second of training next to busy loops, by how OpenMP's threads wait"),
     "sampling": ("sampling", "main", "tokens per second of generation"),
     "decoding": ("sampling", "decoding_main", "quality of generated texts by decoding, steps and temperature"),

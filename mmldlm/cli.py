@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
     "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
+    "checkpoints": ("mmldlm.tools.checkpoints", "list, verify and compare the checkpoints of runs"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
@@ -27,12 +28,12 @@ COMMANDS = {
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
 COMPUTE_COMMANDS = ("train", "sample", "demo", "evaluate")  # use all OpenMP threads
-PRINT_COMMANDS = ("config", "data", "monitor")  # only print
+PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 
 def usage() -> str:
     """Return the help text with all commands."""
-    commands = "\n".join(f"  {name:<10} {description}" for name, (_, description) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<11} {description}" for name, (_, description) in COMMANDS.items())
     return f"mmldlm {__version__}\n\nusage: mmldlm COMMAND [--help] ...\n\n{commands}"
 
 

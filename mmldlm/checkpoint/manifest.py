@@ -1,7 +1,8 @@
-"""Manifest of a checkpoint folder: the names, sizes and hashes of its files.
+"""Manifest of a checkpoint folder: the names, sizes and hashes of its files, and where each tensor is.
 
-`manifest.json` holds `{"format", "step", "info", "files": {name: {"bytes", "sha256"}}, "sha256"}`. The last entry is
-the hash of all others, so a flipped bit in the manifest itself is detected as well.
+`manifest.json` holds `{"format", "step", "info", "files": {name: {"bytes", "sha256"}}, "tensors", "sha256"}`. The last
+entry is the hash of all others, so a flipped bit in the manifest itself is detected as well. "tensors" has each group's
+`TensorGroup`; in format 1 it is missing, and every tensor is whole in one of the files.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mmldlm.checkpoint.slices import TensorGroup, groups_from_json
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, sha256
 from mmldlm.utils.short_repr import short_repr, truncate
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT, OLDEST_FORMAT = 2, 1
 MAX_MANIFEST_BYTES = MAX_SMALL_BYTES = 16 * 2**20
 _MAX_DEPTH = 40  # nesting of the JSON: code that walks through it may use recursion
 _MAX_NAME_BYTES = 200
@@ -38,6 +40,7 @@ class Checkpoint:
     step: int
     info: Mapping[str, Any]
     files: Mapping[str, int]  # name -> size in bytes
+    tensors: Mapping[str, TensorGroup] | None = None  # by group; None in format 1
 
     def file(self, name: str) -> Path:
         """Return the path of the file saved as `name`; DataError if there is none."""
@@ -56,11 +59,18 @@ class Checkpoint:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def write_checkpoint_manifest(folder: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
+def write_checkpoint_manifest(
+    folder: Path,
+    step: int,
+    files: Mapping[str, FileInfo],
+    info: Mapping[str, Any],
+    tensors: Mapping[str, TensorGroup],
+) -> Path:
     """Write the manifest of `files`, which are in `folder` already, and return its path."""
     path = folder / MANIFEST
     entries = {name: asdict(file) for name, file in files.items()}
-    path.write_bytes(_seal({"format": FORMAT, "step": step, "info": dict(info), "files": entries}))
+    groups = {name: group.to_json() for name, group in tensors.items()}
+    path.write_bytes(_seal({"format": FORMAT, "step": step, "info": dict(info), "files": entries, "tensors": groups}))
     path.chmod(0o600)
     return path
 
@@ -88,7 +98,13 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
             for name, digest in zip(files, pool.map(_hash, [folder / name for name in files]), strict=True):
                 if digest != (expected := body["files"][name]["sha256"]):
                     raise DataError(f"{folder / name} has SHA-256 {digest}, its manifest says {expected}")
-    return Checkpoint(folder, body["step"], body["info"], files)
+    tensors = None
+    if body["format"] > 1:
+        try:
+            tensors = groups_from_json(body["tensors"], files)
+        except DataError as error:
+            raise DataError(f"{folder / MANIFEST}: {error}") from None
+    return Checkpoint(folder, body["step"], body["info"], files, tensors)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -158,10 +174,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: not the JSON of a manifest") from error
     if b"\n" + b" " * _MAX_DEPTH in raw:  # indented by one space per level
         raise DataError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
-    if body.get("format") != FORMAT:
-        raise DataError(f"{path} has format {short_repr(body.get('format'))}, this version reads {FORMAT}")
+    found = body.get("format")
+    if type(found) is not int or not OLDEST_FORMAT <= found <= FORMAT:  # not isinstance, for which True is an int
+        raise DataError(f"{path} has format {short_repr(found)}, this version reads {OLDEST_FORMAT} to {FORMAT}")
     if not _well_typed(body):
-        raise DataError(f"{path} lacks step, info or files, or has them of a wrong type")
+        raise DataError(f"{path} lacks step, info, files or tensors, or has them of a wrong type")
     return body
 
 
@@ -171,6 +188,7 @@ def _well_typed(body: dict[str, Any]) -> bool:
         _is_count(step)
         and isinstance(info, dict)
         and isinstance(files, dict)
+        and (body["format"] == 1 or isinstance(body.get("tensors"), dict))
         and all(
             isinstance(entry, dict)
             and _is_count(entry.get("bytes"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmldlm.checkpoint.tensors import meta_of
 from mmldlm.errors import DataError
 from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
@@ -98,17 +99,22 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in _model_tensors(model)}
 
 
+def check_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `DataError` if names, dtypes or shapes of `tensors`, which are not read, differ from the model's."""
+    targets = dict(_model_tensors(model))
+    _check_names("the model", targets.keys(), tensors.keys())
+    _check_types(targets, meta_of(tensors))
+
+
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model in place.
 
     Raises:
-        DataError: Names, dtypes or shapes differ from the model's; nothing has been changed then.
+        DataError: Names, dtypes or shapes differ from the model's, and nothing has been changed; or a file is damaged.
     """
-    targets = dict(_model_tensors(model))
-    _check_names("the model", targets.keys(), tensors.keys())
-    _check_types(targets, tensors)
+    check_model_state(model, tensors)
     with torch.no_grad():
-        for name, target in targets.items():
+        for name, target in _model_tensors(model):
             target.copy_(tensors[name])
 
 
@@ -120,7 +126,7 @@ def check_ema_weights(model: nn.Module, ema: Mapping[str, Tensor], optimizer: Ma
             or shape.
     """
     _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, ema.keys())
-    _check_types({name: tensor for name, tensor in _model_tensors(model) if name in ema}, ema)
+    _check_types({name: tensor for name, tensor in _model_tensors(model) if name in ema}, meta_of(ema))
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -180,7 +186,7 @@ def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[s
     """
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
     # An entry is "name/key" or "name/key:type"; `NO_STATE` has an empty key, and any tensor.
-    for entry, tensor in tensors.items():
+    for entry, tensor in meta_of(tensors).items():
         name, _, key = entry.rpartition("/")
         key, _, kind = key.partition(":")
         if kind in _NUMBER_TYPES:

@@ -24,6 +24,7 @@ from mmldlm.checkpoint.manifest import (
     write_checkpoint_manifest,
 )
 from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.slices import TensorGroup
 from mmldlm.errors import DataError, StorageError
 from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder, wait_until_visible
 
@@ -68,7 +69,14 @@ class CheckpointStore:
         except OSError as error:
             raise self._save_error(step, error) from error
 
-    def commit(self, temporary: Path, step: int, files: Mapping[str, FileInfo], info: Mapping[str, Any]) -> Path:
+    def commit(
+        self,
+        temporary: Path,
+        step: int,
+        files: Mapping[str, FileInfo],
+        info: Mapping[str, Any],
+        tensors: Mapping[str, TensorGroup],
+    ) -> Path:
         """Publish the checkpoint in `temporary`, then remove checkpoints that the retention policy does not keep.
 
         If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards.
@@ -78,6 +86,7 @@ class CheckpointStore:
             step: Optimizer step of the checkpoint.
             files: What `write_files` returned, of all processes.
             info: JSON values for the manifest.
+            tensors: Tensors of each group, and the slices of them that the files hold.
 
         Returns:
             The checkpoint's folder.
@@ -92,7 +101,7 @@ class CheckpointStore:
                     raise StorageError(
                         f"cannot save step {step}: {path} is missing or does not have {file.bytes} bytes"
                     )
-            fsync(write_checkpoint_manifest(temporary, step, files, info))
+            fsync(write_checkpoint_manifest(temporary, step, files, info, tensors))
             fsync(temporary)
             final = self._unused_path(step)
             temporary.rename(final)

@@ -1,13 +1,9 @@
-"""Groups of named tensors ("model", "optimizer") in the safetensors files of a checkpoint.
-
-A single process writes `model.safetensors`. Each of N processes writes the tensors that it owns, unsharded, to
-`model-00001-of-0000N.safetensors`, so that any number of processes under any engine can read them.
-"""
+"""Reading and writing of the safetensors files of a checkpoint."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmldlm.checkpoint.manifest import Checkpoint
+from mmldlm.checkpoint.slices import DTYPES, SlicedTensor
 from mmldlm.errors import DataError, NumericalError, StorageError
-from mmldlm.utils.short_repr import display_name, truncate
-
-
-def tensor_file_name(group: str, rank: int, world_size: int) -> str:
-    """Return the name of the file that `rank` writes for `group`."""
-    return f"{group}.safetensors" if world_size == 1 else f"{group}-{rank + 1:05}-of-{world_size:05}.safetensors"
+from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -51,17 +43,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Tensors of one group of a verified checkpoint by name, each read from disk on access."""
+    """Tensors of one group of a verified checkpoint by name, read from disk on access, whole or in part.
 
-    def __init__(self, files: Mapping[str, Any]):
-        self._files = files  # tensor name -> open safetensors file
+    A file is opened when the first slice in it is read.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[SlicedTensor, _Files]]):
+        self._tensors = tensors
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, group: str) -> TensorFiles:
-        """Open all files of `group`.
+        """Return the tensors of `group`.
 
         Raises:
-            DataError: The group has no file, a file is not safetensors, or a tensor name occurs twice.
+            DataError: The checkpoint has no such group. In format 1 also: a file is not safetensors, or a tensor name
+                occurs twice.
         """
         tensors = cls.find(checkpoint, group)
         if tensors is None:
@@ -71,42 +67,156 @@ class TensorFiles(Mapping[str, Tensor]):
 
     @classmethod
     def find(cls, checkpoint: Checkpoint, group: str) -> TensorFiles | None:
-        """Open all files of `group` as `open` does, but return None if the checkpoint has none."""
+        """Return the tensors of `group` as `open` does, but None if the checkpoint has none."""
+        if checkpoint.tensors is None:
+            return cls._find_whole(checkpoint, group)
+        sliced = checkpoint.tensors.get(group)
+        if sliced is None:
+            return None
+        files = _Files([checkpoint.path / sliced.file_name(group, index) for index in range(sliced.files)])
+        return cls({name: (tensor, files) for name, tensor in sliced.tensors.items()})
+
+    @classmethod
+    def _find_whole(cls, checkpoint: Checkpoint, group: str) -> TensorFiles | None:
+        """Return the tensors of a group in format 1, where each is whole in one file."""
         pattern = re.compile(rf"{re.escape(group)}(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
         names = sorted(name for name in checkpoint.files if pattern.fullmatch(name))
         if not names:
             return None
-        files: dict[str, Any] = {}
-        for name in names:
-            file = _open(checkpoint.file(name))
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                if key in files:
+        files = _Files([checkpoint.file(name) for name in names])
+        tensors: dict[str, tuple[SlicedTensor, _Files]] = {}
+        for index, name in enumerate(names):
+            for key, dtype, shape in files.entries(index):
+                if key in tensors:
                     raise DataError(
                         f"{checkpoint.path}: {display_name(key)} occurs twice, in {name} and in another file"
                     )
-                files[key] = file
-        return cls(files)
+                tensors[key] = SlicedTensor(dtype, shape, ((0, index),)), files
+        return cls(tensors)
 
     def filter(self, predicate: Callable[[str], bool]) -> TensorFiles:
         """Return the tensors whose names satisfy `predicate`."""
-        return TensorFiles({name: file for name, file in self._files.items() if predicate(name)})
+        return TensorFiles({name: entry for name, entry in self._tensors.items() if predicate(name)})
+
+    def overlay(self, other: TensorFiles) -> TensorFiles:
+        """Return these tensors with those of `other`, which replace equal names."""
+        return TensorFiles({**self._tensors, **other._tensors})
+
+    def with_empty(self, names: Sequence[str]) -> TensorFiles:
+        """Return these tensors and float32 tensors without elements."""
+        empty = SlicedTensor("F32", (0,), ()), _Files([])
+        return TensorFiles({**self._tensors, **dict.fromkeys(names, empty)})
+
+    def meta(self) -> dict[str, Tensor]:
+        """Return dtype and shape of every tensor, as tensors without data; nothing is read."""
+        return {
+            name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
+            for name, (tensor, _) in self._tensors.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) in row-major order, 1-D, reading no other rows.
+
+        Raises:
+            DataError: A file is not safetensors, or does not have the slice that the manifest says.
+        """
+        tensor, files = self._tensors[name]
+        parts = [files.read(name, tensor, *piece, start, stop) for piece in tensor.overlapping(start, stop)]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[tensor.dtype])
+
+    def check(self) -> None:
+        """Check that every file has exactly the slices that the manifest says.
+
+        Raises:
+            DataError: A file cannot be read, or has other slices; the message names the first tensor.
+        """
+        for files in {id(files): files for _, files in self._tensors.values()}.values():
+            files.check({name: tensor for name, (tensor, holder) in self._tensors.items() if holder is files})
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._files[name]
-        try:
-            return file.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise DataError(f"cannot read {display_name(name)} of a checkpoint: {display_name(str(error))}") from error
+        tensor, _ = self._tensors[name]
+        return self.read(name, 0, tensor.numel).view(tensor.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._tensors)
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"cannot read {path}: {display_name(str(error))}") from error
+def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors with the names, dtypes and shapes of `tensors`, without reading them from disk."""
+    return tensors.meta() if isinstance(tensors, TensorFiles) else tensors
+
+
+def read_range(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) -> Tensor:
+    """Return elements [start, stop) of a tensor in row-major order, 1-D."""
+    if isinstance(tensors, TensorFiles):
+        return tensors.read(name, start, stop)
+    return tensors[name].reshape(-1)[start:stop]
+
+
+class _Files:
+    """Safetensors files of a group by number, opened on access; they are memory-mapped, so no file stays open."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self._paths = paths
+        self._open: dict[int, Any] = {}
+
+    def entries(self, index: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Yield name, dtype and shape of every tensor in a file; DataError if it is not safetensors."""
+        file = self._get(index)
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            part = file.get_slice(name)
+            if (dtype := part.get_dtype()) not in DTYPES:
+                raise DataError(f"{self._paths[index]}: {display_name(name)} has type {short_repr(dtype)}")
+            yield name, dtype, tuple(part.get_shape())
+
+    def read(
+        self, name: str, tensor: SlicedTensor, index: int, slice_start: int, slice_stop: int, start: int, stop: int
+    ) -> Tensor:
+        """Return the elements of [start, stop) that are in the slice of `tensor` in a file, 1-D."""
+        start, stop = max(start, slice_start) - slice_start, min(stop, slice_stop) - slice_start
+        file, shape = self._get(index), tensor.slice_shape(slice_start, slice_stop)
+        try:
+            part = file.get_slice(name)
+            if (part.get_dtype(), tuple(part.get_shape())) != (tensor.dtype, shape):
+                found = f"{part.get_dtype()} {short_repr(part.get_shape())}"
+                raise DataError(
+                    f"{self._paths[index]}: {display_name(name)} is {found}, expected {tensor.dtype} {list(shape)}"
+                )
+            if not shape:
+                return file.get_tensor(name).view(1)
+            row = (slice_stop - slice_start) // shape[0]
+            first = start // row
+            return part[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise DataError(
+                f"cannot read {display_name(name)} of {self._paths[index]}: {display_name(str(error))}"
+            ) from error
+
+    def check(self, tensors: Mapping[str, SlicedTensor]) -> None:
+        """Raise `DataError` unless the files have the slices of `tensors`, and nothing else."""
+        expected: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {}
+        for name, tensor in tensors.items():
+            for index in tensor.files:
+                shape = tensor.slice_shape(*tensor.slice_in(index))
+                expected.setdefault(index, {})[name] = tensor.dtype, shape
+        for index, slices in sorted(expected.items()):
+            found = {name: (dtype, shape) for name, dtype, shape in self.entries(index)}
+            for name in sorted(found.keys() | slices.keys()):
+                if found.get(name) != slices.get(name):
+                    raise DataError(
+                        f"{self._paths[index]}: {display_name(name)} is {short_repr(found.get(name, 'missing'))}, "
+                        f"expected {short_repr(slices.get(name, 'no such tensor'))}"
+                    )
+
+    def _get(self, index: int) -> Any:
+        if index not in self._open:
+            try:
+                self._open[index] = safe_open(self._paths[index], framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise DataError(f"cannot read {self._paths[index]}: {display_name(str(error))}") from error
+        return self._open[index]

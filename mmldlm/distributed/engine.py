@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,7 +19,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
+from mmldlm.checkpoint.slices import SlicedTensor
+from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
@@ -29,6 +30,7 @@ from mmldlm.distributed.process_group import set_group_timeouts
 from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
+from mmldlm.utils.partition import partition_by_size
 
 T = TypeVar("T")
 
@@ -44,6 +46,12 @@ def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
     """
     # NaN compares as false. Without the minimum an infinite norm would pass an infinite limit.
     return grad_norm.double() <= min(limit, sys.float_info.max)
+
+
+def owners_by_size(sizes: Mapping[str, int], writers: int) -> dict[str, int]:
+    """Return the writer of each tensor, given their sizes, so that each writes about as much."""
+    parts = partition_by_size(sizes, writers)
+    return {name: writer for writer, names in enumerate(parts) for name in names}
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -79,8 +87,26 @@ class Engine(Collectives):
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`.
+
+        Args:
+            model: Model on the engine's device.
+            optimizer: Optimizer of its parameters.
+            weights: Group "model" of a checkpoint, checked by `check_model_state`, of which each rank reads its part;
+                None keeps the weights of `model`.
+
+        Raises:
+            DataError: A file of the checkpoint is damaged.
+        """
+        if weights is not None:
+            with self.raise_on_all_ranks("loading of the weights"):
+                load_model_state(model, weights)
+        self._wrap(model, optimizer)
+
+    def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with (
             only_passed_on(),
             self.in_collective("wrapping the model"),
@@ -267,15 +293,18 @@ class Engine(Collectives):
         """Keep an EMA of the trained weights from here on (collective; after `prepare`).
 
         Args:
-            saved: Initial averages, unsharded, by clean name. A weight that is not in it starts from its current value.
+            saved: Initial averages by clean name. A weight that is not in it starts from its current value.
+
+        Raises:
+            DataError: A file of the checkpoint is damaged.
         """
         self.ema = EmaWeights(self._master_params())
-        # The averages take the place of the weights, which `_set_master` writes.
+        # The averages take the place of the weights, which `_load_master` writes.
         self.ema.swap()
-        with self.in_collective("setting the EMA weights"), torch.no_grad():
+        with self.raise_on_all_ranks("loading of the EMA weights"), torch.no_grad():
             for name, parameter in self._trainable_params():
                 if name in saved:
-                    self._set_master(parameter, saved[name])
+                    self._load_master(parameter, name, saved)
         self.ema.swap()
 
     @contextlib.contextmanager
@@ -304,62 +333,69 @@ class Engine(Collectives):
     def _trainable_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((clean_name(n), p) for n, p in self.unwrapped_model.named_parameters() if p.requires_grad)
 
-    def _get_master(self, parameter: nn.Parameter) -> Tensor:
-        """Return a trained parameter's master weight, unsharded, in float32 (collective)."""
-        return self._unshard(parameter.detach())
-
-    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a trained parameter's master weight from the unsharded `value`, which every rank has (collective)."""
-        parameter.copy_(value)
+    def _load_master(self, parameter: nn.Parameter, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's part of a trained parameter's master weight from the whole tensor `tensors[name]`."""
+        self._load_part(parameter.detach(), name, tensors)
 
     # --- state, by parameter name and the same under every engine ------------------------------------------
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of elements of every unsharded tensor of the model, by clean name; same on all ranks."""
-        return {name: tensor.numel() for name, tensor in model_state(self.unwrapped_model).items()}
+    @property
+    def writer(self) -> int | None:
+        """Number of this rank among those that write a checkpoint; None if it writes nothing."""
+        return self.rank
 
-    def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the state of the weights in `owned` as (group, entry, unsharded tensor).
+    @property
+    def num_writers(self) -> int:
+        """Number of ranks that write a checkpoint."""
+        return self.world_size
 
-        Collective: every rank must exhaust the iterator. Copy each tensor before the next is drawn. Groups:
+    def local_state(self) -> Iterator[tuple[str, str, SlicedTensor, Tensor]]:
+        """Yield the state as (group, entry, description of the tensor, this rank's part of it), without any exchange.
+
+        All ranks yield the same descriptions in the same order. The part is the slice in this rank's file, or more if
+        the rank has all of a tensor that another one writes. Copy each part before the next is drawn. Groups:
 
         - "model": float32 weights by clean name;
         - "optimizer": see `optimizer_state`;
         - "ema": averages by clean name, if an EMA is kept.
         """
-        with self.in_collective("gather of the state"):
-            # Each rank takes part in the gather of every tensor, but keeps only those that it owns.
-            for name, tensor in model_state(self.unwrapped_model).items():
-                full = self._unshard(tensor)
-                if name in owned:
-                    yield "model", name, full
-            for entry, tensor in optimizer_state(self.unwrapped_optimizer, self.unwrapped_model).items():
-                full = self._unshard(tensor)
-                if entry.rpartition("/")[0] in owned:
-                    yield "optimizer", entry, full
-        yield from self._gather_ema(owned)
-
-    def _gather_ema(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
-        if self.ema is None:
-            return
-        # The averages take the place of the weights, which `_get_master` reads.
-        self.ema.swap()
-        with self.in_collective("gather of the EMA weights"):
+        for name, tensor in model_state(self.unwrapped_model).items():
+            yield "model", name, *self._part(tensor, name)
+        for entry, tensor in optimizer_state(self.unwrapped_optimizer, self.unwrapped_model).items():
+            yield "optimizer", entry, *self._part(tensor, entry.rpartition("/")[0])
+        if self.ema is not None:
+            # The averages take the place of the weights.
+            self.ema.swap()
             for name, parameter in self._trainable_params():
-                full = self._get_master(parameter)
-                if name in owned:
-                    yield "ema", name, full
-        self.ema.swap()
+                yield "ema", name, *self._master_part(parameter, name)
+            self.ema.swap()
+
+    def _part(self, tensor: Tensor, name: str) -> tuple[SlicedTensor, Tensor]:
+        """Return the description of a tensor of the weight `name`, and this rank's part of it."""
+        return SlicedTensor.like(tensor, ((0, self._owners.get(name, 0)),)), tensor
+
+    def _master_part(self, parameter: nn.Parameter, name: str) -> tuple[SlicedTensor, Tensor]:
+        return self._part(parameter.detach(), name)
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        """Writer of each tensor that every rank has, 0 if it is missing; constant over the run."""
+        sizes = {name: tensor.numel() for name, tensor in model_state(self.unwrapped_model).items()}
+        return owners_by_size(sizes, self.num_writers)
 
     def _unshard(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the state without the engine's sharding (collective)."""
+        """Return a tensor without the engine's sharding (collective)."""
         return tensor
 
+    def _load_part(self, tensor: Tensor, entry: str, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's part of a tensor of the state from the whole tensor `tensors[entry]`."""
+        tensor.copy_(tensors[entry])
+
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the group "optimizer" of `gather_state`, complete (collective; after `prepare`).
+        """Load the group "optimizer" of a checkpoint, of which each rank reads its part (after `prepare`).
 
         Raises:
-            DataError: The entries or shapes are not exactly those of this optimizer.
+            DataError: The entries or shapes are not exactly those of this optimizer, or a file is damaged.
         """
         load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, tensors)
 

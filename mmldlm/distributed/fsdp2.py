@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from mmldlm.checkpoint.state import load_optimizer_state, model_state
+from mmldlm.checkpoint.slices import SlicedTensor
+from mmldlm.checkpoint.state import check_optimizer_entries, load_optimizer_state, model_state
+from mmldlm.checkpoint.tensors import meta_of, read_range
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.grad_scaler import to_local
 
@@ -42,39 +45,73 @@ def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlu
 
 
 class FSDP2Engine(Engine):
-    """A model sharded by `fully_shard`."""
+    """A model sharded by `fully_shard`, all of it over one dimension of one device mesh.
+
+    With hybrid sharding the mesh has a second dimension, along which the shards are replicated.
+    """
 
     shards_parameters = True
+    # One rank writes all that is not sharded (step counts, small buffers), so that a reader finds it in one file.
+    _owners: dict[str, int] = {}  # noqa: RUF012 - replaces the property of `Engine`
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._wrap(model, optimizer)
+        if weights is None:
+            return
+        with self.raise_on_all_ranks("loading of the weights"), torch.no_grad():
+            for name, tensor in model_state(self.unwrapped_model).items():
+                self._load_part(tensor, name, weights)
+
+    @cached_property
+    def _place(self) -> _Place:
+        """This rank's place in the mesh, the same for all parameters."""
+        return _Place.of(next(p for p in self.unwrapped_model.parameters() if isinstance(p, DTensor)))
+
+    @property
+    def writer(self) -> int | None:
+        return None if self._place.replica else self._place.shard
+
+    @property
+    def num_writers(self) -> int:
+        return self._place.shards
+
+    def _part(self, tensor: Tensor, name: str) -> tuple[SlicedTensor, Tensor]:
+        if not isinstance(tensor, DTensor):
+            return super()._part(tensor, name)
+        return SlicedTensor.like(tensor, _Place.of(tensor).numel(tensor)), tensor.to_local()
+
+    def _load_part(self, tensor: Tensor, entry: str, tensors: Mapping[str, Tensor]) -> None:
+        if not isinstance(tensor, DTensor):
+            super()._load_part(tensor, entry, tensors)
+            return
+        local, start = tensor.to_local(), _Place.of(tensor).start(tensor)
+        local.copy_(read_range(tensors, entry, start, start + local.numel()).view_as(local))
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = model_state(self.unwrapped_model)
-        load_optimizer_state(
-            self.unwrapped_optimizer,
-            self.unwrapped_model,
-            {entry: _shard_like(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
-        )
+        parameters = {name: parameter.detach() for name, parameter in self._trainable_params()}
+        check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
+        shapes, parts = {entry: meta.shape for entry, meta in meta_of(tensors).items()}, {}
+        for entry, shape in shapes.items():
+            parameter = parameters[entry.rpartition("/")[0]]
+            if shape != parameter.shape:  # a step count
+                parts[entry] = tensors[entry]
+                continue
+            parts[entry] = torch.empty_like(parameter)
+            self._load_part(parts[entry], entry, tensors)
+        load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, parts)
 
     @property
     def replica(self) -> int:
-        mesh = self._sharded_parameter().device_mesh
-        return _coordinate(mesh)[0] if mesh.ndim > 1 else 0
+        return self._place.replica
 
     @property
     def num_replicas(self) -> int:
-        mesh = self._sharded_parameter().device_mesh
-        return mesh.size(0) if mesh.ndim > 1 else 1
-
-    def _sharded_parameter(self) -> DTensor:
-        parameter = next(iter(self._parameters()))
-        assert isinstance(parameter, DTensor)
-        return parameter
+        return self._place.replicas
 
     def _shard_start(self, parameter: nn.Parameter) -> int:
-        assert isinstance(parameter, DTensor)
-        # The last dimension of the mesh shards the rows, in parts as those of `torch.chunk`; one before it replicates.
-        mesh, rows = parameter.device_mesh, parameter.shape[0]
-        chunk = -(-rows // mesh.size(mesh.ndim - 1))
-        return min(_coordinate(mesh)[-1] * chunk, rows) * (parameter.numel() // rows)
+        return _Place.of(parameter).start(parameter)
 
     def _master_params(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self._parameters()]
@@ -97,26 +134,33 @@ class FSDP2Engine(Engine):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, DTensor.from_local(norm, mesh))
         return norm
 
-    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        super()._set_master(parameter, _shard_like(value, parameter))
-
     def _unshard(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
-    """Return this rank's place in each dimension of the mesh."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is not in the mesh"
-    return coordinate
+@dataclass(frozen=True)
+class _Place:
+    """A rank's place in the mesh of a DTensor, whose last dimension shards; one before it replicates."""
 
+    shard: int
+    shards: int
+    replica: int
+    replicas: int
 
-def _shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """Return this rank's shard of the full `tensor`, which every rank has.
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Place:
+        assert isinstance(tensor, DTensor)
+        assert tensor.placements[-1].is_shard(0), f"expected shards of rows, found {tensor.placements}"
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not in the mesh"
+        replica, shard = (0, *coordinate)[-2:]
+        shards = mesh.size(mesh.ndim - 1)
+        return cls(shard, shards, replica, mesh.size() // shards)
 
-    A tensor of another shape than `like` is returned as it is: a 0-d step count, or an error that the loader reports.
-    """
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
-        return tensor
-    # With `src_data_rank=None` each rank slices its own copy; otherwise rank 0 would scatter it.
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    def numel(self, tensor: Tensor) -> int:
+        """Return the elements of each shard of a tensor, as `torch.chunk` cuts it; the last ones may have fewer."""
+        return -(-tensor.shape[0] // self.shards) * tensor.shape[1:].numel()
+
+    def start(self, tensor: Tensor) -> int:
+        """Return the index of the first element of this rank's shard."""
+        return min(self.shard * self.numel(tensor), tensor.numel())

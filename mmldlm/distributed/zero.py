@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -17,17 +19,18 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
-    lazy_init_hp_params_optimizer_state,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
+from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
+from mmldlm.checkpoint.tensors import read_range
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Engine, Shard, is_accepted
+from mmldlm.distributed.engine import Engine, Shard, is_accepted, owners_by_size
 
 T = TypeVar("T")
 
@@ -42,20 +45,36 @@ class ZeroEngine(Engine):
         """ZeRO stage: 1, 2 or 3."""
         return int(self.name[len("zero")])
 
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.shards_parameters = self.stage == 3
-        # DeepSpeed rounds the weights before it copies them to its masters, and frozen weights have no masters.
-        initial = {name: tensor.cpu().clone() for name, tensor in model_state(model).items()}
+        trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # Frozen weights have no masters, so each rank reads all of them, before DeepSpeed rounds and partitions them.
+        if weights is not None:
+            with self.raise_on_all_ranks("loading of the frozen weights"), torch.no_grad():
+                for name, tensor in model_state(model).items():
+                    if name not in trained:
+                        tensor.copy_(weights[name])
+        # DeepSpeed rounds the weights before it copies them to its masters.
+        initial = {
+            name: tensor.cpu().clone()
+            for name, tensor in model_state(model).items()
+            if weights is None or name not in trained
+        }
         # DeepSpeed calls these functions by names that PyTorch has deprecated.
         warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
         with _keep_zero_optimizer():
-            super().prepare(model, optimizer)
+            self._wrap(model, optimizer)
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
         }
-        with self.in_collective("setting the master weights"):
+        self._starts = self._gather_starts() if self.stage < 3 else {}
+        with self.raise_on_all_ranks("loading of the master weights"):
             for name, parameter in self._trainable_params():
-                self._set_master(parameter, initial[name])
+                self._load_master(parameter, name, initial if weights is None else weights)
+        if weights is not None:
+            self._sync_model_from_masters()
         self._patch_overflow_check()
 
     def _patch_overflow_check(self) -> None:
@@ -155,34 +174,25 @@ class ZeroEngine(Engine):
     def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
         if gradients and self.device.type == "cuda":
             torch.cuda.synchronize()  # with offload, gradients are still on their way to the host
-        optimizer, partitions = self.zero_optimizer, self._partitions()
+        step, keys = self._optimizer_layout()
         parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # with attributes of DeepSpeed
         for name, parameter in parameters:
-            gradient: Tensor | None = None
+            weight, start = self._fragment(parameter)
+            size, gradient = len(weight), None
             if self.stage == 3:
-                group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                start = optimizer._get_param_partition_rank(parameter) * size
-                size = max(0, min(size, parameter.ds_numel - start))  # the rest is padding
                 network_weight = parameter.ds_tensor.detach()[:size]
                 if gradients:
-                    gradient = optimizer.get_local_fp32_grad_for_param(parameter)[:size]
-            elif parameter._hp_mapping is None:  # in the partitions of other ranks alone
+                    gradient = self.zero_optimizer.get_local_fp32_grad_for_param(parameter)[:size]
+            elif not size:  # in the partitions of other ranks alone
                 continue
             else:
-                mapping = parameter._hp_mapping
-                group, address = mapping.param_group_index, mapping.hp_fragment_address
-                offset, size, start = address.start, address.numel, mapping.lp_fragment_address.start
                 network_weight = parameter.detach().reshape(-1)[start : start + size]
                 if gradients:
-                    gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+                    gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
                     # In bf16 DeepSpeed may keep the gradient of the whole tensor.
                     gradient = gradient[start:][:size] if len(gradient) == parameter.numel() else gradient[:size]
-            part = slice(offset, offset + size)
-            state = self.unwrapped_optimizer.state.get(partitions[group], {})
-            state = {
-                key: value[part] if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
-            }
-            yield Shard(name, start, partitions[group].detach()[part], gradient, state, network_weight)
+            state = {key: self._fragment(parameter, key)[0] for key in keys}
+            yield Shard(name, start, weight, gradient, {**state, "step": step}, network_weight)
 
     def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
         if self.stage == 3:
@@ -213,41 +223,85 @@ class ZeroEngine(Engine):
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
             optimizer.invalidate_secondary_tensor()
 
-    def _get_master(self, parameter: nn.Parameter) -> Tensor:
-        return safe_get_full_fp32_param(parameter).view(self._shape(parameter))
+    def _load_master(self, parameter: nn.Parameter, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self._load_fragment(parameter, name, tensors)
 
-    def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        safe_set_full_fp32_param(parameter, value.to(self.device))
-
-    def sizes(self) -> dict[str, int]:
-        parameters = {clean_name(n): self._shape(p).numel() for n, p in self.unwrapped_model.named_parameters()}
-        return {**super().sizes(), **parameters}
-
-    def gather_state(self, owned: Container[str]) -> Iterator[tuple[str, str, Tensor]]:
+    def local_state(self) -> Iterator[tuple[str, str, SlicedTensor, Tensor]]:
         # Frozen weights come from before the rounding, buffers from the model, all else from the masters.
-        buffers = {clean_name(name) for name, _ in self.unwrapped_model.named_buffers()}
-        state = model_state(self.unwrapped_model)
-        for name, tensor in {**self._frozen, **{name: state[name] for name in state if name in buffers}}.items():
-            if name in owned:
-                yield "model", name, tensor
+        for name, tensor in self._replicated.items():
+            yield "model", name, *self._part(tensor, name)
         step, keys = self._optimizer_layout()
-        if step is not None:
-            self._link_optimizer_state()
-        with self.in_collective("gather of the state"):
+        for name, parameter in self._trainable_params():
+            yield "model", name, *self._master_part(parameter, name)
+            for key in keys:
+                yield "optimizer", f"{name}/{key}", self._slices(parameter, name), self._fragment(parameter, key)[0]
+            entry, tensor = (NO_STATE, torch.empty(0)) if step is None else ("step", step)
+            yield "optimizer", f"{name}/{entry}", *self._part(tensor, name)
+        if self.ema is not None:
+            self.ema.swap()
             for name, parameter in self._trainable_params():
-                # These gathers are collective, so they come before the check of the owner.
-                entries = [("model", name, self._get_master(parameter))]
-                entries += [
-                    ("optimizer", f"{name}/{key}", safe_get_full_optimizer_state(parameter, key)) for key in keys
-                ]
-                if name not in owned:
-                    continue
-                yield from ((group, entry, full.view(self._shape(parameter))) for group, entry, full in entries)
-                if step is not None:
-                    yield "optimizer", f"{name}/step", step
-                else:
-                    yield "optimizer", f"{name}/{NO_STATE}", torch.empty(0)
-        yield from self._gather_ema(owned)
+                yield "ema", name, *self._master_part(parameter, name)
+            self.ema.swap()
+
+    @property
+    def _replicated(self) -> dict[str, Tensor]:
+        """Frozen weights and buffers, which every rank has."""
+        state = model_state(self.unwrapped_model)
+        buffers = {clean_name(name) for name, _ in self.unwrapped_model.named_buffers()}
+        return {**self._frozen, **{name: state[name] for name in state if name in buffers}}
+
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        return owners_by_size({name: tensor.numel() for name, tensor in self._replicated.items()}, self.num_writers)
+
+    def _master_part(self, parameter: nn.Parameter, name: str) -> tuple[SlicedTensor, Tensor]:
+        return self._slices(parameter, name), self._fragment(parameter)[0]
+
+    def _slices(self, parameter: Any, name: str) -> SlicedTensor:
+        """Return which rank has which elements of a trained parameter, and so of its moments."""
+        like = torch.empty(self._shape(parameter), device="meta")
+        return SlicedTensor.like(like, parameter.ds_tensor.ds_numel if self.stage == 3 else self._starts[name])
+
+    def _gather_starts(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return start and rank of each fragment of ZeRO-1 and 2, by clean name (collective).
+
+        DeepSpeed cuts the concatenation of a group's parameters into equal parts, and pads it.
+        """
+        fragments = {name: self._fragment(parameter) for name, parameter in self._trainable_params()}
+        starts = {name: start for name, (fragment, start) in fragments.items() if fragment.numel()}
+        pieces: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for rank, own in enumerate(self.gather(starts, "fragments of the weights")):
+            for name, start in own.items():
+                pieces[name].append((start, rank))
+        return {name: tuple(sorted(found)) for name, found in pieces.items()}
+
+    def _fragment(self, parameter: Any, key: str | None = None) -> tuple[Tensor, int]:
+        """Return this rank's fragment of a trained parameter's master weight, or of its moment `key`, and its start."""
+        if self.stage == 3:
+            fragment = (
+                safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+            )
+            start = min(self.rank * fragment.numel(), parameter.ds_numel)
+            return fragment.detach()[: parameter.ds_numel - start], start  # without the padding
+        mapping = parameter._hp_mapping
+        if mapping is None:  # in the partitions of other ranks alone
+            return torch.empty(0), 0
+        partition, address = self._partitions()[mapping.param_group_index], mapping.hp_fragment_address
+        flat = partition if key is None else self.unwrapped_optimizer.state[partition][key]
+        return flat.detach().narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
+
+    def _load_fragment(self, parameter: Any, entry: str, tensors: Mapping[str, Tensor], key: str | None = None) -> None:
+        """Set this rank's fragment of a master weight, or of the moment `key`, from the whole `tensors[entry]`."""
+        fragment, start = self._fragment(parameter, key)
+        values = read_range(tensors, entry, start, start + fragment.numel())
+        if self.stage < 3:
+            fragment.copy_(values)
+            return
+        padded = nn.functional.pad(values.to(self.device), (0, parameter.ds_tensor.ds_numel - len(values)))
+        if key is None:
+            safe_set_local_fp32_param(parameter, padded)
+        else:
+            safe_set_local_optimizer_state(parameter, padded, key)
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         parameters = dict(self._trainable_params())
@@ -258,12 +312,11 @@ class ZeroEngine(Engine):
         new = {entry.rpartition("/")[0] for entry in tensors if entry.endswith(NO_STATE)}
         if not keys:
             return
-        step = next(tensor for entry, tensor in tensors.items() if entry.endswith("/step"))
+        step = tensors[next(entry for entry in tensors if entry.endswith("/step"))]
         self._create_optimizer_state(step, keys)
-        with self.in_collective("setting the optimizer state"):
-            for name, parameter in parameters.items():
-                for key in keys if name not in new else ():
-                    safe_set_full_optimizer_state(parameter, tensors[f"{name}/{key}"].to(self.device), key)
+        for name, parameter in parameters.items():
+            for key in keys if name not in new else ():
+                self._load_fragment(parameter, f"{name}/{key}", tensors, key)
 
     def _partitions(self) -> list[Tensor]:
         """The flat float32 partitions that the inner optimizer updates."""
@@ -292,18 +345,6 @@ class ZeroEngine(Engine):
             self.unwrapped_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
         if not in_tensors:
             replay_steps(self.unwrapped_optimizer, int(step))
-        self._link_optimizer_state()
-
-    def _link_optimizer_state(self) -> None:
-        """Map each parameter of ZeRO-1 and 2 to its moments.
-
-        DeepSpeed does so within its first step, but after the step of its first parameter group, and omits the other
-        groups.
-        """
-        optimizer = self.zero_optimizer
-        if self.stage < 3:
-            for parameters, partition in zip(optimizer.bit16_groups, self._partitions(), strict=True):
-                lazy_init_hp_params_optimizer_state(parameters, partition, optimizer.optimizer.state)
 
     @staticmethod
     def _shape(parameter: nn.Parameter) -> torch.Size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +101,9 @@ def load_run(
     if weights == "ema" and ema is None:
         raise DataError(f"{saved.path}: has no EMA of the weights (ema.decay); expected --weights trained")
     weights = weights or ("ema" if ema is not None and config.ema.evaluate else "trained")
-    chosen = ema if ema is not None and weights == "ema" else {}
+    tensors = saved_tensors(saved, "model", config)
     # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
-    load_model_state(model, ChainMap(chosen, saved_tensors(saved, "model", config)))  # type: ignore[arg-type]
+    load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
     return LoadedRun(
         folder=folder,
         config=config,

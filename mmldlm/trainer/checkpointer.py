@@ -11,11 +11,10 @@ import json
 import logging
 import shutil
 import time
-from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
-from mmldlm.checkpoint.state import NO_STATE, TrainState, clean_name, load_model_state
+from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
+from mmldlm.checkpoint.state import NO_STATE, TrainState, check_model_state, clean_name
 from mmldlm.checkpoint.store import CheckpointStore, write_files
-from mmldlm.checkpoint.tensors import TensorFiles, tensor_file_name, write_tensors
+from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
 from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
 from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
@@ -43,7 +43,6 @@ from mmldlm.run.compatibility import (
 from mmldlm.settings.fields import dump, to_yaml
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo
-from mmldlm.utils.partition import partition_by_size
 from mmldlm.utils.short_repr import short_repr
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,8 @@ class RestoredRun:
     state: TrainState
     notes: list[str]  # for the user
     latents: LatentInfo  # standardization of latents since step 0
-    moments: Mapping[str, Tensor] | None = None  # optimizer state; None for a run from step 0
+    weights: TensorFiles | None = None  # of the model; None for a run from step 0
+    moments: TensorFiles | None = None  # optimizer state; None for a run from step 0
     ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
 
 
@@ -80,6 +80,7 @@ class _PendingCheckpoint:
 
     step: int
     info: Mapping[str, Any]
+    tensors: Mapping[str, TensorGroup]
     temporary: Path
     task: Future[Any]  # this rank's part of the phase
     started: float
@@ -116,9 +117,9 @@ class Checkpointer:
     # --- start ---------------------------------------------------------------------------------------------
 
     def restore(self, model: nn.Module, data: Store) -> RestoredRun:
-        """Load the weights of the checkpoint that rank 0 chooses by `resume` into the unwrapped model.
+        """Open the checkpoint that rank 0 chooses by `resume`, and check that it fits the unwrapped model.
 
-        Call `restore_optimizer` after the engine has wrapped the model.
+        `Engine.prepare` loads the weights, then `restore_optimizer` the optimizer's state.
 
         Args:
             model: Model without the engine's wrapper.
@@ -133,7 +134,7 @@ class Checkpointer:
             if self.engine.is_main:
                 path = self._choose()
         path = self.engine.gather(path and str(path), "choice of the checkpoint")[0]
-        with self.engine.raise_on_all_ranks("loading of the checkpoint"):
+        with self.engine.raise_on_all_ranks("opening of the checkpoint"):
             restored = restore_checkpoint(path and Path(path), model, self.config, data)
         if self.config.resume == "auto" and restored.state.step:
             self.saved_at = restored.state.step  # the checkpoint is one of this run
@@ -143,7 +144,8 @@ class Checkpointer:
         """Load the optimizer's state of a restored run; later checkpoints of the run are moved aside."""
         if restored.moments is None:
             return
-        self.engine.load_optimizer_state(restored.moments)
+        with self.engine.raise_on_all_ranks("loading of the optimizer's state"):
+            self.engine.load_optimizer_state(restored.moments)
         if self.engine.is_main:
             self.store.set_aside_after(restored.state.step)
 
@@ -221,7 +223,7 @@ class Checkpointer:
             log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._pending.step)
         # First, since the previous checkpoint's writer reads the buffers that `_stage` overwrites.
         saved = self.finish()
-        groups = self._stage()
+        tensors, groups = self._stage()
         needed = sum(engine.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
         name = ""
         with engine.raise_on_all_ranks("beginning of the checkpoint"):
@@ -229,9 +231,9 @@ class Checkpointer:
                 name = str(self.store.begin(step, needed))
         temporary = Path(engine.gather(name, "name of the checkpoint")[0])
         writers: dict[str, Any] = {
-            tensor_file_name(group, engine.rank, engine.world_size): partial(write_tensors, tensors=tensors)
-            for group, tensors in groups.items()
-            if tensors
+            tensor_file_name(group, engine.writer, engine.num_writers): partial(write_tensors, tensors=parts)
+            for group, parts in groups.items()
+            if engine.writer is not None
         }
         if engine.is_main:
             # Serialized now: training continues and changes the state while the thread writes.
@@ -239,7 +241,7 @@ class Checkpointer:
         task = self._pool.submit(write_files, temporary, writers)
         info = {**self._info, "validation_loss": validation_loss}
         stall_s = time.perf_counter() - started
-        self._pending = _PendingCheckpoint(step, info, temporary, task, started, stall_s)
+        self._pending = _PendingCheckpoint(step, info, tensors, temporary, task, started, stall_s)
         if not asynchronous:
             saved += self.finish()
         self.saved_at = step
@@ -298,7 +300,8 @@ class Checkpointer:
         records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
         pending.committing = True
         if engine.is_main:
-            pending.task = self._pool.submit(self.store.commit, pending.temporary, pending.step, records, pending.info)
+            contents = records, pending.info, pending.tensors
+            pending.task = self._pool.submit(self.store.commit, pending.temporary, pending.step, *contents)
         else:
             # The other ranks have nothing to do in phase 2 and are ready at once.
             pending.task = Future()
@@ -306,29 +309,34 @@ class Checkpointer:
         pending.stall_s += time.perf_counter() - started
         return None
 
-    @cached_property
-    def _owned(self) -> set[str]:
-        """Names of the weights that this rank writes, constant over the run."""
-        return set(partition_by_size(self.engine.sizes(), self.engine.world_size)[self.engine.rank])
-
-    def _stage(self) -> dict[str, dict[str, Tensor]]:
-        """Copy the tensors that this rank writes to the host; return the copies by group and name.
+    def _stage(self) -> tuple[dict[str, TensorGroup], dict[str, dict[str, Tensor]]]:
+        """Copy the slices that this rank writes to the host.
 
         The buffers are reused between checkpoints; for tensors on a GPU they are page-locked.
+
+        Returns:
+            The descriptions of all tensors by group, and the copies by group and name.
         """
         engine = self.engine
-        groups: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, dict[str, SlicedTensor]] = {}
+        copies: dict[str, dict[str, Tensor]] = {}
         on_cuda = engine.device.type == "cuda"
-        for group, name, tensor in engine.gather_state(self._owned):
-            key, copy = f"{group}/{name}", self._staging.get(f"{group}/{name}")
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = self._staging[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copy.copy_(tensor, non_blocking=on_cuda)
-            groups.setdefault(group, {})[name] = copy
+        for group, name, sliced, part in engine.local_state():
+            tensors.setdefault(group, {})[name] = sliced
+            start, stop = (0, 0) if engine.writer is None else sliced.slice_in(engine.writer)
+            if start == stop:
+                continue
+            assert part.numel() == stop - start, f"{name}: {part.numel()} elements for a slice of {stop - start}"
+            part, key = part.reshape(sliced.slice_shape(start, stop)), f"{group}/{name}"
+            copy = self._staging.get(key)
+            if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
+                copy = self._staging[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            copy.copy_(part, non_blocking=on_cuda)
+            copies.setdefault(group, {})[name] = copy
         # Copies into page-locked memory do not block, and the writer must not start before they are done.
         if on_cuda:
             torch.cuda.synchronize(engine.device)
-        return groups
+        return {group: TensorGroup(engine.num_writers, entries) for group, entries in tensors.items()}, copies
 
 
 def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
@@ -342,7 +350,7 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
 
 
 def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
-    """Load the weights of a verified checkpoint into the unwrapped model, and return the rest of its state.
+    """Open a verified checkpoint and check that it fits the unwrapped model; weights and moments are not read yet.
 
     Args:
         path: Checkpoint folder; None to start from step 0.
@@ -364,7 +372,8 @@ def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, s
         raise ConfigError(f"train.steps: found {config.train.steps}, but {path} is at step {state.step}")
     saved = _saved_config(checkpoint)
     check_state_compatible(saved.optim.name, config.optim.name)
-    load_model_state(model, saved_tensors(checkpoint, "model", config))
+    weights = saved_tensors(checkpoint, "model", config)
+    check_model_state(model, weights)
     moments, num_new = _moments_of_trained(model, saved_tensors(checkpoint, "optimizer", config))
     changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
@@ -377,13 +386,13 @@ def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, s
     if not config.ema.decay:
         if ema is not None:
             notes.append("ema: the checkpoint's EMA of the weights ends here (ema.decay: 0)")
-        return RestoredRun(state, notes, latents, moments)
+        return RestoredRun(state, notes, latents, weights, moments)
     kept = {} if ema is None else ema.filter(_trained_names(model).__contains__)
     if ema is None:
         notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
     elif num_new:
         notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, moments, kept)
+    return RestoredRun(state, notes, latents, weights, moments, kept)
 
 
 def _saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -393,14 +402,14 @@ def _saved_config(checkpoint: Checkpoint) -> RunConfig:
         raise DataError(f"checkpoint: {error}") from error
 
 
-def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[Mapping[str, Tensor], int]:
+def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFiles, int]:
     """Return the optimizer state without parameters that are frozen now, and the number of newly trained ones."""
     names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
     # Entries of unknown parameters stay, so that loading the optimizer's state reports them.
     kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
     new = [name for name in _trained_names(model) if name not in known]
-    return ChainMap({f"{name}/{NO_STATE}": torch.empty(0) for name in new}, kept), len(new)  # type: ignore[arg-type]
+    return kept.with_empty([f"{name}/{NO_STATE}" for name in new]), len(new)
 
 
 def _trained_names(model: nn.Module) -> list[str]:

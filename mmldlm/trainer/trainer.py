@@ -126,10 +126,7 @@ class Trainer:
         return fingerprint
 
     def _restore(self) -> list[str]:
-        """Wrap the model for the engine and restore the run from a checkpoint; return notes for the user.
-
-        Weights are loaded before the engine wraps the model, the optimizer's state after it.
-        """
+        """Wrap the model for the engine and restore the run from a checkpoint; return notes for the user."""
         config, engine = self.config, self.engine
         self.checkpointer = Checkpointer(config, engine, self.run_dir, self._signals)
         restored = self.checkpointer.restore(self.components.model, self.components.store)
@@ -137,7 +134,7 @@ class Trainer:
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
         self.update_check = UpdateCheck(config, engine, self.components.model)
-        engine.prepare(self.components.model, self.components.optimizer)
+        engine.prepare(self.components.model, self.components.optimizer, restored.weights)
         engine.check_precision()
         self.checkpointer.restore_optimizer(restored)
         if config.ema.decay:

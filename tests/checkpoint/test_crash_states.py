@@ -59,7 +59,7 @@ def of_two(step: int) -> Save:
     def save(store: CheckpointStore) -> None:
         temporary = store.begin(step, 1000)
         parts = [write_files(temporary, files(step, part)) for part in (0, 1)]
-        store.commit(temporary, step, parts[0] | parts[1], {"from": "two"})
+        store.commit(temporary, step, parts[0] | parts[1], {"from": "two"}, {})
 
     return save
 

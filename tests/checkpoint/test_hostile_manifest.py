@@ -118,7 +118,8 @@ def test_names_that_cannot_be_saved(tmp_path: Path, name: str) -> None:
 
 
 MALFORMED: list[dict[str, Any]] = [
-    {"format": 2}, {"step": "1"}, {"step": True}, {"info": None}, {"files": []}, {"files": {"a/b": {"bytes": 0}}},
+    {"format": 3}, {"format": 0}, {"format": True}, {"tensors": []}, {"tensors": None},
+    {"step": "1"}, {"step": True}, {"info": None}, {"files": []}, {"files": {"a/b": {"bytes": 0}}},
     {"files": {"a/b": 3}},
 ]  # fmt: skip
 NO_MANIFEST = [b"[" * 200_000, b"[]", b"null", b"\xff\xfe", b'{"a": NaN}', b" " * (MAX_MANIFEST_BYTES + 1)]

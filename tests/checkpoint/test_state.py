@@ -8,6 +8,7 @@ from torch import nn
 
 from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.slices import tensor_file_name
 from mmldlm.checkpoint.state import (
     TrainState,
     clean_name,
@@ -17,7 +18,7 @@ from mmldlm.checkpoint.state import (
     optimizer_state,
 )
 from mmldlm.checkpoint.store import CheckpointStore
-from mmldlm.checkpoint.tensors import TensorFiles, tensor_file_name, write_tensors
+from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
 from mmldlm.distributed.muon import MuonAdamW
 from mmldlm.errors import DataError, NumericalError
 from mmldlm.utils.partition import partition_by_size

@@ -180,8 +180,8 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
     records = {name: record for part in parts for name, record in part.items()}
     lost = {**records, "part-7": FileInfo(50, "0" * 64)}
     with pytest.raises(StorageError, match="part-7 is missing or does not have 50 bytes"):
-        store.commit(temporary, 1, lost, {})
-    path = store.commit(temporary, 1, records, {})
+        store.commit(temporary, 1, lost, {}, {})
+    path = store.commit(temporary, 1, records, {}, {})
     assert sorted(verify_checkpoint(path).files) == sorted(records) and names(tmp_path) == ["step-00000001"]
     assert all(file.stat().st_mode & 0o077 == 0 for file in path.rglob("*"))
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from mmldlm.checkpoint.manifest import verify_checkpoint
+from mmldlm.checkpoint.tensors import TensorFiles
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
@@ -138,8 +139,9 @@ def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object
 
 
 def saved_tensors(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
-    files = max((folder / "checkpoints").glob("step-*")).glob(f"{name}*.safetensors")
-    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+    """Return the whole tensors of a group of a run's newest checkpoint."""
+    path = max((folder / "checkpoints").glob("step-*"))
+    return {key: tensor.clone() for key, tensor in TensorFiles.open(verify_checkpoint(path), name).items()}
 
 
 def assert_same_run(folder: Path, reference: Path, tolerance: float) -> None:

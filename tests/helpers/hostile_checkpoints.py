@@ -6,11 +6,15 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mmldlm.errors import DataError
 from mmldlm.utils.files import sha256
+from tests.helpers.save_checkpoint import whole_tensors
 
 SECONDS = 5.0
 HASH = "0" * 64
@@ -41,9 +45,11 @@ def manifest_body(path: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, name: str, content: bytes) -> None:
-    """Replace a file of a checkpoint and enter its size and hash in the manifest."""
+    """Replace a file of a checkpoint and enter its size, its hash and, if it has any, its tensors in the manifest."""
     (path / name).unlink()  # not in place: a test may have it mapped
     (path / name).write_bytes(content)
     body = manifest_body(path)
     body["files"][name] = {"bytes": len(content), "sha256": sha256(path / name)}
+    with suppress(SafetensorError):
+        body["tensors"] |= {group: tensors.to_json() for group, tensors in whole_tensors(path, [name]).items()}
     seal(path, body)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.zero import ZeroEngine
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
@@ -44,7 +46,12 @@ def whole_reference(engine: Engine) -> dict[str, torch.Tensor]:
     """Collective: the reference by name, by way of the weights, which are lost."""
     for master, mean in zip(engine._master_params(), reference, strict=True):
         master.detach().copy_(mean)
-    return {name: engine._get_master(parameter).detach().clone() for name, parameter in engine._trainable_params()}
+    return {
+        name: safe_get_full_fp32_param(parameter).clone()
+        if isinstance(engine, ZeroEngine)
+        else engine._unshard(parameter.detach()).clone()
+        for name, parameter in engine._trainable_params()
+    }
 
 
 class ReferenceTrainer(Trainer):

@@ -1,0 +1,212 @@
+"""`mmldlm checkpoints list|verify|diff`: the checkpoints of a run, whether they are intact, how two differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmldlm.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.tensors import TensorFiles
+from mmldlm.config import load_config
+from mmldlm.errors import DataError, ExitCode
+from mmldlm.run.load import run_config
+from mmldlm.tools.config import config_diff
+from mmldlm.utils.format import format_number, human_duration
+from mmldlm.utils.nested import flatten
+
+GROUPS = ("model", "optimizer", "ema")
+MAX_PRINTED = 20  # differing tensors
+_SET_ASIDE = ("damaged-", "superseded-")
+
+
+def list_checkpoints(run: Path) -> list[dict[str, Any]]:
+    """Return what the manifests of a run's checkpoints say, newest first; nothing is verified.
+
+    Raises:
+        DataError: The folder is not a run.
+    """
+    retention, folder = run_config(run).checkpoint.retention, run / "checkpoints"
+    bodies = {path: read_manifest(path) for path in CheckpointStore(folder, retention).paths()}
+    losses = {body["step"]: body["info"].get("validation_loss") for body in bodies.values() if body}
+    best = Retention(last=1, best=retention.best).steps_to_keep(-1, (), losses)
+    rows = [_row(path, body, retention, best) for path, body in bodies.items()]
+    others = [path for path in sorted(folder.glob("*")) if path.name.startswith(_SET_ASIDE)]
+    return rows + [_row(path, read_manifest(path), retention, set()) for path in others]
+
+
+def _row(path: Path, body: dict[str, Any], retention: Retention, best: set[int]) -> dict[str, Any]:
+    if not body:
+        return {"name": path.name, "notes": ["no valid manifest"]}
+    step, info = body["step"], body["info"]
+    notes = [*(["permanent"] if retention.is_permanent(step) else []), *(["best"] if step in best else [])]
+    return {
+        "name": path.name,
+        "step": step,
+        "bytes": sum(file["bytes"] for file in body["files"].values()),
+        "age_s": max(0.0, time.time() - (path / MANIFEST).stat().st_mtime),
+        "engine": info.get("engine"),
+        "world_size": info.get("world_size"),
+        "validation_loss": info.get("validation_loss"),
+        "notes": notes,
+    }
+
+
+def verify_all(target: Path) -> list[dict[str, Any]]:
+    """Verify the hashes of a checkpoint, or of all checkpoints of a run, and that each tensor is there exactly once.
+
+    Returns:
+        Name and, if it is damaged, problem of each checkpoint.
+    """
+    return [{"name": path.name, "problem": _problem(path)} for path in _checkpoints(target)]
+
+
+def _problem(path: Path) -> str | None:
+    try:
+        checkpoint = verify_checkpoint(path)
+        for files in filter(None, (TensorFiles.find(checkpoint, group) for group in GROUPS)):
+            files.check()
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
+    """Compare two checkpoints, or the newest ones of two runs.
+
+    Returns:
+        "tensors" with the largest absolute and the relative difference (norm of the difference over the norm of the
+        first tensor) of each tensor that differs, "equal" with the number of the others, and both values of each
+        entry of "config" and "state" that differs.
+
+    Raises:
+        DataError: A checkpoint is damaged or missing.
+    """
+    checkpoints = [verify_checkpoint(_checkpoints(path)[0]) for path in (first, second)]
+    tensors, equal = {}, 0
+    for group in GROUPS:
+        before, after = (TensorFiles.find(checkpoint, group) or TensorFiles({}) for checkpoint in checkpoints)
+        for name in sorted(before.keys() | after.keys()):
+            difference = _difference(before, after, name)
+            equal += difference is None
+            if difference is not None:
+                tensors[f"{group}/{name}"] = difference
+    states = [flatten(json.loads(checkpoint.read("state.json"))) for checkpoint in checkpoints]
+    configs = [load_config(checkpoint.file("config.yaml"), may_extend=False) for checkpoint in checkpoints]
+    return {
+        "checkpoints": [str(checkpoint.path) for checkpoint in checkpoints],
+        "equal": equal,
+        "tensors": tensors,
+        "config": config_diff(*configs),
+        "state": {
+            key: [state.get(key) for state in states]
+            for key in {**states[0], **states[1]}
+            if states[0].get(key) != states[1].get(key)
+        },
+    }
+
+
+def _difference(before: TensorFiles, after: TensorFiles, name: str) -> dict[str, Any] | None:
+    """Return how a tensor differs; None if it does not."""
+    if name not in before or name not in after:
+        return {"only_in": "first" if name in before else "second"}
+    first, second = before[name], after[name]
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return {"types": [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (first, second)]}
+    if first.equal(second):
+        return None
+    distance: Tensor = second.double() - first.double()
+    norm = float(first.double().norm())
+    relative = float(distance.norm()) / norm if norm else None
+    return {"largest": float(distance.abs().max()), "relative": relative}
+
+
+def _checkpoints(target: Path) -> list[Path]:
+    """Return `target` if it is a checkpoint, else the checkpoints of the run `target`, newest first.
+
+    Raises:
+        DataError: It is neither.
+    """
+    if (target / MANIFEST).is_file():
+        return [target]
+    paths = CheckpointStore(target / "checkpoints", Retention()).paths()
+    if not paths:
+        raise DataError(f"{target}: expected a checkpoint's folder, or a run folder with checkpoints")
+    return paths
+
+
+def _print_list(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        if "step" not in row:
+            print(f"{row['name']:<24} {', '.join(row['notes'])}")
+            continue
+        loss = "" if row["validation_loss"] is None else f"validation {format_number(row['validation_loss'])}"
+        where = f"{row['engine']} x {row['world_size']}"
+        age = human_duration(row["age_s"])
+        print(
+            f"{row['name']:<24} {row['bytes'] / 2**20:9.1f} MiB  {age:>8} ago  {where:<14} {loss:<20} "
+            f"{', '.join(row['notes'])}".rstrip()
+        )
+
+
+def _print_diff(found: dict[str, Any]) -> None:
+    for key in ("config", "state"):
+        for name, (before, after) in found[key].items():
+            print(f"{key} {name}: {before} -> {after}")
+    tensors = found["tensors"]
+    ranked = sorted(tensors.items(), key=lambda item: -(item[1].get("relative") or float("inf")))
+    for name, values in ranked[:MAX_PRINTED]:
+        if "largest" in values:
+            relative = "" if values["relative"] is None else f", relative {values['relative']:.2e}"
+            print(f"{name}: largest difference {values['largest']:.2e}{relative}")
+        else:
+            print(
+                f"{name}: {' -> '.join(values['types']) if 'types' in values else 'only in the ' + values['only_in']}"
+            )
+    if len(ranked) > MAX_PRINTED:
+        print(f"and {len(ranked) - MAX_PRINTED} more")
+    print(f"{found['equal']} tensors are equal, {len(tensors)} differ")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mmldlm checkpoints", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="step, size, age, engine, validation loss, and why it is kept")
+    listing.add_argument("run", type=Path, help="run folder")
+    verify = commands.add_parser("verify", help="verify all hashes, and that each tensor is there exactly once")
+    verify.add_argument("target", type=Path, help="run folder, or a checkpoint's")
+    diff = commands.add_parser("diff", help="tensors, settings and state in which two checkpoints differ")
+    for name in ("first", "second"):
+        diff.add_argument(name, type=Path, help="a checkpoint's folder, or a run folder for its newest")
+    for command in (listing, verify, diff):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm checkpoints`; return 0, or 65 if a verified checkpoint is damaged. A `DataError` propagates."""
+    options = _parser().parse_args(argv)
+    status = ExitCode.DONE
+    if options.command == "list":
+        result: Any = list_checkpoints(options.run)
+    elif options.command == "verify":
+        result = verify_all(options.target)
+        status = ExitCode.DATA if any(row["problem"] for row in result) else ExitCode.DONE
+    else:
+        result = diff_checkpoints(options.first, options.second)
+    if options.json:
+        print(json.dumps(result, indent=1))
+    elif options.command == "list":
+        _print_list(result)
+    elif options.command == "verify":
+        print("\n".join(f"{row['name']}: {row['problem'] or 'intact'}" for row in result))
+    else:
+        _print_diff(result)
+    return status

@@ -1,0 +1,31 @@
+"""`mmldlm.train` that at its end draws the engine's state for a checkpoint, and fails if that exchanged anything."""
+
+from __future__ import annotations
+
+import math
+
+from torch.distributed.tensor.debug import CommDebugMode
+
+from mmldlm.trainer.trainer import Trainer
+from tests.helpers.trainer_scripts import train_and_exit
+
+
+class ObservedTrainer(Trainer):
+    def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
+        engine, written = self.engine, 0
+        with CommDebugMode() as observed:
+            for _, name, tensor, part in engine.local_state():
+                start, stop = (0, 0) if engine.writer is None else tensor.slice_in(engine.writer)
+                assert start == stop or part.numel() == stop - start, name
+                written += stop - start
+            assert not observed.get_total_counts(), observed.get_comm_counts()
+            if engine.shards_parameters and engine.name == "fsdp2":
+                engine._unshard(next(engine.unwrapped_model.parameters()).detach())
+                assert observed.get_total_counts(), "the exchange of a gather would have been seen"
+        sizes = [math.prod(tensor.shape) for _, _, tensor, _ in engine.local_state()]
+        assert sum(engine.gather(written, "elements written")) == sum(sizes)
+        assert written < 1.2 * sum(sizes) / engine.num_writers, "each writer has about as much"
+        super().save(wait, validation_loss)
+
+
+train_and_exit(ObservedTrainer)

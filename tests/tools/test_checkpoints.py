@@ -1,0 +1,62 @@
+"""`mmldlm checkpoints`: what there is, what is damaged, and what differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from mmldlm import cli, train
+from tests.helpers.hostile_checkpoints import manifest_body, replace_file, seal
+from tests.helpers.user_errors import assert_user_error
+
+
+@pytest.fixture
+def run(tiny_config: Path, tmp_path: Path) -> Path:
+    settings = ["train.steps=4", "checkpoint.every_steps=2", "checkpoint.keep_every=2", "checkpoint.keep_best=1"]
+    assert train.main([str(tiny_config), *settings, "data.num_workers=0"]) == 0
+    return tmp_path / "run"
+
+
+def show(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.main(["checkpoints", *map(str, arguments)]) == code
+    return capsys.readouterr().out
+
+
+def test_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoints"
+    rows = json.loads(show(capsys, "list", run, "--json"))
+    assert [row["step"] for row in rows] == [4, 2]
+    assert rows[0]["notes"] == ["permanent", "best"] and rows[1]["notes"] == ["permanent"]
+    size = sum(path.stat().st_size for path in (folder / rows[0]["name"]).rglob("*") if path.is_file())
+    assert rows[0]["bytes"] == size - (folder / rows[0]["name"] / "manifest.json").stat().st_size
+    assert "single x 1" in show(capsys, "list", run)
+
+    assert show(capsys, "diff", folder / "step-00000004", run).splitlines()[-1].endswith("equal, 0 differ")
+    found = json.loads(show(capsys, "diff", folder / "step-00000002", folder / "step-00000004", "--json"))
+    assert found["state"]["step"] == [2, 4] and found["config"] == {}
+    weights = [load_file(folder / f"step-0000000{step}" / "model.safetensors") for step in (2, 4)]
+    name = next(
+        name for name in weights[0] if weights[0][name].dim() == 2 and not weights[0][name].equal(weights[1][name])
+    )
+    largest = (weights[0][name].double() - weights[1][name].double()).abs().max()
+    assert found["tensors"][f"model/{name}"]["largest"] == pytest.approx(float(largest), rel=1e-6)
+
+    assert show(capsys, "verify", run) == "step-00000004: intact\nstep-00000002: intact\n"
+    # A file that lacks a tensor, though size and hash are those of the manifest.
+    path, layout = folder / "step-00000004", manifest_body(folder / "step-00000004")["tensors"]
+    tensors = weights[1] | {name: torch.zeros_like(weights[1][name]).flatten()}
+    replace_file(path, "model.safetensors", save(tensors))
+    seal(path, {**manifest_body(path), "tensors": layout})
+    assert name in show(capsys, "verify", path, code=65)
+    (folder / "step-00000002" / "optimizer.safetensors").write_bytes(b"")
+    rows = json.loads(show(capsys, "verify", run, "--json", code=65))
+    assert name in rows[0]["problem"] and "optimizer.safetensors" in rows[1]["problem"]
+    shutil.rmtree(folder)
+    for command in (["verify", run], ["diff", run, run]):
+        assert_user_error((cli.main(["checkpoints", *map(str, command)]), capsys.readouterr().err), 65, "expected")
