@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise StorageError(f"cannot write {path}: {error}") from error
 
 
-class TensorFiles(Mapping[str, Tensor]):
+class TensorSource(Mapping[str, Tensor]):
+    """Tensors by name, of which each, or a part of it, is made on access."""
+
+    @abstractmethod
+    def meta(self) -> dict[str, Tensor]:
+        """Return dtype and shape of every tensor, as tensors without data."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) in row-major order, 1-D, without the rest of the tensor."""
+
+
+class TensorFiles(TensorSource):
     """Tensors of one group of a verified checkpoint by name, read from disk on access, whole or in part.
 
     A file is opened when the first slice in it is read.
@@ -108,7 +121,6 @@ class TensorFiles(Mapping[str, Tensor]):
         return TensorFiles({**self._tensors, **dict.fromkeys(names, empty)})
 
     def meta(self) -> dict[str, Tensor]:
-        """Return dtype and shape of every tensor, as tensors without data; nothing is read."""
         return {
             name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device="meta")
             for name, (tensor, _) in self._tensors.items()
@@ -147,13 +159,13 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors with the names, dtypes and shapes of `tensors`, without reading them from disk."""
-    return tensors.meta() if isinstance(tensors, TensorFiles) else tensors
+    """Return tensors with the names, dtypes and shapes of `tensors`, without making those of a `TensorSource`."""
+    return tensors.meta() if isinstance(tensors, TensorSource) else tensors
 
 
 def read_range(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) -> Tensor:
     """Return elements [start, stop) of a tensor in row-major order, 1-D."""
-    if isinstance(tensors, TensorFiles):
+    if isinstance(tensors, TensorSource):
         return tensors.read(name, start, stop)
     return tensors[name].reshape(-1)[start:stop]
 

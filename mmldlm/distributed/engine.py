@@ -30,6 +30,7 @@ from mmldlm.distributed.process_group import set_group_timeouts
 from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
+from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.partition import partition_by_size
 
 T = TypeVar("T")
@@ -57,6 +58,17 @@ def owners_by_size(sizes: Mapping[str, int], writers: int) -> dict[str, int]:
 def with_index(device: torch.device) -> torch.device:
     """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+@contextlib.contextmanager
+def follows_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
+    """Have the optimizer update the parameters that replace those of equal names within the context."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    yield
+    parameters = dict(model.named_parameters())
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [parameters[name] for name in members]
 
 
 @dataclass(frozen=True)
@@ -87,32 +99,26 @@ class Engine(Collectives):
 
     # --- training -----------------------------------------------------------------------------------------
 
-    def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`.
 
         Args:
-            model: Model on the engine's device.
+            model: Model on the meta device.
             optimizer: Optimizer of its parameters.
-            weights: Group "model" of a checkpoint, checked by `check_model_state`, of which each rank reads its part;
-                None keeps the weights of `model`.
+            weights: Initial weights, or group "model" of a checkpoint, checked by `check_model_state`. Each rank reads
+                its part alone.
 
         Raises:
             DataError: A file of the checkpoint is damaged.
         """
-        if weights is not None:
-            with self.raise_on_all_ranks("loading of the weights"):
-                load_model_state(model, weights)
+        with follows_parameters(optimizer, model):
+            materialize(model, self.device)
+        with self.raise_on_all_ranks("loading of the weights"):
+            load_model_state(model, weights)
         self._wrap(model, optimizer)
 
     def _wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        with (
-            only_passed_on(),
-            self.in_collective("wrapping the model"),
-            warnings.catch_warnings(),
-            library_errors_are_config_errors(self.launch.source),
-        ):
+        with self._set_up("wrapping the model"), warnings.catch_warnings():
             # Accelerate passes the argument by the name that PyTorch has deprecated.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             # It slices its mesh of replicas x shards in a way that PyTorch has deprecated.
@@ -120,6 +126,12 @@ class Engine(Collectives):
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if self.watchdog is not None:
             set_group_timeouts(self.watchdog.timeout_s)
+
+    @contextlib.contextmanager
+    def _set_up(self, name: str) -> Iterator[None]:
+        """Call Accelerate or DeepSpeed within the context (collective)."""
+        with only_passed_on(), self.in_collective(name), library_errors_are_config_errors(self.launch.source):
+            yield
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:

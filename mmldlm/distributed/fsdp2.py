@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import check_optimizer_entries, load_optimizer_state, model_state
 from mmldlm.checkpoint.tensors import meta_of, read_range
-from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.engine import Engine, follows_parameters
 from mmldlm.distributed.grad_scaler import to_local
+from mmldlm.utils.meta_device import materialize
 
 
 def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlugin:
@@ -54,12 +55,11 @@ class FSDP2Engine(Engine):
     # One rank writes all that is not sharded (step counts, small buffers), so that a reader finds it in one file.
     _owners: dict[str, int] = {}  # noqa: RUF012 - replaces the property of `Engine`
 
-    def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
-    ) -> None:
-        self._wrap(model, optimizer)
-        if weights is None:
-            return
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
+        # Sharded on the meta device, where Accelerate cannot tell the optimizer's parameters apart.
+        with follows_parameters(optimizer, model):
+            self._wrap(model, optimizer)
+            materialize(model, self.device)
         with self.raise_on_all_ranks("loading of the weights"), torch.no_grad():
             for name, tensor in model_state(self.unwrapped_model).items():
                 self._load_part(tensor, name, weights)

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -30,7 +31,8 @@ from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.checkpoint.tensors import read_range
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Engine, Shard, is_accepted, owners_by_size
+from mmldlm.distributed.engine import Engine, Shard, follows_parameters, is_accepted, owners_by_size
+from mmldlm.utils.meta_device import materialize
 
 T = TypeVar("T")
 
@@ -45,37 +47,48 @@ class ZeroEngine(Engine):
         """ZeRO stage: 1, 2 or 3."""
         return int(self.name[len("zero")])
 
-    def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
         self.shards_parameters = self.stage == 3
-        trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-        # Frozen weights have no masters, so each rank reads all of them, before DeepSpeed rounds and partitions them.
-        if weights is not None:
-            with self.raise_on_all_ranks("loading of the frozen weights"), torch.no_grad():
-                for name, tensor in model_state(model).items():
-                    if name not in trained:
-                        tensor.copy_(weights[name])
-        # DeepSpeed rounds the weights before it copies them to its masters.
-        initial = {
-            name: tensor.cpu().clone()
-            for name, tensor in model_state(model).items()
-            if weights is None or name not in trained
-        }
+        # Frozen weights have no masters, so each rank keeps them as they are before DeepSpeed rounds them.
+        with self.raise_on_all_ranks("loading of the frozen weights"):
+            self._frozen = {
+                clean_name(name): weights[clean_name(name)]
+                for name, parameter in model.named_parameters()
+                if not parameter.requires_grad
+            }
         # DeepSpeed calls these functions by names that PyTorch has deprecated.
         warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
+        with follows_parameters(optimizer, model):
+            self._materialize(model)
         with _keep_zero_optimizer():
             self._wrap(model, optimizer)
-        self._frozen = {
-            clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
-        }
         self._starts = self._gather_starts() if self.stage < 3 else {}
+        # DeepSpeed rounds the weights before it copies them to its masters.
         with self.raise_on_all_ranks("loading of the master weights"):
             for name, parameter in self._trainable_params():
-                self._load_master(parameter, name, initial if weights is None else weights)
-        if weights is not None:
-            self._sync_model_from_masters()
+                self._load_master(parameter, name, weights)
+        self._sync_model_from_masters()
         self._patch_overflow_check()
+
+    @torch.no_grad()
+    def _materialize(self, model: nn.Module) -> None:
+        """Allocate all parameters; those of ZeRO-3 module by module, so that no rank ever holds all of them."""
+        partition: Any = None
+        if self.stage == 3:
+            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            with self._set_up("partitioning the model"):
+                # For the module without parameters it has linear layers save memory, as it would for a whole model.
+                partition = deepspeed.zero.Init(nn.Module(), config_dict_or_path=config)
+        for prefix, module in model.named_modules():
+            materialize(module, self.device, recurse=False)
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if not parameter.requires_grad:
+                    parameter.copy_(self._frozen[clean_name(name)])
+                if partition is not None:
+                    parameter.data = parameter.to(partition.dtype)
+            if partition is not None:
+                with self._set_up("partitioning the model"):
+                    partition._convert_to_zero_parameters(module.parameters(recurse=False))
 
     def _patch_overflow_check(self) -> None:
         """Make DeepSpeed's step treat a rejected gradient norm as an overflow, which drops all gradients.

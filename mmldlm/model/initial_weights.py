@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mmldlm.checkpoint.tensors import TensorSource
 from mmldlm.utils.random_stream import random_stream
 
 _BLOCK = 2**20  # elements that one stream draws, at most
@@ -27,7 +28,7 @@ class Normal:
     mean: float | tuple[float, ...] = 0.0
 
 
-class InitialWeights(Mapping[str, Tensor]):
+class InitialWeights(TensorSource):
     """Initial values of parameters by name, float32 on the host, computed on access, whole or in part.
 
     Args:
@@ -39,8 +40,10 @@ class InitialWeights(Mapping[str, Tensor]):
     def __init__(self, distributions: Mapping[str, Normal], shapes: Mapping[str, torch.Size], seed: int):
         self._distributions, self._shapes, self._seed = distributions, shapes, seed
 
+    def meta(self) -> dict[str, Tensor]:
+        return {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) in row-major order, 1-D; no others are computed but those of their block."""
         distribution = self._distributions[name]
         if isinstance(distribution.mean, tuple):
             return torch.tensor(distribution.mean[start:stop])
@@ -66,8 +69,3 @@ class InitialWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._distributions)
-
-
-def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the parameters of a model on the meta device, with arbitrary values, and move its buffers there."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))

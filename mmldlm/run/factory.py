@@ -15,10 +15,10 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import resolve_backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
-from mmldlm.model.initial_weights import materialize
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
+from mmldlm.utils.meta_device import materialize
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:

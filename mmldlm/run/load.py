@@ -18,10 +18,10 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import DataError
-from mmldlm.model.initial_weights import materialize
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_meta_model, build_objective
+from mmldlm.utils.meta_device import materialize
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import KernelCache
-from mmldlm.model.initial_weights import materialize
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
@@ -38,6 +37,7 @@ from mmldlm.run.factory import build_meta_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
+from mmldlm.utils.meta_device import materialize
 
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20

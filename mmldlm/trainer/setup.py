@@ -23,8 +23,9 @@ from mmldlm.distributed.launcher import LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
+from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_meta_model, build_objective
 from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.checkpointer import check_resume
 
@@ -86,7 +87,8 @@ class Components:
     tokenizer: Tokenizer
     skipped_samples: list[str]  # location and problem of each
     validation_ids: list[int]
-    model: MMDiT
+    model: MMDiT  # on the meta device
+    initial_weights: InitialWeights
     compiled: str  # what is compiled, and why if that differs from the settings
     optimizer: torch.optim.Optimizer
     parameters: dict[str, int]  # by part of the network
@@ -104,7 +106,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         store = open_data(config.data.location)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, engine)
     validation, device_type = store.split("validation"), engine.device.type
-    model = build_model(config, store.manifest, device_type).to(engine.device)
+    model = build_meta_model(config, store.manifest, device_type)
     compiled = compile_regions(model, config.compile, engine.device)
     return Components(
         store=store,
@@ -114,6 +116,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
         model=model,
+        initial_weights=model.initial_weights(config.run.seed),
         compiled=compiled,
         optimizer=build_optimizer(model, config.optim, device_type, engine.launch.offloads_optimizer),
         parameters=count_parameters(model),

@@ -134,7 +134,8 @@ class Trainer:
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
         self.update_check = UpdateCheck(config, engine, self.components.model)
-        engine.prepare(self.components.model, self.components.optimizer, restored.weights)
+        weights = self.components.initial_weights if restored.weights is None else restored.weights
+        engine.prepare(self.components.model, self.components.optimizer, weights)
         engine.check_precision()
         self.checkpointer.restore_optimizer(restored)
         if config.ema.decay:

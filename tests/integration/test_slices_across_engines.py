@@ -15,6 +15,7 @@ from tests.helpers.forked_runs import ForkedRuns
 # With three ranks no tensor of the network divides evenly, and some ranks have none of the small ones.
 CHAIN = [("ddp", 2), ("fsdp2", 3), ("zero1", 3), ("fsdp2", 2), ("zero3", 3), ("zero2", 2), ("zero3", 2), ("single", 1)]
 SETTINGS = ("train.global_batch_size=12", "train.steps=2", "validation.every=0", "ema.decay=0.9", "data.num_workers=0")
+REST = (("single", 1), ("ddp", 2), ("zero1", 2), ("zero3_offload", 2), ("fsdp2_hsdp", 4))
 GROUPS = ("model", "optimizer", "ema")
 
 
@@ -35,7 +36,16 @@ def test_state_passes_through_every_engine_bit_by_bit(tiny_config: Path, forked:
         source = folder
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
-def test_a_rank_has_what_it_writes(engine: str, tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
-    """The state is drawn without a collective, and every element is written by exactly one rank."""
-    forked.succeed(engine, tmp_path / "run", 2, tiny_config, *SETTINGS, "train.steps=1", script="local_state.py")
+@pytest.mark.parametrize(
+    ("engine", "processes"),
+    [("fsdp2", 2), ("zero3", 2), ("zero2", 2), *(pytest.param(e, n, marks=pytest.mark.slow) for e, n in REST)],
+)
+def test_a_rank_has_what_it_writes(
+    engine: str, processes: int, tiny_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """It starts from its part of the initial weights, frozen ones too, in the same bits under every engine.
+
+    At the end the state is drawn without a collective, and every element is written by exactly one rank.
+    """
+    settings = (*SETTINGS, "train.steps=1", "freeze=[text_encoder]", "precision=bf16", "train.micro_batch_size=1")
+    forked.succeed(engine, tmp_path / "run", processes, tiny_config, *settings, script="local_state.py")

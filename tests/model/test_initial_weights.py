@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mmldlm.model.heads import LossWeights
-from mmldlm.model.initial_weights import _BLOCK, InitialWeights, Normal, materialize
+from mmldlm.model.initial_weights import _BLOCK, InitialWeights, Normal
 from mmldlm.model.layers import HeadNorm, Modulation
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from mmldlm.utils.meta_device import materialize
 
 SHAPE = DataShape(512, 510, 511, 16, 2, 6)
 NUMEL = 2 * _BLOCK + 77

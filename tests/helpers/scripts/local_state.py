@@ -1,9 +1,14 @@
-"""`mmldlm.train` that at its end draws the engine's state for a checkpoint, and fails if that exchanged anything."""
+"""`mmldlm.train` that looks at the engine's state, each rank at its own.
+
+At the start it fails if a weight is not the initial one, at the end if drawing the state for a checkpoint exchanged
+anything.
+"""
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mmldlm.trainer.trainer import Trainer
@@ -11,6 +16,15 @@ from tests.helpers.trainer_scripts import train_and_exit
 
 
 class ObservedTrainer(Trainer):
+    def _restore(self) -> list[str]:
+        notes = super()._restore()
+        for group, name, tensor, part in self.engine.local_state():
+            start, stop = (0, 0) if self.engine.writer is None else tensor.slice_in(self.engine.writer)
+            if group == "model" and start < stop:
+                expected = self.components.initial_weights.read(name, start, stop)
+                assert torch.equal(part.flatten(), expected), name
+        return notes
+
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         engine, written = self.engine, 0
         with CommDebugMode() as observed:

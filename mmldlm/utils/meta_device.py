@@ -1,0 +1,21 @@
+"""Modules whose parameters are on the meta device: with types and shapes, without memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def materialize(module: nn.Module, device: torch.device | str, recurse: bool = True) -> None:
+    """Replace the parameters of a module that are on the meta device by new ones, with arbitrary values.
+
+    Args:
+        module: Its buffers move to `device`.
+        device: Device of the new parameters.
+        recurse: Include the modules within this one.
+    """
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    module._apply(allocate, recurse)
