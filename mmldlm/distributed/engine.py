@@ -375,9 +375,11 @@ class Engine(Collectives):
             yield "model", name, *self._part(tensor, name)
         for entry, tensor in optimizer_state(self.unwrapped_optimizer, self.unwrapped_model).items():
             yield "optimizer", entry, *self._part(tensor, entry.rpartition("/")[0])
+        yield from self._local_ema()
+
+    def _local_ema(self) -> Iterator[tuple[str, str, SlicedTensor, Tensor]]:
         if self.ema is not None:
-            # The averages take the place of the weights.
-            self.ema.swap()
+            self.ema.swap()  # the averages take the place of the weights
             for name, parameter in self._trainable_params():
                 yield "ema", name, *self._master_part(parameter, name)
             self.ema.swap()

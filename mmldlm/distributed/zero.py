@@ -250,11 +250,7 @@ class ZeroEngine(Engine):
                 yield "optimizer", f"{name}/{key}", self._slices(parameter, name), self._fragment(parameter, key)[0]
             entry, tensor = (NO_STATE, torch.empty(0)) if step is None else ("step", step)
             yield "optimizer", f"{name}/{entry}", *self._part(tensor, name)
-        if self.ema is not None:
-            self.ema.swap()
-            for name, parameter in self._trainable_params():
-                yield "ema", name, *self._master_part(parameter, name)
-            self.ema.swap()
+        yield from self._local_ema()
 
     @property
     def _replicated(self) -> dict[str, Tensor]:

@@ -11,34 +11,79 @@ from mmldlm.checkpoint.manifest import verify_checkpoint
 from mmldlm.checkpoint.tensors import TensorFiles
 from tests.helpers.engine_runs import saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.hostile_checkpoints import manifest_body, seal
 
 # With three ranks no tensor of the network divides evenly, and some ranks have none of the small ones.
-CHAIN = [("ddp", 2), ("fsdp2", 3), ("zero1", 3), ("fsdp2", 2), ("zero3", 3), ("zero2", 2), ("zero3", 2), ("single", 1)]
+CHAIN = [
+    ("ddp", 2),
+    ("fsdp2", 3),
+    ("zero1", 3),
+    ("fsdp2_hsdp", 4),
+    ("fsdp2", 2),
+    ("zero3", 3),
+    ("zero2", 2),
+    ("zero3_hpz", 4),
+    ("zero3", 2),
+    ("single", 1),
+]
 SETTINGS = ("train.global_batch_size=12", "train.steps=2", "validation.every=0", "ema.decay=0.9", "data.num_workers=0")
-REST = (("single", 1), ("ddp", 2), ("zero1", 2), ("zero3_offload", 2), ("fsdp2_hsdp", 4))
+REST = (("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero3_offload", 2))
 GROUPS = ("model", "optimizer", "ema")
+LAST = Path("checkpoints", "step-00000002")
+
+
+def load_and_save(forked: ForkedRuns, engine: str, processes: int, folder: Path, *arguments: object) -> None:
+    """Start a run from a checkpoint at its last step, so that it only loads and saves."""
+    variables = {"LOCAL_WORLD_SIZE": "2"} if engine == "zero3_hpz" else {}
+    forked.succeed(engine, folder, processes, *arguments, *SETTINGS, **variables)
+    for group in GROUPS:
+        TensorFiles.open(verify_checkpoint(folder / LAST), group).check()
+
+
+def assert_same_state(folder: Path, expected: dict[str, dict[str, torch.Tensor]]) -> None:
+    for group in GROUPS:
+        saved = saved_tensors(folder, group)
+        assert saved.keys() == expected[group].keys(), (folder, group)
+        assert all(torch.equal(saved[name], expected[group][name]) for name in saved), (folder, group)
+
+
+def make_format_1(path: Path) -> None:
+    """Change a checkpoint to the format from before slices: whole tensors, spread over the files as DDP's are."""
+    body = manifest_body(path)
+    del body["tensors"]
+    seal(path, {**body, "format": 1})
 
 
 def test_state_passes_through_every_engine_bit_by_bit(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
-    """Each run starts from the checkpoint of the one before at its last step, so it only loads and saves."""
     source = tmp_path / "source"
     forked.succeed("single", source, 1, tiny_config, *SETTINGS)
     expected = {group: saved_tensors(source, group) for group in GROUPS}
     for number, (engine, processes) in enumerate(CHAIN):
         folder = tmp_path / f"{number}-{engine}"
-        resume = f"resume={source / 'checkpoints' / 'step-00000002'}"
-        forked.succeed(engine, folder, processes, tiny_config, *SETTINGS, resume)
-        for group in GROUPS:
-            saved = saved_tensors(folder, group)
-            assert saved.keys() == expected[group].keys(), (engine, group)
-            assert all(torch.equal(saved[name], expected[group][name]) for name in saved), (engine, group)
-            TensorFiles.open(verify_checkpoint(folder / "checkpoints" / "step-00000002"), group).check()
+        load_and_save(forked, engine, processes, folder, tiny_config, f"resume={source / LAST}")
+        assert_same_state(folder, expected)
+        # With hybrid sharding the first of two replicas writes all.
+        files = {"single": 1, "fsdp2_hsdp": 2}.get(engine, processes)
+        assert manifest_body(folder / LAST)["tensors"]["model"]["files"] == files
+        if engine == "ddp":
+            make_format_1(folder / LAST)
         source = folder
+
+
+@pytest.mark.slow
+def test_every_engine_loads_format_1(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    forked.succeed("ddp", source, 2, tiny_config, *SETTINGS)
+    expected = {group: saved_tensors(source, group) for group in GROUPS}
+    make_format_1(source / LAST)
+    for engine, processes in dict(CHAIN).items():
+        load_and_save(forked, engine, processes, tmp_path / engine, tiny_config, f"resume={source / LAST}")
+        assert_same_state(tmp_path / engine, expected)
 
 
 @pytest.mark.parametrize(
     ("engine", "processes"),
-    [("fsdp2", 2), ("zero3", 2), ("zero2", 2), *(pytest.param(e, n, marks=pytest.mark.slow) for e, n in REST)],
+    [("fsdp2_hsdp", 4), ("zero3", 2), ("zero2", 2), *(pytest.param(e, n, marks=pytest.mark.slow) for e, n in REST)],
 )
 def test_a_rank_has_what_it_writes(
     engine: str, processes: int, tiny_config: Path, forked: ForkedRuns, tmp_path: Path

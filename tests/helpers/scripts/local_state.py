@@ -33,7 +33,7 @@ class ObservedTrainer(Trainer):
                 assert start == stop or part.numel() == stop - start, name
                 written += stop - start
             assert not observed.get_total_counts(), observed.get_comm_counts()
-            if engine.shards_parameters and engine.name == "fsdp2":
+            if engine.name == "fsdp2":
                 engine._unshard(next(engine.unwrapped_model.parameters()).detach())
                 assert observed.get_total_counts(), "the exchange of a gather would have been seen"
         sizes = [math.prod(tensor.shape) for _, _, tensor, _ in engine.local_state()]
