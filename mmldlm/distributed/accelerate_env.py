@@ -109,7 +109,7 @@ IGNORED_UNDER_FSDP = {
     "FSDP_AUTO_WRAP_POLICY": Variable("fsdp_config.fsdp_auto_wrap_policy", ("transformer_based_wrap",), _UNIT),
     "FSDP_BACKWARD_PREFETCH": Variable("fsdp_config.fsdp_backward_prefetch", ("no_prefetch",), _FSDP1),
     "FSDP_CPU_RAM_EFFICIENT_LOADING": Variable(
-        "fsdp_config.fsdp_cpu_ram_efficient_loading", _FALSE, "each rank starts from the same seed"
+        "fsdp_config.fsdp_cpu_ram_efficient_loading", _FALSE, "each rank computes or reads its own weights alone"
     ),
     "FSDP_FORWARD_PREFETCH": Variable("fsdp_config.fsdp_forward_prefetch", _FALSE, _FSDP1),
     "FSDP_MIN_NUM_PARAMS": Variable("fsdp_config.fsdp_min_num_params", ("100000000", "0"), _UNIT),
@@ -120,7 +120,7 @@ IGNORED_UNDER_FSDP = {
         "fsdp_config.fsdp_state_dict_type", (), "checkpoints have a format of their own (docs/checkpoints.md)"
     ),
     "FSDP_SYNC_MODULE_STATES": Variable(
-        "fsdp_config.fsdp_sync_module_states", ("true",), "each rank starts from the same seed"
+        "fsdp_config.fsdp_sync_module_states", ("true",), "each rank computes or reads its own weights alone"
     ),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": Variable("fsdp_config.fsdp_transformer_layer_cls_to_wrap", ("mmditblock",), _UNIT),
     "FSDP_USE_ORIG_PARAMS": Variable("fsdp_config.fsdp_use_orig_params", ("true",), _FSDP1),

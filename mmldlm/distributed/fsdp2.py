@@ -39,7 +39,7 @@ def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlu
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[block_class],
         mixed_precision_policy=policy,
-        # Each rank initializes the model from the same seed, and the model checkpoints its activations itself.
+        # Each rank computes or reads its own part of the weights, and the model checkpoints its activations itself.
         cpu_ram_efficient_loading=False,
         activation_checkpointing=False,
     )
