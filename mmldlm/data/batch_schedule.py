@@ -52,8 +52,8 @@ class TrainConfig:
     auto_micro_batch: bool = setting(
         False,
         "halve the micro-batches, permanently and on all ranks, when one does not fit into memory; costs an extra "
-        "forward and backward pass before each step with a larger micro-batch than all before; single, ddp, zero1, "
-        "zero2",
+        "forward and backward pass before each step with a larger micro-batch than all before, or under fsdp2 and "
+        "zero3, which plan by an estimate instead, some seconds at the start",
         advice="If the longest samples of a store are rare, and the run is unattended",
     )
 

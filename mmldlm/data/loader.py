@@ -26,6 +26,8 @@ from mmldlm.errors import DataError
 from mmldlm.settings.fields import setting
 from mmldlm.utils.short_repr import display_name
 
+MAX_SCANNED_STEPS = 4096  # that are searched for the largest micro-batch
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -184,6 +186,26 @@ class Loader:
         by_round = lengths[_rounds(lengths, self._dataset.world_size)]
         # [micro-batches, rounds of one micro-batch, ranks], summed over the rounds.
         return by_round.reshape(-1, size.micro_batch_size, self._dataset.world_size).sum(axis=1, dtype=np.int64).T
+
+    def largest_step(self, stage: tuple[int, int], position: int, rank: int | None = None) -> int:
+        """Return the step of a stage that has the micro-batch with the most tokens, of `rank` or of any rank.
+
+        The search ends after an epoch or after `MAX_SCANNED_STEPS` steps.
+
+        Args:
+            stage: First step, and the one after the last; all have the batch sizes of the first.
+            position: Position of the stage's first sample in the sample order.
+            rank: The rank whose micro-batches count; by default those of all ranks.
+        """
+        start, stop = stage
+        size = self.batch_at(start)
+
+        def tokens(step: int) -> int:
+            by_rank = self.tokens(position + (step - start) * size.global_batch_size, size)
+            return int((by_rank if rank is None else by_rank[rank]).max())
+
+        epoch = -(-len(self.order) // size.global_batch_size)
+        return max(range(start, min(stop, start + epoch, start + MAX_SCANNED_STEPS)), key=tokens)
 
 
 def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch_size: int) -> Iterator[Batch]:

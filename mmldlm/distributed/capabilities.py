@@ -43,9 +43,7 @@ CAPABILITIES = {  # by "key: value"
     "compile.scope: regional": Capability(
         _all_but("zero3", "zero3_offload"), "ZeRO-3 gathers weights by hooks within the compiled regions"
     ),
-    "train.auto_micro_batch: true": Capability(
-        _all_but(*WEIGHT_SHARDING_ENGINES), "its ranks gather weights in each forward pass, so none can try one alone"
-    ),
+    "train.auto_micro_batch: true": Capability(ALL_ENGINES),
 }
 
 

@@ -5,7 +5,13 @@ from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.rank_times import RankTimes
-from mmldlm.telemetry.resources import cpu_load_metrics, memory_limits, memory_metrics, resident_mib
+from mmldlm.telemetry.resources import (
+    cpu_load_metrics,
+    free_memory_mib,
+    memory_limits,
+    memory_metrics,
+    resident_mib,
+)
 from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.telemetry.tracker import Tracker
 
@@ -20,6 +26,7 @@ __all__ = [
     "StepStats",
     "Tracker",
     "cpu_load_metrics",
+    "free_memory_mib",
     "memory_limits",
     "memory_metrics",
     "phase",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
 from mmldlm.utils.host_cpus import CpuTimes, cores_used_by_others, cpu_times
@@ -85,6 +86,24 @@ def cuda_memory_mib() -> tuple[float, float] | None:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
     return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+
+
+def free_memory_mib(device: torch.device, processes: int = 1) -> float:
+    """Return the memory that this process may still allocate on `device`.
+
+    Args:
+        device: A CUDA device, or the CPU for memory of the host.
+        processes: Number of processes that share the host's free memory equally.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (torch.cuda.mem_get_info(device)[0] + cached) / MIB
+    host = host_memory_mib()
+    free = (psutil.virtual_memory().available / MIB if host is None else host[1]) / processes
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
+    if limit == resource.RLIM_INFINITY:
+        return free
+    return min(free, max(0, limit - psutil.Process().memory_info().vms) / MIB)
 
 
 def memory_limits() -> dict[str, float]:

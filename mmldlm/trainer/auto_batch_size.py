@@ -1,27 +1,35 @@
-"""Micro-batches that fit into memory: sizes beyond the largest so far are tried first, and halved if they do not fit.
+"""Micro-batches that fit into memory: sizes beyond the largest so far are judged first, and halved if they do not fit.
 
 A rank that runs out of memory within a step would leave the others waiting in a collective. So before a step, each rank
 whose largest micro-batch exceeds all previous ones tries it locally, and then all ranks agree. The sample order tells
 which ranks do so, so that a step without new sizes costs no exchange.
+
+Under an engine that shards weights no rank can try one alone. There the ranks plan before the first step, by an
+estimate for the largest micro-batch to come, see `memory_plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.data.batch_schedule import BatchSize, TrainConfig
+from mmldlm.config import RunConfig
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
+from mmldlm.data.manifest import Manifest
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
+from mmldlm.trainer.memory_plan import MemoryPlan
 
 
 def halve_micro_batch(size: BatchSize, world_size: int) -> int:
@@ -37,21 +45,87 @@ def cap_micro_batch(size: BatchSize, limit: int, world_size: int) -> BatchSize:
     return BatchSize(size.global_batch_size, next(micro for micro in range(largest, 0, -1) if samples % micro == 0))
 
 
-class AutoMicroBatch:
-    """Batch sizes of a run, with micro-batches that are known to fit into memory."""
+class _Verdict(NamedTuple):
+    """Whether a micro-batch fits into the memory of a rank."""
 
-    def __init__(self, config: TrainConfig, state: TrainState, objective: Objective, engine: Engine, loader: Loader):
-        """Make `loader` use the batch sizes of this object."""
-        self.config, self.state, self.objective, self.engine, self.loader = config, state, objective, engine, loader
+    fits: bool
+    holds: bool = True  # also for later steps
+    needed_mib: int = 0  # of an estimate
+    usable_mib: int = 0
+
+
+class AutoMicroBatch:
+    """Batch sizes of a run, with micro-batches that are known to fit into memory.
+
+    Args:
+        config: Config of the run, with its precision resolved.
+        manifest: Manifest of the run's data.
+        state: State of the run, which has the limit of the micro-batches.
+        objective: Objective of the run.
+        engine: Engine that has wrapped the model.
+        loader: Loader, which is made to use the batch sizes of this object.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        state: TrainState,
+        objective: Objective,
+        engine: Engine,
+        loader: Loader,
+    ):
+        self.config, self.manifest, self.state = config, manifest, state
+        self.objective, self.engine, self.loader = objective, engine, loader
         # int64 [world_size]: tokens of the largest micro-batch that fitted on each rank, without and with gradients
         # of earlier micro-batches in memory.
         self._proven = {with_grads: np.zeros(engine.world_size, np.int64) for with_grads in (False, True)}
         loader.batch_at = self.batch_at
 
+    @cached_property
+    def _memory_plan(self) -> MemoryPlan:
+        return MemoryPlan(self.config, self.manifest, self.objective, self.engine)
+
     def batch_at(self, step: int) -> BatchSize:
         """Return the batch sizes of optimizer step `step` under the present limit."""
-        size, limit = self.config.batch_at(step, self.engine.world_size), self.state.micro_batch_limit
+        size, limit = self.config.train.batch_at(step, self.engine.world_size), self.state.micro_batch_limit
         return size if limit is None else cap_micro_batch(size, limit, self.engine.world_size)
+
+    def plan(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Lower the micro-batch size to what fits by the estimates for all remaining steps (collective).
+
+        Returns:
+            The values to log of each change, and what is planned, for the user. Nothing under engines whose ranks try
+            their micro-batches.
+
+        Raises:
+            ConfigError: A single sample does not fit.
+        """
+        train, first = self.config.train, self.state.step
+        changes: list[dict[str, Any]] = []
+        notes: list[str] = []
+        starts = {first, *train.batch_schedule} if self.engine.shards_parameters else ()
+        position = self.state.samples_drawn
+        for start, stop in pairwise([*sorted(start for start in starts if first <= start < train.steps), train.steps]):
+            change, verdicts = None, None
+            while verdicts is None or change is not None:
+                size = self.batch_at(start)
+                step = self.loader.largest_step((start, stop), position)
+                samples = position + (step - start) * size.global_batch_size
+                tokens = self.loader.tokens(samples, size)
+                # All ranks plan for the largest of all, since in a verified step they compute those of one another.
+                largest = np.full(len(tokens), tokens.max())
+                verdicts = self._judge(size, largest)
+                change = self._halve(size, largest, verdicts)
+                changes += [] if change is None else [change]
+            if verdicts:
+                rank, tightest = min(enumerate(verdicts), key=lambda item: item[1].usable_mib)
+                notes.append(
+                    f"micro-batches of {size.micro_batch_size} samples from step {start} on: by an estimate, a step "
+                    f"takes {tightest.needed_mib:,} MiB of {tightest.usable_mib:,} MiB that rank {rank} may use"
+                )
+            position += (stop - start) * size.global_batch_size
+        return changes, notes
 
     def shrink(self, step: int, micro_batches: Sequence[Batch]) -> dict[str, Any] | None:
         """Lower the micro-batch size if this step's micro-batches do not fit on some rank (collective).
@@ -62,37 +136,74 @@ class AutoMicroBatch:
         Raises:
             ConfigError: A single sample does not fit.
         """
-        engine, size = self.engine, self.batch_at(step)
+        size = self.batch_at(step)
         tokens = self.loader.tokens(self.state.samples_drawn, size)
-        assert [batch.layout.num_tokens for batch in micro_batches] == tokens[engine.rank].tolist()
+        assert [batch.layout.num_tokens for batch in micro_batches] == tokens[self.engine.rank].tolist()
+        largest = tokens.max(axis=1)
+        return self._halve(size, largest, self._judge(size, largest, micro_batches))
+
+    def _judge(self, size: BatchSize, tokens: np.ndarray, micro_batches: Sequence[Batch] = ()) -> list[_Verdict]:
+        """Return each rank's verdict on its largest micro-batch (collective); nothing if all have been judged before.
+
+        Args:
+            size: Batch sizes of the step.
+            tokens: Tokens of the largest micro-batch of each rank, int64 [world_size].
+            micro_batches: Those of this rank, which are tried unless the engine has to plan.
+        """
+        engine = self.engine
+        accumulating = size.accumulation(engine.world_size) > 1
         # Memory grows with the number of tokens and latent tokens.
-        sizes = tokens.max(axis=1) + size.micro_batch_size * micro_batches[0].layout.latent_tokens
-        accumulating = len(micro_batches) > 1
+        sizes = tokens + size.micro_batch_size * self.manifest.latent.tokens
         new = sizes > self._proven[accumulating]
         # The same on every rank, which computes the sizes of all: they all return here or none does.
         if not new.any():
-            return None
-        largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
-        fits = not new[engine.rank] or self._try_in_memory(largest, accumulating)
-        # The first step allocates the optimizer's state: a size that fits before it may not fit after it.
-        has_state = bool(engine.unwrapped_optimizer.state)
-        results = np.array(engine.gather((fits, has_state), "gather of what fits into memory"))
+            return []
+        if engine.shards_parameters:
+            verdict = self._estimate(size.micro_batch_size, int(tokens[engine.rank]), accumulating)
+        else:
+            largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
+            fits = not new[engine.rank] or self._try_in_memory(largest, accumulating)
+            # The first step allocates the optimizer's state: a size that fits before it may not fit after it.
+            verdict = _Verdict(fits, holds=bool(engine.unwrapped_optimizer.state))
+        verdicts = [_Verdict(*values) for values in engine.gather(verdict, "gather of what fits into memory")]
+        proven = [verdict.fits and verdict.holds for verdict in verdicts]
         # What fits next to gradients also fits without them.
         for with_grads in {False, accumulating}:
-            np.maximum(self._proven[with_grads], sizes, out=self._proven[with_grads], where=results.all(axis=1))
-        if results[:, 0].all():
+            np.maximum(self._proven[with_grads], sizes, out=self._proven[with_grads], where=proven)
+        return verdicts
+
+    def _halve(self, size: BatchSize, tokens: np.ndarray, verdicts: Sequence[_Verdict]) -> dict[str, Any] | None:
+        """Halve the micro-batch of `size` and return the values to log; None if it fits on all ranks."""
+        rank, verdict = min(enumerate(verdicts), key=lambda item: item[1].fits, default=(0, _Verdict(True)))
+        if verdict.fits:
             return None
-        rank = int(results[:, 0].argmin())
-        longest = int(tokens[rank].max())
-        smaller = halve_micro_batch(size, engine.world_size)
+        estimate = {"needed_mib": verdict.needed_mib, "usable_mib": verdict.usable_mib} if verdict.needed_mib else {}
+        smaller = halve_micro_batch(size, self.engine.world_size)
         if not smaller:
+            figures = f" ({verdict.needed_mib:,} of {verdict.usable_mib:,} MiB by the estimate)" if estimate else ""
             raise ConfigError(
-                f"train.micro_batch_size: 1 is the minimum, and a sample of {longest} tokens does not fit into the "
-                f"memory of rank {rank}; try memory.activation_checkpointing=full, precision=bf16, shorter samples, "
-                "or an engine that shards weights (fsdp2, zero3; without train.auto_micro_batch)"
+                f"train.micro_batch_size: 1 is the minimum, and a sample of {tokens[rank]} tokens does not fit into "
+                f"the memory of rank {rank}{figures}; try memory.activation_checkpointing=full, precision=bf16, "
+                "shorter samples, or an engine that shards weights (fsdp2, zero3) or offloads them (zero3_offload)"
             )
         self.state.micro_batch_limit = smaller
-        return {"micro_batch_size": smaller, "before": size.micro_batch_size, "rank": rank, "tokens": longest}
+        before = size.micro_batch_size
+        return {"micro_batch_size": smaller, "before": before, "rank": rank, "tokens": int(tokens[rank]), **estimate}
+
+    def _estimate(self, samples: int, tokens: int, accumulating: bool) -> _Verdict:
+        """Return the verdict of the plan on a micro-batch, also for steps before the optimizer has its state."""
+        latent, length = self.manifest.latent, -(-tokens // samples)
+        # Samples of one length, which take no less than others with as many tokens, and far less time.
+        batch = Batch(
+            tokens=torch.zeros(samples * length, dtype=torch.int64),
+            latents=torch.zeros(samples, latent.tokens, latent.channels),
+            lengths=(length,) * samples,
+            sample_ids=torch.zeros(samples, dtype=torch.int64),
+            slots=torch.zeros(samples, dtype=torch.int64),
+        )
+        needed = self._memory_plan.needed_mib(all_masked(self.objective, batch), accumulating)
+        usable = self._memory_plan.usable_mib()
+        return _Verdict(needed <= usable, True, round(needed), round(usable))
 
     def _try_in_memory(self, batch: Batch, accumulating: bool) -> bool:
         """Return whether forward and backward of `batch` fit into the memory of this rank."""

@@ -40,7 +40,6 @@ from mmldlm.trainer.setup import requested_features
 
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20
-MAX_SCANNED_STEPS = 4096  # steps of a stage that are searched for the largest micro-batch
 MAX_ROW_CHUNKS = 16  # of element-wise operations on a CPU: more only cost time, and the memory of one is small
 MAX_ROW_STEPS = 256  # steps of a stage whose row counts are collected for the estimate of kernels
 KIND_LABELS: dict[Kind, str] = {
@@ -134,7 +133,7 @@ def estimate(
     for start, stop in stages:
         noised_at = partial(_noised, config, loader, objective, (start, samples))
         tried = min(steps_per_stage, stop - start)
-        largest = _largest_step(loader, (start, stop), samples)
+        largest = loader.largest_step((start, stop), samples, rank=0)
         # The largest step counts for memory alone, unless it is among the first ones.
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
@@ -179,22 +178,6 @@ def _noised(
 def _row_counts(noised: list[NoisedBatch]) -> list[int]:
     """Return the numbers of tokens and of predicted tokens of the micro-batches."""
     return [len(rows) for batch in noised for rows in (batch.noised_tokens, batch.positions)]
-
-
-def _largest_step(loader: Loader, stage: tuple[int, int], position: int) -> int:
-    """Return the step of a stage [first, last + 1] that has the micro-batch with the most tokens.
-
-    The stage's first sample is at `position` of the sample order. The search ends after an epoch or after
-    `MAX_SCANNED_STEPS` steps.
-    """
-    start, stop = stage
-    size = loader.batch_at(start)
-
-    def tokens(step: int) -> int:
-        return int(loader.tokens(position + (step - start) * size.global_batch_size, size)[0].max())
-
-    epoch = -(-len(loader.order) // size.global_batch_size)
-    return max(range(start, min(stop, start + epoch, start + MAX_SCANNED_STEPS)), key=tokens)
 
 
 def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[torch.optim.Optimizer, str, int]:

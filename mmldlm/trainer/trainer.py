@@ -154,7 +154,8 @@ class Trainer:
             self.state.micro_batch_limit = None
             return None, []
         components, limit = self.components, self.state.micro_batch_limit
-        auto = AutoMicroBatch(self.config.train, self.state, components.objective, self.engine, components.loader)
+        manifest, loader = components.store.manifest, components.loader
+        auto = AutoMicroBatch(self.config, manifest, self.state, components.objective, self.engine, loader)
         note = f"micro-batches of at most {limit}, since larger ones did not fit into memory"
         return auto, [] if limit is None else [note]
 
@@ -176,6 +177,11 @@ class Trainer:
         hosts = [rank["host"] for rank in report["ranks"]]
         self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file, hosts)
         self.guard = self.log.guard
+        if self._auto_micro_batch is not None:
+            changes, plans = self._auto_micro_batch.plan()
+            for change in changes:
+                self.tracker.event("micro_batch", self.state.step + 1, change)
+            notes = [*notes, *plans]
         self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
         self._stack.callback(self._profiler.close)
         if engine.is_main:

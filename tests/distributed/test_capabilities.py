@@ -38,12 +38,11 @@ def test_unsupported_optimizers_are_refused(name: OptimizerName, engine: str, de
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)
 def test_unsupported_features_are_refused(engine: str) -> None:
-    sharded = engine == "fsdp2" or engine.startswith("zero3")
     for settings, runs in [
         (["precision=fp16"], not engine.startswith("zero")),
         (["precision=bf16"], True),
         (["compile.scope=regional"], not engine.startswith("zero3")),
-        (["train.auto_micro_batch=true"], not sharded),
+        (["train.auto_micro_batch=true"], True),
     ]:
         config = load_config(None, settings)
         if runs:

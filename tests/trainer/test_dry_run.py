@@ -24,7 +24,7 @@ from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.cpu_half import KERNEL_MIB, has_bf16_instructions
 from mmldlm.model.mmdit import MMDiT, Precision
-from mmldlm.trainer.dry_run import Estimate, _largest_step, estimate, print_estimate, state_mib
+from mmldlm.trainer.dry_run import Estimate, estimate, print_estimate, state_mib
 from mmldlm.trainer.memory_tracker import StepCostTracker
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.paths import ROOT
@@ -163,7 +163,7 @@ def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path
     config, store = load_config(None, [f"data.path={tiny_store}", *settings, "mode=l2t"]), Store.open(tiny_store)
     loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
     tokens = [sum(batch.lengths) for _, (batch,) in loader.steps(0, 40, 0)]
-    result = _largest_step(loader, (0, 40), 0)
+    result = loader.largest_step((0, 40), 0, rank=0)
     assert tokens[result] == max(tokens) > tokens[0]
     first = dry_run(tiny_store, *settings, "mode=l2t", "train.steps=1")
     assert estimate(config, store, 1, steps_per_stage=1).activations_mib > first.activations_mib

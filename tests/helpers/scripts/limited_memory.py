@@ -2,6 +2,8 @@
 
 That is measured, for it depends on the CPU's kernels. A step may take SLACK MiB more than its trial pass.
 
+Under engines that plan, the limit is ROOM MiB more than what rank LIMITED has when it plans, from there on.
+
 FACTS=folder: each rank writes how often it tried, with which numbers of samples.
 """
 
@@ -29,7 +31,7 @@ assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
 SLACK = 12
 tried: list[int] = []
 limit: int | None = None
-_try_in_memory = AutoMicroBatch._try_in_memory
+_try_in_memory, _plan = AutoMicroBatch._try_in_memory, AutoMicroBatch.plan
 
 
 def memory(kind: str) -> int:
@@ -65,7 +67,16 @@ def try_in_memory(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
         allow(SLACK)
 
 
+def plan(self: AutoMicroBatch) -> Any:
+    if LIMITED and "ROOM" in os.environ:
+        threading.stack_size(1 << 20)
+        room = memory("VmSize") + int(os.environ["ROOM"]) * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    return _plan(self)
+
+
 AutoMicroBatch._try_in_memory = try_in_memory  # type: ignore[method-assign]
+AutoMicroBatch.plan = plan  # type: ignore[method-assign]
 status = train.main()
 if "FACTS" in os.environ:
     (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(tried))
