@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,9 +15,9 @@ def partition_by_size(sizes: Mapping[Item, int], parts: int) -> list[list[Item]]
     Items of equal size are sorted, so the result does not depend on the order of `sizes`.
     """
     partition: list[list[Item]] = [[] for _ in range(parts)]
-    loads = [0] * parts
+    loads = [(0, part) for part in range(parts)]  # a heap: of equally loaded parts the first is next
     for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
-        smallest = loads.index(min(loads))
+        load, smallest = loads[0]
         partition[smallest].append(item)
-        loads[smallest] += sizes[item]
+        heapq.heapreplace(loads, (load + sizes[item], smallest))
     return partition
