@@ -34,6 +34,7 @@ from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
 from mmldlm.run.factory import build_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
+from mmldlm.trainer.engine_costs import Sharding, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
 
@@ -249,21 +250,11 @@ def state_mib(engine: str, costs: Estimate, precision: str) -> tuple[float, floa
 
     Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily.
     """
-    share = 1 / costs.world_size
-    low = 2 if precision == "bf16" else 4  # bytes per number of DeepSpeed's weights and gradients, without its masters
-    # 16: weight, gradient and two moments in float32; 12: DeepSpeed's float32 masters and two moments.
-    device, host = {  # bytes per trained parameter
-        "ddp": (16.0, 0.0),
-        "fsdp2": (16 * share, 0.0),
-        "zero1": (2 * low + 12 * share, 0.0),
-        "zero2": (low + (low + 12) * share, 0.0),
-        "zero3": ((2 * low + 12) * share, 0.0),
-        "zero2_offload": (low + low * share, 12 * share),
-        "zero3_offload": (0.0, (2 * low + 12) * share),
-    }[engine]
+    sharding = Sharding(engine, precision, costs.world_size)
+    share, (device, host) = 1 / costs.world_size, state_bytes(sharding)
     frozen = sum(costs.parameters.values()) - costs.trainable
     weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1
-    width = low if engine in ZERO_ENGINES else BYTES_PER_FROZEN
+    width = sharding.weight_bytes if engine in ZERO_ENGINES else BYTES_PER_FROZEN
     frozen_bytes = frozen * width * weights_share
     ema = BYTES_PER_EMA * (1 if engine == "ddp" else share) if costs.ema else 0.0  # partitioned like the master weights
     if engine in OFFLOAD_ENGINES:
