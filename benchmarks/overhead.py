@@ -76,7 +76,8 @@ from mmldlm.evaluation.visualize import collect_figure_data, figures_due, text_s
 from mmldlm.settings.fields import dump
 from mmldlm.train import train_step
 from mmldlm.trainer.checkpointer import SavedCheckpoint
-from mmldlm.trainer.trainer import StepTotals, Trainer
+from mmldlm.trainer.step import StepTotals
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.host_cpus import OPENMP_SETTINGS, SPIN_CHOICE_ENV
 
 # --- logging --------------------------------------------------------------------------------------

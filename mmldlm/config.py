@@ -26,11 +26,12 @@ from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.fields import build, flat_settings, set_dotted, setting, to_yaml
-from mmldlm.settings.layers import EXTENDS, ConfigLayer, merge_layers, origins, read_layers
+from mmldlm.settings.layers import EXTENDS, ConfigLayer, drop_alternatives, merge_layers, origins, read_layers
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.short_repr import display_name
 
 CONFIG_NAME = "config.yaml"
+_DATA_KEYS = ("data.path", "data.mixture")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class GuardConfig:
         10,
         "consecutive skipped steps that stop the run; numbers are read from a GPU at least every so many steps",
         at_least=1,
+    )
+    verify_updates_every: int = setting(
+        1000,
+        "steps between checks that all ranks compute the same update, which also take place in the first step of every "
+        "start; 0: never. A check costs about one more step, without other ranks a fraction of one",
+        at_least=0,
     )
 
 
@@ -196,10 +203,10 @@ class RunConfig:
     schedule: ScheduleConfig = setting(ScheduleConfig(), "schedules over the optimizer steps")
     ema: EmaConfig = setting(EmaConfig(), "exponential moving average of the trained weights, in float32")
     train: TrainConfig = setting(TrainConfig(), "number of steps and batch sizes")
-    precision: Literal["fp32", "bf16", "fp16"] = setting(
-        "fp32",
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "auto",
         "precision of matrix products; weights, moments and losses are float32. fp16 (single, ddp, fsdp2) scales the "
-        "loss and skips steps whose gradients overflow",
+        "loss and skips steps whose gradients overflow. auto: the launcher's mixed_precision, fp32 without one",
         advice="bf16 on GPUs, fp16 on those too old for it. On a CPU without instructions for them, both are many "
         "times slower",
     )
@@ -282,10 +289,14 @@ def _load(
     layers: list[ConfigLayer] = []
     if path is not None:
         layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path))]
-        tree = merge_layers(RunConfig, layers)
+        tree = merge_layers(RunConfig, layers, _DATA_KEYS)
+    given: dict[str, Any] = {}
     for assignment in overrides:
         if assignment.partition("=")[0].strip() == EXTENDS:
             raise ConfigError(f"{EXTENDS}: expected in a config file, found on the command line")
+        set_dotted(given, assignment)
+    tree = drop_alternatives(tree, given, _DATA_KEYS)
+    for assignment in overrides:
         set_dotted(tree, assignment)
     try:
         return build(RunConfig, tree), layers, tree
@@ -293,6 +304,26 @@ def _load(
         # With overrides the faulty value may be one of the command line's, so no file is named.
         source = f"{display_name(str(path))}: " if path is not None and not overrides else ""
         raise ConfigError(f"{source}{error}") from None
+
+
+def resolve_precision(config: RunConfig, mixed_precision: str = "no") -> RunConfig:
+    """Return the config with the precision of the run instead of auto.
+
+    Args:
+        config: Config of the run.
+        mixed_precision: The launcher's: no, bf16 or fp16.
+
+    Raises:
+        ConfigError: Launcher and run config name different ones.
+    """
+    if config.precision == "auto":
+        return replace(config, precision="fp32" if mixed_precision == "no" else mixed_precision)  # type: ignore[arg-type]
+    if mixed_precision not in ("no", config.precision):
+        raise ConfigError(
+            f"mixed_precision: {mixed_precision} in the launcher's config, but precision: {config.precision} in the "
+            f'run config; expected mixed_precision: "no" there, or precision: auto or {mixed_precision} here'
+        )
+    return config
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -54,7 +54,7 @@ class DataError(MmldlmError):
 
 
 class NumericalError(MmldlmError):
-    """The run was stopped because of non-finite numbers."""
+    """The run was stopped because of non-finite numbers, or of ranks whose updates disagree."""
 
     exit_code = ExitCode.NUMERICAL
 

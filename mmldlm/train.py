@@ -43,10 +43,11 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
 def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> None:
     """Run one optimizer step, counted from 0, on this rank's micro-batches (collective)."""
     noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
-    totals = trainer.sync(step, noised)  # one all-reduce: denominators of the losses, requests to stop or save
+    totals = trainer.sync(step, noised)  # starts an all-reduce: denominators of the losses, requests to stop or save
+    reference = trainer.reference_gradients(step, totals)  # in rare steps, to verify the update
     for batch in trainer.accumulate(noised):
         trainer.backward(trainer.loss(batch, totals))
-    result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
+    result = trainer.update(step, reference)  # skipped if a loss or the gradient norm is non-finite or a spike
     trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
 
 
@@ -83,7 +84,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
     if options.dry_run:
         from mmldlm.trainer.dry_run import print_estimate
 
-        print_estimate(config)
+        print_estimate(config, options.accelerate_config)
         return ExitCode.DONE
     train(config, read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config), trainer_cls)
     return ExitCode.DONE

@@ -4,7 +4,8 @@
 #   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=8 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 \
 #     bash scripts/launch_node.sh ENGINE CONFIG.yaml [key.sub=value ...]
 #
-# ENGINE           ddp, fsdp2, zero1, zero2, zero3, zero2_offload or zero3_offload
+# ENGINE           ddp, fsdp2, fsdp2_hsdp (a replica on each node), zero1, zero2, zero3, zero3_hpz, zero2_offload or
+#                  zero3_offload
 # NPROC_PER_NODE   processes on each node: as many as it has GPUs
 # NNODES           nodes; default 1
 # NODE_RANK        number of this node, from 0
@@ -48,8 +49,11 @@ fi
 export NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT
 
 case "$engine" in
-  ddp | fsdp2 | zero1 | zero2 | zero3 | zero2_offload | zero3_offload) ;;
-  *) fail "ENGINE: expected ddp, fsdp2, zero1, zero2, zero3, zero2_offload or zero3_offload, found '$engine'" ;;
+  ddp | fsdp2 | fsdp2_hsdp | zero1 | zero2 | zero3 | zero3_hpz | zero2_offload | zero3_offload) ;;
+  *)
+    fail "ENGINE: expected ddp, fsdp2, fsdp2_hsdp, zero1, zero2, zero3, zero3_hpz, zero2_offload or zero3_offload," \
+      "found '$engine'"
+    ;;
 esac
 launcher_config="$root/accelerate_configs/$engine.yaml"
 if ((NNODES > 1)) && [ -f "${launcher_config%.yaml}_multinode.yaml" ]; then
@@ -70,6 +74,9 @@ launch=("$python" -m accelerate.commands.launch --config_file "$launcher_config"
   --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS")
 if [[ "$engine" == zero* ]]; then
   launch+=(--deepspeed_multinode_launcher standard) # this script runs on each node: no ssh, no hostfile
+fi
+if [ "$engine" = fsdp2_hsdp ]; then
+  launch+=(--parallelism_config_dp_replicate_size "$NNODES" --parallelism_config_dp_shard_size "$NPROC_PER_NODE")
 fi
 launch+=(-m mmldlm.train "$config" "$@")
 # Seconds that processes have to save after a signal, or to notice the loss of a rank, before the launcher kills them.

@@ -33,7 +33,8 @@ from mmldlm.model.mmdit import DataShape
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
-from mmldlm.trainer.trainer import StepTotals, Trainer
+from mmldlm.trainer.step import StepTotals
+from mmldlm.trainer.trainer import Trainer
 
 # --- the reference --------------------------------------------------------------------------------
 

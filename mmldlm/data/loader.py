@@ -161,6 +161,17 @@ class Loader:
                 raise DataError(f"step {step}: {error}") from error
             yield step, batches
 
+    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
+        """Read the micro-batches of any rank of the step that begins at `position`, in this process.
+
+        Raises:
+            DataError: A sample is malformed.
+        """
+        batches = self._dataset.read(_StepRequest(position, size), rank)
+        if isinstance(batches, DataError):
+            raise batches
+        return batches
+
     def tokens(self, position: int, size: BatchSize) -> np.ndarray:
         """Return the token counts of all ranks' micro-batches of the step that begins at `position`.
 
@@ -238,9 +249,12 @@ class _StepDataset(Dataset):
         self.rank, self.world_size = rank, world_size
 
     def __getitem__(self, step: _StepRequest) -> list[Batch] | DataError:
+        return self.read(step, self.rank)
+
+    def read(self, step: _StepRequest, rank: int) -> list[Batch] | DataError:
         try:
             samples, lengths = self.order.take_with_lengths(step.position, step.size.global_batch_size)
-            slots = assign_slots(lengths, step.size.micro_batch_size, self.rank, self.world_size)
+            slots = assign_slots(lengths, step.size.micro_batch_size, rank, self.world_size)
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
             return error

@@ -217,7 +217,8 @@ class Objective:
         Args:
             model: The network.
             noised: A corrupted micro-batch on the device of the network.
-            totals: `counts` [S], summed over the global batch of the step.
+            totals: `counts` [S], summed over the global batch of the step. Read after the forward pass, during which
+                the sum may still be in progress.
 
         Returns:
             The micro-batch's share of the step's loss, and the detached sums [S]. These stay on the device and are

@@ -8,6 +8,17 @@ from typing import Literal
 from mmldlm.settings.fields import setting
 
 DAY_S = 86_400
+SETTINGS_OF_VARIABLES = {  # with older names that PyTorch still reads
+    "NCCL_TIMEOUT": "timeout_s",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "heartbeat_timeout_s",
+    "TORCH_NCCL_BLOCKING_WAIT": "blocking_wait",
+    "NCCL_BLOCKING_WAIT": "blocking_wait",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "async_error_handling",
+    "NCCL_ASYNC_ERROR_HANDLING": "async_error_handling",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "flight_recorder",
+    "TORCH_FR_BUFFER_SIZE": "flight_recorder",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "flight_recorder",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class DistributedConfig:
         advice="Lower it to detect a hang sooner; it must exceed what one rank does alone, such as generating texts "
         "at a validation",
     )
-    allow_long_timeout: bool = setting(False, "accept a timeout_s above 24 hours")
+    allow_long_timeout: bool = setting(False, "accept a timeout_s or heartbeat_timeout_s above 24 hours")
     heartbeat_timeout_s: int = setting(
         1800, "seconds that NCCL's watchdog may be silent before PyTorch ends the process", at_least=1
     )
@@ -63,13 +74,15 @@ class DistributedConfig:
     ddp: DDPConfig = setting(DDPConfig(), "the DDP engine")
 
     def __post_init__(self) -> None:
-        if self.timeout_s > DAY_S and not self.allow_long_timeout:
-            raise ValueError(
-                f"timeout_s: must be at most {DAY_S} (24 h), found {self.timeout_s:g}; "
-                "a hang would go unnoticed for as long (distributed.allow_long_timeout: true accepts it)"
-            )
+        for name, seconds in (("timeout_s", self.timeout_s), ("heartbeat_timeout_s", self.heartbeat_timeout_s)):
+            if seconds > DAY_S and not self.allow_long_timeout:
+                raise ValueError(
+                    f"{name}: must be at most {DAY_S} (24 h), found {seconds:g}; "
+                    "a hang would go unnoticed for as long (distributed.allow_long_timeout: true accepts it)"
+                )
         for name in self.nccl:
-            if name == "NCCL_TIMEOUT":
-                raise ValueError("nccl: NCCL_TIMEOUT has no effect; use distributed.timeout_s")
+            if name in SETTINGS_OF_VARIABLES:
+                effect = "has no effect" if name == "NCCL_TIMEOUT" else "has a setting of its own"
+                raise ValueError(f"nccl: {name} {effect}; use distributed.{SETTINGS_OF_VARIABLES[name]}")
             if not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")):
                 raise ValueError(f"nccl: expected names such as NCCL_SOCKET_IFNAME, found {name!r}")

@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,9 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from mmldlm.checkpoint.state import clean_name, load_optimizer_state, model_state, optimizer_state
+from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.grad_scaler import LossScale
+from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
+from mmldlm.distributed.grad_scaler import LossScale, to_local
 from mmldlm.distributed.launcher import DDP, LauncherEnv
+from mmldlm.distributed.process_group import set_group_timeouts
+from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
 
@@ -41,6 +46,23 @@ def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
     return grad_norm.double() <= min(limit, sys.float_info.max)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a trained tensor: its elements [start, start + n), flattened."""
+
+    name: str  # clean name of the tensor
+    start: int
+    weight: Tensor  # float32 [n], which the optimizer updates
+    gradient: Tensor | None  # [n], summed over the ranks
+    state: Mapping[str, Any]  # of the optimizer: moments [n] and the step count
+    network_weight: Tensor | None = None  # [n], what the network computes with if it is not `weight` itself
+
+
 class Engine(Collectives):
     """The ranks of a run and the model that they train: forward, backward, update, EMA and state."""
 
@@ -51,7 +73,7 @@ class Engine(Collectives):
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
         self.accelerator, self.launch, self.name = accelerator, launch, launch.engine
-        self.device: torch.device = accelerator.device
+        self.device = with_index(accelerator.device)
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 
@@ -59,10 +81,19 @@ class Engine(Collectives):
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`."""
-        with self.in_collective("wrapping the model"), warnings.catch_warnings():
+        with (
+            only_passed_on(),
+            self.in_collective("wrapping the model"),
+            warnings.catch_warnings(),
+            library_errors_are_config_errors(self.launch.source),
+        ):
             # Accelerate passes the argument by the name that PyTorch has deprecated.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            # It slices its mesh of replicas x shards in a way that PyTorch has deprecated.
+            warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if self.watchdog is not None:
+            set_group_timeouts(self.watchdog.timeout_s)
 
     @cached_property
     def unwrapped_model(self) -> nn.Module:
@@ -73,6 +104,13 @@ class Engine(Collectives):
     def unwrapped_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without Accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @cached_property
+    def compute_timer(self) -> ComputeTimer:
+        """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
+        if self.device.type != "cuda" or self.world_size == 1:
+            return self.host_timer
+        return DeviceTimer(self.unwrapped_model.get_submodule("blocks").children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""
@@ -140,9 +178,8 @@ class Engine(Collectives):
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters(), self.world_size)
-        # With an infinite limit the norm is only computed. Under FSDP2 it is a DTensor.
         with self.in_collective("norm of the gradients"):
-            norm = self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), clip_norm or float("inf")))
+            norm = self._clip_gradients(clip_norm or math.inf)  # with an infinite limit the norm is only computed
         self._set_lr(lr)
         self._step(norm, norm_limit)
         self._reset_powersgd(norm, norm_limit)
@@ -152,6 +189,10 @@ class Engine(Collectives):
         if self.loss_scale is not None:
             self.loss_scale.update(norm)
         return norm
+
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients to `max_norm` and return the norm before, equal on all ranks (collective)."""
+        return self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))  # DTensor under FSDP2
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
         """Step the optimizer if the norm is accepted. Only one that is not fused makes the host wait for the norm."""
@@ -179,6 +220,46 @@ class Engine(Collectives):
     def _set_lr(self, lr: float) -> None:
         for group in self.unwrapped_optimizer.param_groups:
             group["lr"] = lr
+
+    # --- this rank's shards, see `mmldlm.trainer.update_check` ----------------------------------------------
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica of the weights that the network of this rank computes with, or has a shard of."""
+        return self.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of the weights that the optimizers of all ranks update together."""
+        return self.world_size
+
+    @property
+    def gradient_factor(self) -> float:
+        """Factor between the gradients before `update` and those that it clips; synchronizes the host in fp16."""
+        return 1.0 if self.loss_scale is None else self.world_size / float(self.loss_scale.scale)
+
+    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
+        """Yield this rank's shard of every trained tensor; a shard may be empty.
+
+        Args:
+            gradients: Include gradients, which exist between the last backward of a step and its update.
+        """
+        for name, parameter in self._trainable_params():
+            state = self.unwrapped_optimizer.state.get(parameter, {})
+            gradient = flat_local(parameter.grad) if gradients and parameter.grad is not None else None
+            state = {key: flat_local(value) if _has_dims(value) else value for key, value in state.items()}
+            yield Shard(name, self._shard_start(parameter), flat_local(parameter), gradient, state)
+
+    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, start, elements) of the weights in this rank's `replica`, flattened as in a `Shard`."""
+        return ((shard.name, shard.start, shard.weight) for shard in self.local_shards())
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients of a backward pass; weights and optimizer state stay as they are (collective)."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _shard_start(self, parameter: nn.Parameter) -> int:
+        return 0
 
     # --- EMA ----------------------------------------------------------------------------------------------
 
@@ -287,3 +368,12 @@ class Engine(Collectives):
         for group in self.unwrapped_optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.name}"
+
+
+def flat_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor as a vector, without copying it."""
+    return to_local(tensor.detach()).reshape(-1)
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,10 +12,15 @@ import torch
 from mmldlm.distributed.config import DistributedConfig
 
 FLIGHT_RECORDER_ENTRIES = 2000
+_FALSE = ("0", "n", "no", "f", "false")  # in any case, as PyTorch reads them
+_GUARDS = {  # variables that turn off what PyTorch does about a hang, where they are false
+    "TORCH_NCCL_ENABLE_MONITORING": "distributed.heartbeat_timeout_s has no effect",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "NCCL's timeouts and errors do not end the process",
+}
 
 
 def settings_to_export(config: DistributedConfig) -> dict[str, str]:
-    """Return variables and their values, `distributed.nccl` last, so that the user's values take precedence."""
+    """Return variables and their values; `distributed.nccl` names none of the others."""
     recorder = str(FLIGHT_RECORDER_ENTRIES if config.flight_recorder else 0)
     return {
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
@@ -30,6 +35,12 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
 def export_settings(config: DistributedConfig) -> None:
     """Set the variables of `settings_to_export`; must be called before the process group starts."""
     os.environ.update(settings_to_export(config))
+
+
+def disabled_guards(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables in `environment` that turn off what PyTorch does about a hang, each with its effect."""
+    values = {name: environment.get(name, "1") for name in _GUARDS}
+    return [f"{name}={value}: {_GUARDS[name]}" for name, value in values.items() if value.lower() in _FALSE]
 
 
 def unread_variables(names: Iterable[str]) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -51,6 +54,28 @@ class FSDP2Engine(Engine):
             {entry: _shard_like(tensor, parameters.get(entry.rpartition("/")[0])) for entry, tensor in tensors.items()},
         )
 
+    @property
+    def replica(self) -> int:
+        mesh = self._sharded_parameter().device_mesh
+        return _coordinate(mesh)[0] if mesh.ndim > 1 else 0
+
+    @property
+    def num_replicas(self) -> int:
+        mesh = self._sharded_parameter().device_mesh
+        return mesh.size(0) if mesh.ndim > 1 else 1
+
+    def _sharded_parameter(self) -> DTensor:
+        parameter = next(iter(self._parameters()))
+        assert isinstance(parameter, DTensor)
+        return parameter
+
+    def _shard_start(self, parameter: nn.Parameter) -> int:
+        assert isinstance(parameter, DTensor)
+        # The last dimension of the mesh shards the rows, in parts as those of `torch.chunk`; one before it replicates.
+        mesh, rows = parameter.device_mesh, parameter.shape[0]
+        chunk = -(-rows // mesh.size(mesh.ndim - 1))
+        return min(_coordinate(mesh)[-1] * chunk, rows) * (parameter.numel() // rows)
+
     def _master_params(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self._parameters()]
 
@@ -60,11 +85,30 @@ class FSDP2Engine(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def _clip_gradients(self, max_norm: float) -> Tensor:
+        if self.launch.replicas == 1:
+            return super()._clip_gradients(max_norm)
+        # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas drift
+        # apart, or only some of them skip a step, so all take the largest.
+        parameters: list[Any] = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        norm = self._unshard(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        mesh = parameters[0].device_mesh  # replicas x shards
+        dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, DTensor.from_local(norm, mesh))
+        return norm
+
     def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         super()._set_master(parameter, _shard_like(value, parameter))
 
     def _unshard(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    """Return this rank's place in each dimension of the mesh."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh"
+    return coordinate
 
 
 def _shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:

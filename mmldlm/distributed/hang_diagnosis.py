@@ -65,6 +65,7 @@ class PendingCollective(NamedTuple):
     detail: str  # of the flight recorder; "" if unknown
     seconds: float
     is_long: bool  # more than half of the timeout
+    error: str = ""  # that the collective raised, in the words of gloo, NCCL or the store
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,10 @@ def diagnose(
         behind = min(elsewhere, key=lambda h: h.step)
         text = f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"
     else:
-        text = f"the connection broke, or the ranks called different collectives: all {world_size} ranks respond"
+        reason = f" ({wait.error})" if wait.error else ""
+        text = (
+            f"the connection broke{reason}, or the ranks called different collectives: all {world_size} ranks respond"
+        )
     return Failure(f"{text}; {_describe_wait(wait)}", unable)
 
 

@@ -11,11 +11,13 @@ import torch.distributed as dist
 # Accelerate imports deepspeed, which would otherwise warn on every machine without a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
+from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.capabilities import ZERO_ENGINES
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.config import DDPConfig, DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_config
 from mmldlm.distributed.engine import Engine
@@ -23,6 +25,7 @@ from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, LauncherEnv
 from mmldlm.distributed.process_group import join_process_group
+from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.errors import ConfigError
 
 FSDP_BLOCK_CLASS = "MMDiTBlock"  # the unit of sharding
@@ -34,13 +37,20 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     Raises:
         ConfigError: World size, rank or engine are not as the launcher requested.
     """
-    deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
-    _check_mixed_precision(plan.precision)
+    deepspeed = None
+    if launch.deepspeed is not None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        deepspeed = resolve_deepspeed_config(
+            launch.deepspeed, launch.deepspeed_file, plan, device_type, launch.secondary_partition
+        )
+        _check_types(deepspeed, launch.deepspeed_file)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
         watchdog = join_process_group(config, launch)
-    accelerator = _build_accelerator(config, launch, plan, deepspeed)
+        _compare_launches(launch, Collectives(launch.rank, launch.world_size, watchdog))
+    with only_passed_on(), library_errors_are_config_errors(launch.source):
+        accelerator = _build_accelerator(config, launch, plan, deepspeed)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
         engine.loss_scale = LossScale(engine.device)
@@ -51,6 +61,16 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
 class _DeepSpeedPlugin(DeepSpeedPlugin):
     def set_deepspeed_weakref(self) -> None:
         """Do nothing: it configures the transformers package, which our models do not use."""
+
+
+def _check_types(deepspeed: dict[str, Any], file: str) -> None:
+    """Raise `ConfigError` if DeepSpeed would not accept a value, which it says only when it wraps the model."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for section, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+        with library_errors_are_config_errors(f"{file}: {section}"):
+            model(**deepspeed[section])
 
 
 def _build_accelerator(
@@ -76,8 +96,21 @@ def _build_accelerator(
         state = PartialState(cpu=on_cpu, **backend)
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate knows no FSDP on CPU and would train DDP
         plugin = fsdp_plugin(plan.precision, FSDP_BLOCK_CLASS)
-        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin)
+        parallelism = _hybrid_sharding(launch) if launch.replicas > 1 else None
+        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin, parallelism_config=parallelism)
     return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[_ddp_handler(config.ddp)])
+
+
+def _hybrid_sharding(launch: LauncherEnv) -> ParallelismConfig:
+    return ParallelismConfig(
+        dp_replicate_size=launch.replicas,
+        dp_shard_size=launch.world_size // launch.replicas,
+        tp_size=1,  # this and the rest, since Accelerate would read them from the environment
+        cp_size=1,
+        cp_backend="torch",
+        sp_size=1,
+        sp_backend="deepspeed",
+    )
 
 
 def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
@@ -115,13 +148,14 @@ def _engine_class(engine: str) -> type[Engine]:
     return Engine
 
 
-def _check_mixed_precision(precision: str) -> None:
-    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if requested not in ("no", precision):
-        raise ConfigError(
-            f"mixed_precision: {requested} in the launcher's config, but precision: {precision} in the run config, "
-            "which takes precedence; expected no in the launcher's config"
-        )
+def _compare_launches(launch: LauncherEnv, processes: Collectives) -> None:
+    """Raise `ConfigError` unless all ranks have the same engine (collective); others would wait for one another."""
+    engines = processes.gather(f"{launch.engine} {launch.sharding}".strip(), "comparison of the engines")
+    for rank, engine in enumerate(engines):
+        if engine != engines[0]:
+            raise ConfigError(
+                f"the ranks were not started alike: rank {rank}: engine is {engine}, {engines[0]} on rank 0"
+            )
 
 
 def _check_engine(engine: Engine) -> None:

@@ -28,7 +28,7 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     This comes before any library starts a group, which would have another timeout than `config.timeout_s`.
 
     Raises:
-        ConfigError: This node has fewer GPUs than processes.
+        ConfigError: This node has fewer GPUs than processes, or another program uses the port.
         PeerLostError: The rendezvous failed or timed out.
     """
     use_cuda = torch.cuda.is_available()
@@ -54,17 +54,33 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
-            # PyTorch handles a timeout of NCCL by SIGABRT; our watchdog exits cleanly, and has to come first.
-            timeout=timeout + timedelta(seconds=NCCL_MARGIN_S) if use_cuda else timeout,
+            timeout=_group_timeout(config.timeout_s),
         )
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            host, _, port = launch.master.rpartition(":")
+            raise ConfigError(
+                f"launcher: port {port} of {host} is in use; expected a free one, by --main_process_port (accelerate "
+                "launch), --master_port (torchrun, deepspeed) or MASTER_PORT"
+            ) from error
         raise PeerLostError(
             f"rendezvous of {launch.world_size} processes at {launch.master} failed: {reason}"
         ) from error
     watchdog = Watchdog(store, rank, world_size, config.timeout_s)
     watchdog.start()
     return watchdog
+
+
+def set_group_timeouts(timeout_s: float) -> None:
+    """Give all process groups the timeout of the default one; those that libraries create have PyTorch's 30 minutes."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(_group_timeout(timeout_s), group)
+
+
+def _group_timeout(timeout_s: float) -> timedelta:
+    # PyTorch handles a timeout of NCCL by SIGABRT; our watchdog exits cleanly, and has to come first.
+    return timedelta(seconds=timeout_s + NCCL_MARGIN_S if torch.cuda.is_available() else timeout_s)
 
 
 @contextmanager

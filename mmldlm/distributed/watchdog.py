@@ -38,10 +38,12 @@ from mmldlm.distributed.hang_diagnosis import (
     is_conclusive,
 )
 from mmldlm.errors import ExitCode, PeerLostError
+from mmldlm.utils.short_repr import truncate
 
 GRACE_PERIOD_S = 1.0  # for the main thread to raise a failure itself, before its watchdog ends the process
 CLEANUP_TIMEOUT_S = 10.0  # for the main thread to clean up after a failure
 REPORT_TIMEOUT_S = 8.0  # for the watchdog to diagnose the failure and write the exit files
+_MAX_ERROR_CHARACTERS = 300  # of a library's error in a message
 _FAILED, _HOST = "failed", "beat/0"  # keys of the failure and of rank 0's heartbeat; rank 0 usually hosts the store
 
 # Messages of gloo when a peer is gone; errors of NCCL and of the store have types of their own.
@@ -140,7 +142,7 @@ class Watchdog:
             return None
         if not self._claim_exit(ExitCode.PEER_LOST, f"lost a peer: {error}"):
             return None
-        return PeerLostError(self._report(self._investigate(failed=True), error))
+        return PeerLostError(self._report(self._investigate(error), error))
 
     def fail(self, code: int, cause: str) -> None:
         """Write the exit record of this rank, which ends with `code`, and publish the cause to all others."""
@@ -252,7 +254,7 @@ class Watchdog:
     def _end_process(self) -> None:
         cause = f"lost a peer in {self._phase.collective or 'no collective'}"
         if self._claim_exit(ExitCode.PEER_LOST, cause, REPORT_TIMEOUT_S):
-            cause = self._report(self._investigate(failed=False))
+            cause = self._report(self._investigate())
             self.close()
             _exit(ExitCode.PEER_LOST, cause)
 
@@ -273,15 +275,16 @@ class Watchdog:
         # Claimed by this thread before, as `fail` finds it after `diagnose`: the cause is reported already.
         return False
 
-    def _investigate(self, failed: bool) -> Failure:
+    def _investigate(self, error: Exception | None = None) -> Failure:
         """Return the failure of the run: the published one, or else a diagnosis from the heartbeats.
 
         Args:
-            failed: Whether a collective raised an error.
+            error: The error that a collective raised, if any.
         """
         phase, seconds = self._phase, time.monotonic() - self._phase.since
-        detail = pending_collective(or_latest=failed)
-        wait = PendingCollective(self.rank, self.step, phase.collective, detail, seconds, seconds > self.timeout_s / 2)
+        detail, is_long = pending_collective(or_latest=error is not None), seconds > self.timeout_s / 2
+        text = truncate(" ".join(str(error or "").partition("\n")[0].split()), _MAX_ERROR_CHARACTERS)
+        wait = PendingCollective(self.rank, self.step, phase.collective, detail, seconds, is_long, text)
         time.sleep(min(0.01 * self.rank, 1.0))  # staggered, so that of a thousand ranks only the first few investigate
         # From now on the store's thread reads all heartbeats, at once and in each interval.
         self._poll_all_ranks = True

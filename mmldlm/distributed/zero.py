@@ -6,13 +6,16 @@ DeepSpeed's per-parameter functions, so that checkpoints are the same as under e
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
     lazy_init_hp_params_optimizer_state,
     safe_get_full_fp32_param,
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Engine, is_accepted
+from mmldlm.distributed.engine import Engine, Shard, is_accepted
 
 T = TypeVar("T")
 
@@ -45,7 +48,8 @@ class ZeroEngine(Engine):
         initial = {name: tensor.cpu().clone() for name, tensor in model_state(model).items()}
         # DeepSpeed calls these functions by names that PyTorch has deprecated.
         warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
-        super().prepare(model, optimizer)
+        with _keep_zero_optimizer():
+            super().prepare(model, optimizer)
         self._frozen = {
             clean_name(n): initial[clean_name(n)] for n, p in model.named_parameters() if not p.requires_grad
         }
@@ -75,7 +79,8 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            update_scale(optimizer.overflow)
+            if self._norm_limit >= 0:  # otherwise `drop_gradients`, which DeepSpeed would report as an overflow
+                update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
         optimizer._update_scale = check_norm
@@ -120,6 +125,10 @@ class ZeroEngine(Engine):
         # DeepSpeed averages over ranks and, by default, micro-batches; this loss is a share of the step's loss.
         with self.in_collective("backward: reduction of the gradients"):
             self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+        if self.stage == 1 and self.deepspeed.is_gradient_accumulation_boundary():
+            # Drops gradients that are reduced, in bf16 views into the buffers of the exchange, which DeepSpeed keeps
+            # until the next forward pass.
+            self.zero_optimizer.clear_backward_seen_flag()
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
         """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.
@@ -134,6 +143,57 @@ class ZeroEngine(Engine):
         if self.ema is not None:
             self.ema.update(is_accepted(self._norm, norm_limit), ema_decay)
         return self._norm.to(self.device, non_blocking=True)
+
+    @property
+    def replica(self) -> int:
+        return 0 if self.stage == 3 else self.rank
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
+        if gradients and self.device.type == "cuda":
+            torch.cuda.synchronize()  # with offload, gradients are still on their way to the host
+        optimizer, partitions = self.zero_optimizer, self._partitions()
+        parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # with attributes of DeepSpeed
+        for name, parameter in parameters:
+            gradient: Tensor | None = None
+            if self.stage == 3:
+                group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                start = optimizer._get_param_partition_rank(parameter) * size
+                size = max(0, min(size, parameter.ds_numel - start))  # the rest is padding
+                network_weight = parameter.ds_tensor.detach()[:size]
+                if gradients:
+                    gradient = optimizer.get_local_fp32_grad_for_param(parameter)[:size]
+            elif parameter._hp_mapping is None:  # in the partitions of other ranks alone
+                continue
+            else:
+                mapping = parameter._hp_mapping
+                group, address = mapping.param_group_index, mapping.hp_fragment_address
+                offset, size, start = address.start, address.numel, mapping.lp_fragment_address.start
+                network_weight = parameter.detach().reshape(-1)[start : start + size]
+                if gradients:
+                    gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+                    # In bf16 DeepSpeed may keep the gradient of the whole tensor.
+                    gradient = gradient[start:][:size] if len(gradient) == parameter.numel() else gradient[:size]
+            part = slice(offset, offset + size)
+            state = self.unwrapped_optimizer.state.get(partitions[group], {})
+            state = {
+                key: value[part] if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
+            }
+            yield Shard(name, start, partitions[group].detach()[part], gradient, state, network_weight)
+
+    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
+        if self.stage == 3:
+            return super().network_weights()
+        return ((name, 0, parameter.detach().reshape(-1)) for name, parameter in self._trainable_params())
+
+    def drop_gradients(self) -> None:
+        # DeepSpeed drops them where they are, as for a step that is skipped.
+        self._norm_limit = -1.0
+        with self.in_collective("optimizer step: overflow"):
+            self.deepspeed.step()
 
     def _master_params(self) -> list[Tensor]:
         return self._partitions()
@@ -257,3 +317,23 @@ class ZeroEngine(Engine):
         if hasattr(self, "model") and not self.peer_lost:
             self.deepspeed.destroy()
         super().close()
+
+
+@contextlib.contextmanager
+def _keep_zero_optimizer() -> Iterator[None]:
+    """Have DeepSpeed build its ZeRO optimizer for every stage and precision.
+
+    For ZeRO-1 in bf16 with gradients accumulated in float32 it would choose `BF16_Optimizer` instead, which has neither
+    the state nor the overflow check of the others, although its ZeRO optimizer accumulates so as well.
+    """
+    sanity_check = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def check(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> str:
+        sanity_check(engine, optimizer)
+        return ZERO_OPTIMIZATION
+
+    DeepSpeedEngine._do_optimizer_sanity_check = check
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = sanity_check

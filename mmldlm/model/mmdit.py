@@ -352,7 +352,8 @@ class MMDiT(nn.Module):
         """Return `Prediction.latent`; `rows_T` is the sample of each latent token."""
         (final,) = self.latent_final(conditioning_BT)
         hidden_TE = modulate(latent_TE, final.shift, final.scale, rows_T) * gather_rows(1 + final.gate, rows_T)
-        latent_BMC: Tensor = self.latent_head(hidden_TE).float().unflatten(0, noised_BMC.shape[:2])
+        # A copy: outputs that are views would lose FSDP2's hook, which starts the backward pass, if changed in place.
+        latent_BMC: Tensor = self.latent_head(hidden_TE).unflatten(0, noised_BMC.shape[:2]).to(torch.float32, copy=True)
         if self.latent_skip is None:
             return latent_BMC
         # Epsilon and v contain a multiple of z in full precision, which no norm may touch (EDM, arXiv 2206.00364). For

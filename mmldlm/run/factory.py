@@ -22,7 +22,8 @@ from mmldlm.run.compatibility import data_shape
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """Return the network with its initial weights, a function of `run.seed` alone; parts in `freeze` are frozen."""
-    half_precision = config.precision != "fp32"
+    precision = "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
+    half_precision = precision != "fp32"
     backend = resolve_backend(config.attention.backend, device_type, half_precision)
     network = CPUHalfMMDiT if half_precision and (device_type, backend) == ("cpu", "sdpa") else MMDiT
     uncertainty = config.loss.latent_weighting == "uncertainty"
@@ -34,7 +35,7 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
             data_shape(manifest),
             backend,
             config.memory,
-            config.precision,
+            precision,
             text_terms=config.loss.needs_text_terms,
             initial_loss_weights=(1.0, config.loss.latent_weight) if uncertainty else None,
             latent_skip=config.latent.has_skip,

@@ -100,10 +100,15 @@ def _extended_files(layer: ConfigLayer) -> list[str]:
 # --- merging ------------------------------------------------------------------------------------------------
 
 
-def merge_layers(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
+def merge_layers(cls: type, layers: Sequence[ConfigLayer], alternatives: Sequence[str] = ()) -> dict[str, Any]:
     """Merge `layers` into one tree of settings of `cls`, in which later layers win.
 
     Groups of settings are merged key by key; values, including maps and lists, are replaced.
+
+    Args:
+        cls: The settings dataclass.
+        layers: Config files as `read_layers` returns them.
+        alternatives: Keys of which a config sets one: see `drop_alternatives`.
 
     Raises:
         ConfigError: One of several files has an unknown key or a wrong value, even if a later file overrides it; the
@@ -119,7 +124,18 @@ def merge_layers(cls: type, layers: Sequence[ConfigLayer]) -> dict[str, Any]:
     groups = _groups(cls)
     tree: dict[str, Any] = {}
     for layer in layers:
-        tree = _merge(tree, layer.tree, groups, "")
+        tree = _merge(drop_alternatives(tree, layer.tree, alternatives), layer.tree, groups, "")
+    return tree
+
+
+def drop_alternatives(tree: dict[str, Any], newer: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return `tree` without the `keys`, each of the form `group.name`, if `newer` sets one of them."""
+    paths = [key.split(".") for key in keys]
+    groups = {group: newer[group] for group, _ in paths if isinstance(newer.get(group), Mapping)}
+    if any(groups.get(group, {}).get(name) for group, name in paths):
+        for group, name in paths:
+            if isinstance(tree.get(group), Mapping):
+                tree = {**tree, group: {key: value for key, value in tree[group].items() if key != name}}
     return tree
 
 

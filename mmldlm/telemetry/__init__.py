@@ -4,6 +4,7 @@ from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler, phase
 from mmldlm.telemetry.progress import ProgressLine
+from mmldlm.telemetry.rank_times import RankTimes
 from mmldlm.telemetry.resources import cpu_load_metrics, memory_limits, memory_metrics, resident_mib
 from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.telemetry.tracker import Tracker
@@ -13,6 +14,7 @@ __all__ = [
     "Notices",
     "ProfileConfig",
     "ProgressLine",
+    "RankTimes",
     "StepNumbers",
     "StepProfiler",
     "StepStats",

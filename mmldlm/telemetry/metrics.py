@@ -18,7 +18,18 @@ from typing import Any, Literal, get_args
 from mmldlm.utils.files import write_atomically
 
 Kind = Literal[
-    "train", "validation", "quality", "start", "checkpoint", "resume", "skip", "micro_batch", "heartbeat", "end"
+    "train",
+    "validation",
+    "quality",
+    "start",
+    "checkpoint",
+    "resume",
+    "skip",
+    "micro_batch",
+    "update",
+    "slow_rank",
+    "heartbeat",
+    "end",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 RESERVED = frozenset({"kind", "step", "time", "nonfinite"})

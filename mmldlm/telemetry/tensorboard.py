@@ -54,7 +54,10 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
         "latent loss, validation": [r"^validation/latent_noise_"],
     },
     "Speed and health": {
-        "step time and data wait (s)": [r"^speed/step_s$", r"^speed/data_wait_s$"],
+        "step time, data wait, compute time of the median and slowest rank (s)": [
+            r"^speed/step_s$",
+            r"^speed/(data_wait|compute)_s(_slowest)?$",
+        ],
         "TFLOP/s and model FLOPs utilization (MFU)": [r"^speed/(tflops_per_s|mfu)$"],
         "CPU cores used by other processes": [r"^speed/cores_of_others$"],
         "memory (MiB)": [r"^memory/"],

@@ -99,6 +99,11 @@ class Tracker:
         self._scalars(step, values)
         self._progress.update(step, values)
 
+    def update_verified(self, step: int, fingerprint: Sequence[float]) -> None:
+        """Record the fingerprint of a step's update, see `mmldlm.trainer.update_check`; to metrics.jsonl only."""
+        if self.enabled:
+            self._write("update", step, {"fingerprint": fingerprint})
+
     def validation(
         self, step: int, values: Mapping[str, float | str], bin_losses: Mapping[str, Sequence[float]] | None = None
     ) -> None:
@@ -164,13 +169,20 @@ class Tracker:
             labels = [(kind, text) for kind in latents for text in texts_by_kind[kind]]
             board.projector(np.concatenate(list(latents.values())), labels, ("kind", "text"))
 
-    def event(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Log a single event, such as a skip or a checkpoint. It is on disk when this returns."""
+    def event(self, kind: Kind, step: int, values: Mapping[str, Any], text: str = "") -> None:
+        """Log a single event, such as a skip or a checkpoint. It is on disk when this returns.
+
+        Args:
+            kind: Kind of the record.
+            step: The last finished step.
+            values: Content of the record.
+            text: What is printed; by default the values.
+        """
         if not self.enabled:
             return
         self._write(kind, step, values)
         shown = "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
-        self._progress.message(f"{kind} at step {step:,}: {shown}")
+        self._progress.message(f"{kind} at step {step:,}: {text or shown}")
         self.flush()
 
     def heartbeat(self, step: int, what: str) -> None:

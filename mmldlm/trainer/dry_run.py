@@ -6,6 +6,7 @@ have shapes but no memory, under the `StepCostTracker` of `memory_tracker`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmldlm.config import RunConfig
+from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
 from mmldlm.data.mixture import open_data
@@ -23,7 +24,7 @@ from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import mode_stages
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
-from mmldlm.distributed.launcher import ENGINES, launcher_world_size
+from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import KernelCache
@@ -103,6 +104,7 @@ def estimate(
         ConfigError: A global batch cannot be divided evenly.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config = resolve_precision(config)
     config.train.check_batches(world_size)
     resolve_backend(config.attention.backend, device, config.precision != "fp32")
     # Fake tensors are on the CPU; grouped attention has the same matrix products and saves the same tensors.
@@ -210,10 +212,15 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
     return optimizer, describe_optimizer(optimizer), sum(matrix.numel() for matrix in one_moment)
 
 
-def print_estimate(config: RunConfig) -> None:
-    """Print the resolved config and the estimate to stdout."""
+def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> None:
+    """Print the resolved config and the estimate to stdout, for the processes that the launcher started.
+
+    `accelerate_file` is the value of `--accelerate_config`.
+    """
+    world_size, replicas, mixed_precision = read_launcher_sizes(os.environ, accelerate_file)
+    config = resolve_precision(config, mixed_precision)
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
-    costs = estimate(config, store, launcher_world_size())
+    costs = estimate(config, store, world_size)
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in costs.parameters.items()))
     print(f"total parameters     {sum(costs.parameters.values()):,}, {costs.trainable:,} trained")
@@ -238,20 +245,22 @@ def print_estimate(config: RunConfig) -> None:
     if costs.world_size > 1:
         state = "weights, EMA, gradients and moments" if costs.ema else "weights, gradients and moments"
         print(f"  {state} by engine, MiB on each of {costs.world_size} devices, and on the host")
+        if replicas > 1:
+            print(f"  {FSDP2} with {replicas} replicas x {costs.world_size // replicas} shards")
         for engine in ENGINES:
             if not all(supports(setting, engine) for setting in requested_features(config)):
                 continue
-            device, host = state_mib(engine, costs, config.precision)
+            device, host = state_mib(engine, costs, config.precision, replicas)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
 
 
-def state_mib(engine: str, costs: Estimate, precision: str) -> tuple[float, float]:
+def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -> tuple[float, float]:
     """Return MiB of weights, EMA, gradients, master weights and moments per process, on (a device, the host).
 
-    Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily.
+    Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily. `replicas` are FSDP2's.
     """
-    sharding = Sharding(engine, precision, costs.world_size)
-    share, (device, host) = 1 / costs.world_size, state_bytes(sharding)
+    sharding = Sharding(engine, precision, costs.world_size, replicas if engine == FSDP2 else 1)
+    share, (device, host) = sharding.share, state_bytes(sharding)
     frozen = sum(costs.parameters.values()) - costs.trainable
     weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1
     width = sharding.weight_bytes if engine in ZERO_ENGINES else BYTES_PER_FROZEN

@@ -28,8 +28,13 @@ class Sharding:
         return self.world_size // self.replicas
 
     @property
+    def share(self) -> float:
+        """Part of what is sharded that a rank holds."""
+        return 1 / self.shards
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight that is gathered, and of DeepSpeed's weights and gradients without its masters."""
+        """Bytes of a weight that is gathered, and of DeepSpeed's weights without its masters."""
         return 4 if self.precision == "fp32" else 2
 
 
@@ -45,16 +50,16 @@ def state_bytes(sharding: Sharding) -> StateBytes:
 
     Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily.
     """
-    low, share = sharding.weight_bytes, 1 / sharding.shards
-    # 16: weight, gradient and two moments in float32; 12: DeepSpeed's float32 masters and two moments.
+    low, share = sharding.weight_bytes, sharding.share
+    # 4: accumulated gradients in float32; 12: DeepSpeed's masters and two moments; 16: both, or with other weights.
     return {
         DDP: StateBytes(16.0, 0.0),
         FSDP2: StateBytes(16 * share, 0.0),
-        "zero1": StateBytes(2 * low + 12 * share, 0.0),
-        "zero2": StateBytes(low + (low + 12) * share, 0.0),
-        "zero3": StateBytes((2 * low + 12) * share, 0.0),
-        "zero2_offload": StateBytes(low + low * share, 12 * share),
-        "zero3_offload": StateBytes(0.0, (2 * low + 12) * share),
+        "zero1": StateBytes(low + 4 + 12 * share, 0.0),
+        "zero2": StateBytes(low + 16 * share, 0.0),
+        "zero3": StateBytes((low + 16) * share, 0.0),
+        "zero2_offload": StateBytes(low + 4 * share, 12 * share),
+        "zero3_offload": StateBytes(0.0, (low + 16) * share),
     }[sharding.engine]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from mmldlm.config import RunConfig
+from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
 from mmldlm.data.manifest import LatentInfo
@@ -45,6 +45,7 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     Raises:
         ConfigError: The engine, the device or the number of ranks does not fit a setting.
     """
+    config = resolve_precision(config, launch.mixed_precision)
     check_resume(config.resume)
     config.train.check_batches(launch.world_size)
     for feature in requested_features(config):
@@ -71,6 +72,7 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
         global_batch_size=size.global_batch_size,
         clip_norm=config.optim.clip_norm,
         precision=config.precision,
+        width=config.model.width,
     )
 
 

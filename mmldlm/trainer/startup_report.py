@@ -12,7 +12,7 @@ import torch
 
 from mmldlm.config import RunConfig
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.environment import settings_to_export, unread_variables
+from mmldlm.distributed.environment import disabled_guards, settings_to_export, unread_variables
 from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
@@ -52,7 +52,9 @@ def startup_report(
     exported = settings_to_export(distributed)
     return {
         "engine": engine.name,
+        "sharding": engine.launch.sharding,
         "launcher": engine.launch.launcher,
+        "notices": list(engine.launch.notices),
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,
         "ranks": ranks,
@@ -78,6 +80,7 @@ def startup_report(
         },
         "exported": exported if on_cuda else {},
         "not_read": unread_variables(exported) if engine.is_main else [],
+        "disabled_guards": disabled_guards(os.environ) if engine.world_size > 1 else [],
         "deepspeed_file": engine.launch.deepspeed_file,
         "git": fingerprint["git"],
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
@@ -129,13 +132,16 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     versions = report["versions"]
     threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
 
+    processes = f"{report['world_size']} process{'es' * (report['world_size'] > 1)}"
+    processes += f", {report['sharding']}" if report["sharding"] else ""
+
     def batch(sizes: Mapping[str, Any]) -> str:
         factors = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
         return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, factors))}"
 
     lines = [
-        f"engine       {report['engine']}, {report['world_size']} process{'es' * (report['world_size'] > 1)} on "
-        f"{', '.join(hosts)} ({', '.join(devices)}), started by {report['launcher']}",
+        f"engine       {report['engine']}, {processes} on {', '.join(hosts)} ({', '.join(devices)}), "
+        f"started by {report['launcher']}",
         f"threads      {'; '.join(threads)}",
         f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
         f"{report['precision']}, attention {report['attention']}, "
@@ -169,6 +175,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
         )
+    lines += [f"notice       {notice}" for notice in report["notices"]]
+    lines += [f"warning      {guard}" for guard in report["disabled_guards"]]
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")

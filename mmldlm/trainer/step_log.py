@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
-from mmldlm.telemetry import StepNumbers, StepStats, Tracker, cpu_load_metrics, memory_metrics
+from mmldlm.telemetry import RankTimes, StepNumbers, StepStats, Tracker, cpu_load_metrics, memory_metrics
 from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
@@ -32,6 +33,7 @@ class StepLog:
         tracker: Where records go.
         run_dir: Run folder.
         skips_file: Where skipped steps are recorded, on rank 0.
+        hosts: Host of each rank.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class StepLog:
         tracker: Tracker,
         run_dir: Path,
         skips_file: MetricsFile | None,
+        hosts: Sequence[str],
     ):
         self.config, self.engine, self.components, self.state = config, engine, components, state
-        self.tracker, self.run_dir = tracker, run_dir
+        self.tracker, self.run_dir, self.hosts = tracker, run_dir, hosts
         self.guard = StepGuard(config.guard, state, skips_file)
         self.plateau = _create_plateau(config, state)
         self.stats = StepStats()
+        self.rank_times = RankTimes(len(hosts)) if engine.is_main and len(hosts) > 1 else None
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
         self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
         self._norm = self._loss_scale = 1.0  # of the last step that was fetched
@@ -76,6 +80,19 @@ class StepLog:
         # The host notices skipped steps after `guard.max_consecutive` steps at the latest.
         if fetch_now or len(self.stats.pending) >= self.config.guard.max_consecutive:
             self.fetch()
+
+    def compare_ranks(self, step: int, work: np.ndarray) -> None:
+        """Record which ranks became slow or have recovered.
+
+        Args:
+            step: Number of steps so far.
+            work: Seconds and FLOPs of each rank, see `RankTimes.add`.
+        """
+        for rank, slow, slowdown in self.rank_times.add(work) if self.rank_times is not None else ():
+            name = f"rank {rank} on {self.hosts[rank]}"
+            by = f"{slowdown:.0%} slower than" if slow else "as fast again as"
+            values = {"rank": rank, "host": self.hosts[rank], "slow": slow, "slowdown": slowdown}
+            self.tracker.event("slow_rank", step, values, f"{name} is {by} the median of the other ranks")
 
     def fetch(self) -> None:
         """Fetch the numbers of all steps since the last call, and count each as accepted or skipped (collective).
@@ -147,6 +164,7 @@ class StepLog:
             **self._flop_rates(stats.flops / seconds),
             "speed/step_s": seconds / stats.steps,
             "speed/data_wait_s": stats.data_wait_s / stats.steps,
+            **(self.rank_times.record() if self.rank_times is not None else {}),
             **cpu_load_metrics(stats.cpu_times),
             "data/epoch": self.state.samples_drawn / len(components.loader.order),
             **self._epochs(),

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig, write_config
+from mmldlm.config import RunConfig, resolve_precision, write_config
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
+from mmldlm.distributed.engine import is_accepted
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
@@ -41,34 +42,16 @@ from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_r
 from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import report_lines, startup_report
+from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
+from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """Totals of an optimizer step over all ranks, the same on each."""
-
-    counts: list[float]  # denominators of the losses, by entry of `Objective.__call__`
-    samples: int
-    tokens: int
-    flops: float  # see `ModelFlops`
-    stop: bool  # whether a rank received a signal to stop
-    save: bool  # whether a rank asks for a checkpoint
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of an optimizer step."""
-
-    lr: float
-    grad_norm: Tensor  # [], on the device: before clipping
 
 
 class Trainer:
@@ -83,8 +66,8 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
-        self.config = config
         self.launch = launch or read_launcher_env(os.environ)
+        self.config = resolve_precision(config, self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
         # Closed in reverse: records, the checkpoint's writer, signals, the lock, the engine.
@@ -153,6 +136,7 @@ class Trainer:
         # Before the loader reads latents and before `AutoMicroBatch` replaces its batch sizes.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
+        self.update_check = UpdateCheck(config, engine, self.components.model)
         engine.prepare(self.components.model, self.components.optimizer)
         engine.check_precision()
         self.checkpointer.restore_optimizer(restored)
@@ -192,7 +176,8 @@ class Trainer:
         )
         skips = open_skips_file(self.run_dir, self.state.step, resumed) if engine.is_main else nullcontext()
         skips_file = self._stack.enter_context(skips)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file)
+        hosts = [rank["host"] for rank in report["ranks"]]
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file, hosts)
         self.guard = self.log.guard
         self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
         self._stack.callback(self._profiler.close)
@@ -248,6 +233,7 @@ class Trainer:
         self.log.stats.clear()
         while True:
             started = time.perf_counter()
+            self.engine.compute_timer.start()
             item = next(batches, None)
             if item is None:
                 break
@@ -261,9 +247,7 @@ class Trainer:
                     self.tracker.event("micro_batch", step + 1, change)
                     batches = self._remaining_steps()  # repeats this step with the same samples
                     continue
-            if self.config.model.dropout:  # the only random draw that is not a function of (seed, step, slot)
-                # Hashes of integers are the same in every process, unlike those of strings: a resumed run repeats them.
-                torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
+            self._seed_dropout(step, self.engine.rank)
             with self._profiler.trace_step(step + 1):
                 yield step, micro_batches
         self.save(wait=True)
@@ -273,6 +257,12 @@ class Trainer:
         """Return an iterator over the steps after the present state, with this rank's micro-batches."""
         return self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
 
+    def _seed_dropout(self, step: int, rank: int) -> None:
+        """Seed dropout, the only random draw that is not a function of (seed, step, slot)."""
+        if self.config.model.dropout:
+            # Hashes of integers are the same in every process, unlike those of strings: a resumed run repeats them.
+            torch.manual_seed(hash((self.config.run.seed, step, rank)) % 2**63)
+
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
         """Noise the micro-batches of a step, see `corrupt_step`."""
@@ -281,13 +271,11 @@ class Trainer:
 
     @phase("sync")
     def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
-        """Sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
+        """Start to sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
 
-        Besides the denominators of the losses these are the work done, and requests and progress of single ranks, on
-        which all ranks can thus act after the same step.
-
-        Raises:
-            MmldlmError: The checkpoint in progress could not be written.
+        The all-reduce runs beside the first forward pass, after which the loss needs it. Besides the denominators of
+        the losses these are the work done, and requests and progress of single ranks, on which all ranks can thus act
+        at the end of the same step.
         """
         layouts = [batch.layout for batch in noised]
         local = {
@@ -299,25 +287,44 @@ class Trainer:
             "ready": self.checkpointer.ready,
             "failed": self.checkpointer.failed,
         }
-        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64)])
-        sums = self.engine.sum(values, "all-reduce of the step's counts").tolist()
-        total = dict(zip(local, map(int, sums[-len(local) :]), strict=True))
-        self._log_checkpoints(self.checkpointer.advance(total["ready"], total["failed"]))
-        samples, latent_tokens = self.components.loader.batch_at(step).global_batch_size, layouts[0].latent_tokens
-        return StepTotals(
-            counts=sums[: -len(local)],
-            samples=samples,
-            tokens=total["tokens"],
-            flops=self._model_flops.step_flops(
-                total["tokens"], total["masked"], samples, latent_tokens, total["pairs"]
-            ),
-            stop=total["stop"] > 0,
-            save=total["save"] > 0,
-        )
+        work = torch.zeros(2, self.engine.world_size, dtype=torch.float64)
+        work[:, self.engine.rank] = torch.tensor(self.engine.compute_timer.take())
+        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64), work.flatten()])
+        pending = self.engine.start_sum(values, "all-reduce of the step's counts")
+        samples = self.components.loader.batch_at(step).global_batch_size
+        flops = self._flops(local, sum(layout.num_samples for layout in layouts))
+        return StepTotals(pending, tuple(local), self.engine.world_size, samples, flops)
+
+    def _flops(self, counts: Mapping[str, int] | StepTotals, samples: int) -> float:
+        """Return the FLOPs of a step with these counts."""
+        latent_tokens = self.components.store.manifest.latent.tokens
+        return self._model_flops.step_flops(counts["tokens"], counts["masked"], samples, latent_tokens, counts["pairs"])
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
         return self.engine.accumulate([batch.to(self.engine.device) for batch in noised])
+
+    @phase("verify")
+    def reference_gradients(self, step: int, totals: StepTotals) -> Gradients | None:
+        """Return the step's gradients, computed with each rank's micro-batches on another rank (collective).
+
+        They must be those of the step itself, see `UpdateCheck`. None if the step is not verified, or without peers.
+        """
+        engine, loader, dropout = self.engine, self.components.loader, self.config.model.dropout
+        if not self.update_check.is_due(step) or not self.update_check.exchanges_micro_batches:
+            return None
+        with self.log.stats.paused():
+            owner = (engine.rank + 1) % engine.world_size
+            micro_batches = loader.read(self.state.samples_drawn, loader.batch_at(step), owner)
+            self._seed_dropout(step, owner)
+            # In reverse order, so that a micro-batch that is lost by its position is another one here. Dropout draws in
+            # order.
+            for batch in self.accumulate(self.corrupt(step, micro_batches)[:: 1 if dropout else -1]):
+                self.backward(self.components.objective(engine.forward, batch, totals.counts)[0])
+            self._seed_dropout(step, engine.rank)
+            gradients = measure_gradients(engine)
+            engine.drop_gradients()
+        return gradients
 
     @phase("forward")
     def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
@@ -332,26 +339,41 @@ class Trainer:
         self.engine.backward(propagate_nonfinite(loss))
 
     @phase("update")
-    def update(self, step: int) -> StepResult:
-        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
-        config = self.config
+    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
+        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike.
+
+        Raises:
+            NumericalError: The step is verified, and the ranks compute different updates.
+        """
+        config, engine, check, limit = self.config, self.engine, self.update_check, self.guard.norm_limit
         scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
         lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
         ema_decay = decay_at(step, config.ema)
-        return StepResult(lr, self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, ema_decay))
+        before = check.before_update(lr, reference) if check.is_due(step) else None
+        norm = engine.update(lr, config.optim.clip_norm, limit, ema_decay)
+        if before is not None and is_accepted(norm, limit):
+            fingerprint = check.after_update(step, before, lr, float(norm))
+            if fingerprint is not None:
+                self.tracker.update_verified(step + 1, fingerprint)
+        return StepResult(lr, norm)
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
         """Count the step; log, validate, evaluate and save if they are due.
 
         Raises:
+            MmldlmError: The checkpoint in progress could not be written.
             NumericalError: A skipped step ends the run by the settings of `guard`.
             StoppedBySignal: A rank received a signal to stop; a checkpoint has been saved.
         """
+        self.engine.compute_timer.stop(totals.flops)
         config, state, size = self.config, self.state, self.components.loader.batch_at(step)
+        self._log_checkpoints(self.checkpointer.advance(totals["ready"], totals["failed"]))
         state.step = step + 1
         self.tracker.step_done(state.step)
         state.samples_drawn += totals.samples
-        self.log.end_step(state.step, result.grad_norm, totals.tokens, totals.flops, totals.samples)
+        flops = self._flops(totals, totals.samples)
+        self.log.compare_ranks(state.step, totals.work())
+        self.log.end_step(state.step, result.grad_norm, totals["tokens"], flops, totals.samples)
         if config.train.is_due(state.step, config.log.every):
             self.log.write(result.lr, asdict(size))
         if config.train.is_due(state.step, config.validation.every):
@@ -359,9 +381,9 @@ class Trainer:
         if config.train.is_due(state.step, config.validation.quality_every):
             self._evaluate_quality()
         # The last step's checkpoint is saved by `steps`, which also waits for it.
-        if (self.checkpointer.due(state.step) or totals.save) and state.step < config.train.steps:
+        if (self.checkpointer.due(state.step) or totals["save"]) and state.step < config.train.steps:
             self.save()
-        if totals.stop:
+        if totals["stop"]:
             self._stop()
 
     def _stop(self) -> None:

@@ -35,11 +35,41 @@ def test_two_processes_follow_one(
 ) -> None:
     folder = tmp_path / "run"
     forked.succeed(engine, folder, 2, parity_config)
-    assert f"engine       {engine}, 2 processes" in folder.with_suffix(".log").read_text()
+    log = folder.with_suffix(".log").read_text()
+    assert f"engine       {engine}, 2 processes" in log
+    assert "warning" not in log.lower()
     assert_same_run(folder, single(), FP32)
     # Not the curve alone: weights and moments, whole and by name, are those of one process.
     for name in ("model", "optimizer"):
         ours, theirs = saved_tensors(folder, name), saved_tensors(single(), name)
+        assert ours.keys() == theirs.keys()
+        worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
+        assert worst < 1e-5, f"{name}: {worst}"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "variables"),
+    [
+        ("fsdp2_hsdp", "fsdp2, 4 processes, 2 replicas x 2 shards", {}),
+        ("zero3_hpz", "zero3, 4 processes, secondary partition of 2", {"LOCAL_WORLD_SIZE": "2"}),
+    ],
+)
+def test_groups_of_processes_follow_one(
+    file: str,
+    line: str,
+    variables: dict[str, str],
+    parity_config: Path,
+    single: Single,
+    forked: ForkedRuns,
+    tmp_path: Path,
+) -> None:
+    """Also through the exchange of weights and EMA weights in the validation of step 10."""
+    folder, settings = tmp_path / "run", ("ema.decay=0.9", "train.micro_batch_size=1")
+    forked.succeed(file, folder, 4, parity_config, *settings, **variables)
+    assert f"engine       {line}" in folder.with_suffix(".log").read_text()
+    assert_same_run(folder, single(*settings), FP32)
+    for name in ("model", "optimizer", "ema"):
+        ours, theirs = saved_tensors(folder, name), saved_tensors(single(*settings), name)
         assert ours.keys() == theirs.keys()
         worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
         assert worst < 1e-5, f"{name}: {worst}"
@@ -148,18 +178,26 @@ def test_run_resumes_under_other_engines(
 
 
 @pytest.mark.parametrize(
-    "engine", ["single", "fsdp2", "zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2"))]
+    "engine",
+    [
+        "single",
+        "fsdp2",
+        "fsdp2_hsdp",
+        "zero3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2")),
+    ],
 )
 def test_resumed_run_is_bitwise_equal(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Resumed twice, in the second epoch and in the third, with accumulation and dropout, on the same processes."""
-    settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=16", "model.dropout=0.1"]
+    settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=8", "model.dropout=0.1"]
     settings += ["checkpoint.every_steps=4", "validation.every=0", "ema.decay=0.9"]
+    processes = {"single": 1, "fsdp2_hsdp": 4}.get(engine, 2)
     folders = [tmp_path / name for name in ("whole", "once", "twice")]
     for number, folder in enumerate(folders):
         if number:
             kept = Path("checkpoints", f"step-{4 * number:08}")
             shutil.copytree(folders[number - 1] / kept, folder / kept)
-        forked.succeed(engine, folder, 1 if engine == "single" else 2, parity_config, *settings)
+        forked.succeed(engine, folder, processes, parity_config, *settings)
     whole, ours = records(folders[0]), records(folders[2])
     assert list(ours) == [9, 10, 11, 12] and 1 < whole[4]["data/epoch"] < 2 < whole[8]["data/epoch"] < 3
     assert all(ours[step][key] == whole[step][key] for step in ours for key in CURVE)

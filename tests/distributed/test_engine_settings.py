@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from mmldlm.config import load_config
+from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.environment import settings_to_export, variables_not_in
 from mmldlm.errors import ConfigError
 from tests.helpers.engine_runs import CURVE, difference, records
 from tests.helpers.forked_runs import ForkedRuns
 
+DEFAULTS = DistributedConfig(nccl={})
+ALIASES = ("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # older names
 SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 
 
@@ -28,7 +32,7 @@ def probe(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> Probe:
 
     def facts(engine: str, *settings: str) -> dict[str, Any]:
         out = tmp_path / "facts.json"
-        given = (parity_config, *SHORT, *settings)
+        given = (parity_config, "guard.verify_updates_every=0", *SHORT, *settings)
         forked.succeed(engine, tmp_path / "run", 2, *given, script="engine_probe.py", PROBE=str(out))
         return json.loads(out.read_text())
 
@@ -96,7 +100,7 @@ def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
     What is held for a parameter is what docs/engines.md says.
     """
     facts = probe(engine)
-    assert facts["timeout_s"] == 120
+    assert set(facts["timeouts_s"]) == {120}, "of groups that libraries create as well"
     if engine != "zero3":  # its buckets are larger than this model
         assert facts["held"] == pytest.approx(16 / 2 if engine == "fsdp2" else 4 + 16 / 2, rel=0.05)
     if engine == "fsdp2":
@@ -140,6 +144,7 @@ def test_hook_unsupported_by_gloo_is_refused(
     ("setting", "complaint"),
     [
         ("distributed.timeout_s=11923200", "timeout_s: must be at most 86400"),
+        ("distributed.heartbeat_timeout_s=12000000", "heartbeat_timeout_s: must be at most 86400"),
         ("distributed.nccl={NCCL_TIMEOUT: 1800}", "NCCL_TIMEOUT has no effect; use distributed.timeout_s"),
         ("distributed.nccl={PATH: x}", "expected names such as NCCL_SOCKET_IFNAME, found 'PATH'"),
         ("distributed.ddp.comm_hook=zip", "distributed.ddp.comm_hook"),
@@ -153,9 +158,32 @@ def test_refused_settings(setting: str, complaint: str) -> None:
 @pytest.mark.setting("distributed.allow_long_timeout")
 @pytest.mark.quick
 def test_allow_long_timeout() -> None:
-    config = load_config(None, ["distributed.timeout_s=11923200", "distributed.allow_long_timeout=true"])
-    assert config.distributed.timeout_s == 11923200
+    long = ["distributed.timeout_s=11923200", "distributed.heartbeat_timeout_s=12000000"]
+    config = load_config(None, [*long, "distributed.allow_long_timeout=true"])
+    assert (config.distributed.timeout_s, config.distributed.heartbeat_timeout_s) == (11923200, 12000000)
     assert settings_to_export(config.distributed)["NCCL_NSOCKS_PERTHREAD"] == "4"
+
+
+@pytest.mark.quick
+def test_nccl_may_not_name_what_other_settings_export() -> None:
+    for name in (*settings_to_export(DEFAULTS), *ALIASES):
+        with pytest.raises(ConfigError, match=rf"^distributed.nccl: {name} has .*; use distributed\.\w+$") as refused:
+            load_config(None, [f"distributed.nccl={{{name}: 1}}"])
+        setting = str(refused.value).rpartition("use distributed.")[2]
+        changed = settings_to_export(
+            replace(DEFAULTS, **{setting: type(getattr(DEFAULTS, setting))(not getattr(DEFAULTS, setting))})
+        )
+        assert name in ALIASES or changed[name] != settings_to_export(DEFAULTS)[name]
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"])
+def test_start_tells_of_variables_that_turn_timeouts_off(
+    name: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    for value, told in (("0", 1), ("1", 0)):
+        run = tmp_path / value
+        forked.succeed("ddp", run, 2, parity_config, *SHORT, "train.steps=1", **{name: value})
+        assert run.with_suffix(".log").read_text().count(f"warning      {name}=0: ") == told
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,23 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmldlm import train
+from mmldlm.config import RunConfig, load_config, resolve_precision
 from mmldlm.distributed.deepspeed_config import StepPlan, read_deepspeed_config, resolve_deepspeed_config
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import ConfigError
-from tests.helpers.engine_runs import ENGINES, accelerate, environment, exit_record, run, succeed, torchrun
+from tests.helpers.engine_runs import ENGINES, LAUNCHED, accelerate, environment, exit_record, run, succeed, torchrun
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
-LAUNCHED = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-PLAN = StepPlan(micro_batch_size=2, accumulation=4, global_batch_size=16, clip_norm=1.0, precision="bf16")
+PLAN = StepPlan(micro_batch_size=2, accumulation=4, global_batch_size=16, clip_norm=1.0, precision="bf16", width=64)
 
 
 @pytest.mark.quick
@@ -41,6 +36,7 @@ def test_config_file_selects_the_engine(engine: str, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)
     launch = read_launcher_env(dict(LAUNCHED), accelerate_file=f"accelerate_configs/{engine}.yaml")
     assert (launch.engine, launch.rank, launch.world_size) == (engine, 1, 2)
+    assert (launch.mixed_precision, launch.notices) == ("no", ())
 
 
 @pytest.mark.quick
@@ -65,6 +61,10 @@ def test_nodes_follow_from_the_local_world_size() -> None:
                 "FSDP_ACTIVATION_CHECKPOINTING": "true",
             },
             "use memory.activation_checkpointing in the run config",
+        ),
+        (
+            {**LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "1"},
+            "fsdp_config.fsdp_offload_params: expected false, found 1; use accelerate_configs/zero3_offload.yaml",
         ),
         ({**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file: expected a DeepSpeed file"),
         (
@@ -123,8 +123,6 @@ def test_auto_is_filled_from_the_run_config(engine: str) -> None:
         ({"train_batch_size": 32}, "train_batch_size is 32, but 16"),
         ({"bf16": {"enabled": False}}, r"bf16.enabled is false, but true by the run config \(precision\)"),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true, but false"),
-        ({"optimizer": {"type": "Adam"}}, "optimizer: expected nothing"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: expected nothing"),
         ({"prescale_gradients": "auto"}, 'prescale_gradients: "auto" is not supported here'),
     ],
 )
@@ -132,6 +130,21 @@ def test_contradicting_deepspeed_file_is_refused(section: dict[str, object], com
     config = {"zero_optimization": {"stage": 2}, **section}
     with pytest.raises(ConfigError, match=complaint):
         resolve_deepspeed_config(config, "x.json", PLAN)
+
+
+def test_a_taken_port_names_itself_and_the_options(
+    parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        host, client = two_ranks("ddp", parity_config, f"run.dir={tmp_path / 'run'}", MASTER_PORT=str(port))
+        assert forked.wait([host]) == {host: 64}  # the other waits for an answer until its launcher ends it
+        forked.kill([client])
+    (error,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("mmldlm: error: ")]
+    assert error.startswith(f"mmldlm: error: launcher: port {port} of 127.0.0.1 is in use; ")
+    assert all(option in error for option in ("--main_process_port", "--master_port", "MASTER_PORT"))
 
 
 def test_a_deepspeed_file_with_another_accumulation(parity_config: Path, tmp_path: Path) -> None:
@@ -162,10 +175,11 @@ def test_missing_processes_are_refused(parity_config: Path, tmp_path: Path) -> N
 def test_two_sources_of_the_precision(parity_config: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load((ROOT / "accelerate_configs/ddp.yaml").read_text())
     (tmp_path / "ddp.yaml").write_text(yaml.safe_dump({**tree, "mixed_precision": "bf16"}))
-    command = accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}")
+    command = accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}", "precision=fp32")
     command[command.index("accelerate_configs/ddp.yaml")] = str(tmp_path / "ddp.yaml")
     done = run(command)
     assert done.returncode != 0 and "mixed_precision: bf16 in the launcher's config, but precision: fp32" in done.stdout
+    assert "precision: auto or bf16 here" in done.stdout
 
 
 LAUNCH_ALIKE_BUT = """
@@ -211,3 +225,39 @@ def test_shipped_single_process_files(parity_config: Path, single: Callable[...,
     report = json.loads((tmp_path / "startup.json").read_text())
     assert report["launcher"] == "accelerate launch" and report["versions"]["torch"] and report["ranks"][0]["host"]
     assert exit_record(tmp_path)["code"] == 0
+
+
+@pytest.mark.quick
+@pytest.mark.setting("precision")
+def test_precision_auto_is_the_launchers() -> None:
+    """A precision that the run config names stays; the launcher's `no` contradicts none."""
+    for requested, mixed_precision, expected in (
+        ("auto", "no", "fp32"),
+        ("auto", "bf16", "bf16"),
+        ("auto", "fp16", "fp16"),
+        ("bf16", "no", "bf16"),
+        ("bf16", "bf16", "bf16"),
+        ("fp32", "no", "fp32"),
+    ):
+        config = load_config(None, [f"precision={requested}"])
+        assert resolve_precision(config, mixed_precision).precision == expected
+    with pytest.raises(ConfigError, match='expected mixed_precision: "no" there, or precision: auto or fp16 here'):
+        resolve_precision(load_config(None, ["precision=bf16"]), "fp16")
+    with pytest.raises(ConfigError, match=r"mixed_precision: expected no, bf16 or fp16 .*, found fp8"):
+        read_launcher_env({"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert RunConfig().precision == "auto", "so files with a mixed_precision run as they are"
+
+
+@pytest.mark.quick
+def test_dry_run_knows_the_launchers_precision(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fp16.yaml").write_text("{distributed_type: NO, mixed_precision: fp16}")
+    for options, launched, expected in (
+        ([], "no", "fp32"),
+        ([], "bf16", "bf16"),
+        (["--accelerate_config", str(tmp_path / "fp16.yaml")], "", "fp16"),
+    ):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        assert train.main(["--dry-run", str(tiny_config), *options]) == 0
+        assert f"\nprecision: {expected}\n" in capsys.readouterr().out

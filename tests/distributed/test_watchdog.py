@@ -86,6 +86,15 @@ def test_an_error_of_one_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path) -
         assert "stacks.rank1.txt" not in run.files()
 
 
+def test_a_broken_connection_is_told_in_the_words_of_gloo(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, LONG_S, "disconnect", 1) as run:
+        assert run.codes() == [76, 76]
+        words = (
+            r"the connection broke \(.*Connection (closed|reset) by peer.*\), or the ranks called different collectives"
+        )
+        assert re.match(words, run.record()["cause"]), run.record()
+
+
 def test_an_endless_loop_outside_of_collectives_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 2, 2, "spin", 1) as run:
         assert run.codes() == [76, 76]

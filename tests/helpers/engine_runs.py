@@ -19,6 +19,15 @@ from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
+# Variables of the second of two processes, as a launcher sets them.
+LAUNCHED = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 # Accumulation on two processes, unequal lengths, mixed modes that change, matrices large enough for ZeRO-3 to

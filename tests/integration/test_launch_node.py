@@ -63,7 +63,7 @@ def is_doctor(process: psutil.Process) -> bool:
     [
         ([], {}, "expected ENGINE CONFIG.yaml [key.sub=value ...], found ''"),
         (["ddp"], {}, "expected ENGINE CONFIG.yaml [key.sub=value ...], found 'ddp'"),
-        (["dpp", "CONFIG"], {}, "ENGINE: expected ddp, fsdp2, zero1,"),
+        (["dpp", "CONFIG"], {}, "ENGINE: expected ddp, fsdp2, fsdp2_hsdp, zero1,"),
         (["ddp", "/nowhere.yaml"], {}, "CONFIG.yaml: no such file: /nowhere.yaml"),
         (["ddp", "CONFIG"], {"NPROC_PER_NODE": ""}, "NPROC_PER_NODE is not set; expected NPROC_PER_NODE"),
         (["ddp", "CONFIG"], {"NPROC_PER_NODE": "08"}, "NPROC_PER_NODE: expected a whole number from 1 to"),

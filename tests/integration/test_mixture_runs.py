@@ -53,7 +53,7 @@ def run(folder: Path, tiny_config: Path, tmp_path: Path) -> Callable[..., Path]:
         trainer_cls: type[Trainer] = Trainer,
     ) -> Path:
         mixture = {str(folder / store): share for store, share in shares.items()}
-        common = [str(tiny_config), "data.path=''", f"data.mixture={mixture}", f"run.dir={tmp_path / name}"]
+        common = [str(tiny_config), f"data.mixture={mixture}", f"run.dir={tmp_path / name}"]
         arguments = [*common, "data.window=32", "validation.every=0", *settings]
         assert train.main(arguments, trainer_cls=trainer_cls) == code
         return tmp_path / name

@@ -60,7 +60,7 @@ class KilledRun:
 
     def __init__(self, runs: ForkedRuns, engine: str, config: Path, folder: Path, asynchronous: bool, last: int):
         self.runs, self.engine, self.folder = runs, engine, folder
-        self.processes = 1 if engine == "single" else 2
+        self.processes = {"single": 1, "fsdp2_hsdp": 4}.get(engine, 2)
         self.store = CheckpointStore(folder / "checkpoints", Retention(last=last))
         self.may_lose = 2 * EVERY if asynchronous else EVERY  # the save in flight and the steps since
         how = [f"checkpoint.async={str(asynchronous).lower()}", f"checkpoint.keep_last={last}"]
@@ -180,7 +180,14 @@ def test_kills_of_two_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kills", "span"),
-    [("ddp", 2000, 0.5), ("single", 50, 0.5), ("fsdp2", 50, 3), ("zero2", 50, 5), ("zero3", 50, 5)],
+    [
+        ("ddp", 2000, 0.5),
+        ("single", 50, 0.5),
+        ("fsdp2", 50, 3),
+        ("fsdp2_hsdp", 50, 5),
+        ("zero2", 50, 5),
+        ("zero3", 50, 5),
+    ],
 )
 def test_many_kills(
     engine: str,

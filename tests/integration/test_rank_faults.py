@@ -58,6 +58,34 @@ def test_stopped_or_killed_rank(
     assert "mmldlm/train.py" in stacks and any(collective in stacks for collective in COLLECTIVES)
 
 
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "variables"),
+    [("fsdp2_hsdp", {}), pytest.param("zero3_hpz", {"LOCAL_WORLD_SIZE": "2"}, marks=pytest.mark.slow)],
+)
+def test_stopped_or_killed_rank_of_a_group(
+    engine: str,
+    variables: dict[str, str],
+    fault: signal.Signals,
+    parity_config: Path,
+    forked: ForkedRuns,
+    tmp_path: Path,
+) -> None:
+    """The ranks of both groups end, also those that exchange nothing with the lost one."""
+    folder = tmp_path / "run"
+    # More processes than cores: the timeout of a collective allows for other work on the machine.
+    given = [parity_config, f"run.dir={folder}", *ENDLESS[1:], "distributed.timeout_s=30", "train.micro_batch_size=1"]
+    ranks = forked.start(engine, given, 4, tmp_path / "log", **variables)
+    try:
+        wait_for_step(folder, 3, tmp_path / "log", lambda: forked.wait(ranks, 0))
+        os.kill(ranks[3], fault)
+        assert forked.wait(ranks) == {**dict.fromkeys(ranks[:3], 76), ranks[3]: -signal.SIGKILL}
+    finally:
+        forked.kill(ranks)
+    record = exit_record(folder)
+    assert record["code"] == 76 and "rank 3" in str(record["cause"]) and "step" in str(record["cause"]), record
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_a_rank_that_raises(
     engine: str, parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns

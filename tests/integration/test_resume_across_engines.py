@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.engine_runs import CURVE, records
 from tests.helpers.forked_runs import ForkedRuns
 
-PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2}
+PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2, "fsdp2_hsdp": 4}
 SETTINGS = ("train.global_batch_size=12", "train.steps=14", "validation.every=0")
 WHOLE = ("single", "ddp", "fsdp2", "zero2")  # whose checkpoints other tests resume from
 
@@ -26,7 +26,9 @@ def test_every_engine_resumes_from(
     reference = records(single(*SETTINGS))
 
     def go(engine: str, folder: Path, *settings: str) -> None:
-        forked.succeed(engine, folder, PROCESSES[engine], parity_config, *SETTINGS, *settings)
+        # 12 samples are 3 on each of 4 processes.
+        sizes = ["train.micro_batch_size=1"] if PROCESSES[engine] == 4 else []
+        forked.succeed(engine, folder, PROCESSES[engine], parity_config, *SETTINGS, *sizes, *settings)
 
     go(source, tmp_path / "source", "checkpoint.every_steps=0", "checkpoint.keep_steps=[4]")
     saved = Path("checkpoints", "step-00000004")

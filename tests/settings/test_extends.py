@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from mmldlm import train
-from mmldlm.config import RunConfig, load_config
+from mmldlm.config import RunConfig, load_config, load_with_provenance, write_config
 from mmldlm.errors import ConfigError
 from mmldlm.run.load import load_run
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
 from tests.helpers.engine_runs import record_list
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
 
 quick = pytest.mark.quick
@@ -66,6 +67,32 @@ def test_a_file_that_two_extend_undoes_neither(tmp_path: Path) -> None:
     )
     config = load_config(path)
     assert (config.optim.lr, config.train.steps, config.log.every) == (1, 2, 9)
+
+
+@quick
+def test_a_mixture_takes_the_place_of_an_inherited_path_and_the_reverse(tmp_path: Path) -> None:
+    preset = ROOT / "configs/tiny.yaml"
+    assert load_config(preset).data.path, "the presets name a store"
+    mixed, other = {"a": 1.0, "b/c": 3.0}, {"a": 2.0}
+    for data in (
+        load_config(preset, ["data.mixture={a: 1, b/c: 3}"]).data,
+        load_config(preset, ["data.mixture.a=1", "data.mixture.b/c=3"]).data,
+        load_config(write(tmp_path, mine=f"extends: {preset}\ndata: {{mixture: {mixed}}}")).data,
+        load_config(
+            write(tmp_path, mine=f"extends: {preset}\ndata: {{mixture: {other}}}"), [f"data.mixture={mixed}"]
+        ).data,
+    ):
+        assert (data.path, data.mixture) == ("", mixed)
+    mine = write(tmp_path, mine=f"extends: {preset}\ndata: {{mixture: {mixed}}}")
+    assert load_config(mine, ["data.path=d"]).data.location == "d"
+    assert load_with_provenance(mine)[1]["data.path"] == "default"
+    # A written config has both keys, of which one is empty.
+    (tmp_path / "written").mkdir()
+    write_config(load_config(preset), tmp_path / "written")
+    assert load_config(tmp_path / "written/config.yaml", [f"data.mixture={mixed}"]).data.location == mixed
+    for overrides in (["data.mixture={a: 1}", "data.path=d"], ["data={path: d, mixture: {a: 1}}"]):
+        with pytest.raises(ConfigError, match=r"data.mixture: expected this or data.path, found both"):
+            load_config(preset, overrides)
 
 
 @quick

@@ -44,7 +44,7 @@ RUNS: tuple[tuple[str, ...], ...] = (
     ("resume=never", "optim.name=muon", "memory.activation_checkpointing=every_k", "compile.scope=regional"),
 )
 # Keys that only a check of other keys reads.
-IN_CHECKS_ALONE = {"distributed.allow_long_timeout": "lifts the bound of timeout_s"}
+IN_CHECKS_ALONE = {"distributed.allow_long_timeout": "lifts the bound of the timeouts"}
 
 
 def classes(cls: type, prefix: str = "") -> Iterator[tuple[type, dict[str, str]]]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.distributed.engine import with_index
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.trainer.auto_batch_size import cap_micro_batch, halve_micro_batch
 from tests.helpers.engine_runs import CURVE, difference, exit_record, records
@@ -48,6 +49,22 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def same_bits(one: Path, other: Path) -> bool:
     ours, theirs = weights(one), weights(other)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@quick
+def test_the_device_of_one_process_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="index"):
+        torch.cuda.set_device("cuda")  # as the thread of a trial pass would
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device, expected in (("cuda", "cuda:1"), ("cuda:3", "cuda:3"), ("cpu", "cpu")):
+        assert with_index(torch.device(device)) == torch.device(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_gpu_tries_its_micro_batches(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    forked.succeed("single", tmp_path / "run", 1, tiny_config, AUTO)
+    assert len(records(tmp_path / "run")) == 8
 
 
 @pytest.mark.setting("train.auto_micro_batch")

@@ -22,7 +22,8 @@ from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer import checkpointer as saving
-from mmldlm.trainer.trainer import StepTotals, Trainer
+from mmldlm.trainer.step import StepTotals
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.files import FileInfo
 from tests.helpers.engine_runs import difference, exit_record, records, run, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns

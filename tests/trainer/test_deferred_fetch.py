@@ -15,8 +15,10 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.engine import is_accepted
+from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.step_guard import propagate_nonfinite
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.update_check import Gradients
 from tests.helpers.engine_runs import exit_record, records
 from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
@@ -82,6 +84,7 @@ def test_no_host_reads_between_records(engine: str, parity_config: Path, forked:
     folder = tmp_path / "run"
     folder.mkdir()
     settings = ["train.steps=10", "log.every=5", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
+    settings += ["guard.verify_updates_every=0"]
     count = 1 if engine == "single" else 2
     forked.succeed(engine, folder, count, parity_config, *settings, script="host_reads.py", FACTS=str(folder))
     for rank in range(count):
@@ -118,9 +121,9 @@ def test_a_spike_limit_fetches_every_step(tiny_config: Path) -> None:
     pending: list[int] = []
 
     class WatchedTrainer(DeferringTrainer):
-        def update(self, step: int) -> StepResult:
+        def update(self, step: int, reference: Gradients | None = None) -> StepResult:
             pending.append(len(self.log.stats.pending))
-            return super().update(step)
+            return super().update(step, reference)
 
     settings = ["log.every=100", "validation.every=0", "checkpoint.every_steps=0"]
     assert train.main([str(tiny_config), *settings], trainer_cls=WatchedTrainer) == 0

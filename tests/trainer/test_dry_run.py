@@ -27,6 +27,7 @@ from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.trainer.dry_run import Estimate, _largest_step, estimate, print_estimate, state_mib
 from mmldlm.trainer.memory_tracker import StepCostTracker
 from tests.helpers.noised_batch import noised_batch
+from tests.helpers.paths import ROOT
 from tests.helpers.small_model import small_model
 
 KINDS = [MemoryConfig(kind) for kind in ("none", "every_k", "selective", "full")]  # type: ignore[arg-type]
@@ -234,6 +235,25 @@ def test_the_dry_run_prints_the_engines_that_the_optimizer_has(
     assert shown["deepspeed_adam"] == [engine for engine in ENGINES if engine.startswith("zero")]
 
 
+def test_the_dry_run_knows_the_replicas_of_hybrid_sharding(
+    tiny_store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of 2 x 2 holds what one of 2 holds."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = load_config(None, [f"data.path={tiny_store}", "train.global_batch_size=8", "train.steps=1"])
+    rows = []
+    for name in ("fsdp2", "fsdp2_hsdp"):
+        print_estimate(config, str(ROOT / f"accelerate_configs/{name}.yaml"))
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows.append({words[0]: words[1:] for words in lines if words and words[0] in ENGINES})
+        assert (["fsdp2", "with", "2", "replicas", "x", "2", "shards"] in lines) == (name == "fsdp2_hsdp")
+    assert {name: row for name, row in rows[0].items() if name != "fsdp2"}.items() <= rows[1].items()
+    for kept in (False, True):
+        costs = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, ema=kept)
+        assert state_mib("fsdp2", costs, "fp32", 2) == state_mib("fsdp2", replace(costs, world_size=2), "fp32")
+        assert state_mib("zero3", costs, "fp32", 2) == state_mib("zero3", costs, "fp32")
+
+
 def test_the_dry_run_reports_the_step_that_needs_most(tiny_store: Path) -> None:
     one, two = (["model={width: 16, depth: 1, num_heads: 2}", f"train.steps={steps}"] for steps in (1, 2))
     with_head, without = dry_run(tiny_store, "mode=l2t", *one), dry_run(tiny_store, "mode=t2l", *two)
@@ -264,11 +284,11 @@ def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> N
         ("ddp", "fp32", 16, 0),
         ("ddp", "bf16", 16, 0),
         ("fsdp2", "fp32", 4, 0),
-        ("zero1", "bf16", 2 + 2 + 3, 0),
+        ("zero1", "bf16", 2 + 4 + 3, 0),
         ("zero2", "fp32", 4 + 4, 0),
-        ("zero2", "bf16", 2 + 3.5, 0),
-        ("zero3", "bf16", 4, 0),
-        ("zero2_offload", "bf16", 2.5, 3),
+        ("zero2", "bf16", 2 + 4, 0),
+        ("zero3", "bf16", 4.5, 0),
+        ("zero2_offload", "bf16", 3, 3),
         ("zero3_offload", "fp32", 0, 5),
     ],
 )

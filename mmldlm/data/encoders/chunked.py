@@ -29,7 +29,7 @@ class ChunkedEncoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """That of the inner encoder, with M."""
+        """Return the identity of the inner encoder, with M."""
         return self.inner.identity | {"stretches": self.latent_tokens}
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:

@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
+from mmldlm.distributed.environment import disabled_guards
 from mmldlm.errors import ConfigError, DataError, ExitCode
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import count_parameters
@@ -108,6 +109,7 @@ def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
         check_backend(device),
         check_shared_memory(processes),
         check_open_files(),
+        *check_environment(os.environ),
     ]
 
 
@@ -191,6 +193,13 @@ def check_open_files() -> Finding:
         advice = _MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MIN_OPEN_FILES)
         return warn("open files", f"{result}, {_MIN_OPEN_FILES:,} advised", f"ulimit -n {advice}")
     return ok("open files", result)
+
+
+def check_environment(environment: Mapping[str, str]) -> list[Finding]:
+    """Return a warning if variables turn off what PyTorch does about a hang."""
+    disabled = disabled_guards(environment)
+    remedy = f"unset {' '.join(line.partition('=')[0] for line in disabled)}"
+    return [warn("environment", "; ".join(disabled), remedy)] if disabled else []
 
 
 # --- the run ----------------------------------------------------------------------------------------------------

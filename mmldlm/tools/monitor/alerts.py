@@ -21,6 +21,7 @@ _MIN_EARLIER = 20  # records that recent ones are compared with
 _OVERFLOW_WINDOW = 200  # steps
 _MIN_STEPS_PER_SPEED = 10
 _NUM_SPEEDS = 10  # speeds that are compared
+_MAX_NAMES = 4  # ranks that an alert names
 
 _SKIP_REASONS = {
     "loss": "the loss was not finite",
@@ -313,6 +314,20 @@ def _low_speed(snapshot: Snapshot) -> str | None:
     return None if _busy_cores(snapshot) else _slowdown(snapshot)
 
 
+def _slow_ranks(snapshot: Snapshot) -> str | None:
+    """Return the ranks of this session that were last recorded as slow."""
+    latest = {record["rank"]: record for record in snapshot.history.session if record["kind"] == "slow_rank"}
+    slow = sorted((record for record in latest.values() if record["slow"]), key=lambda record: -record["slowdown"])
+    if not slow:
+        return None
+    names = [
+        f"rank {record['rank']} on {record['host']} ({record['slowdown']:.0%}, since step {record['step']})"
+        for record in slow[:_MAX_NAMES]
+    ]
+    more = f" and {len(slow) - _MAX_NAMES} more" if len(slow) > _MAX_NAMES else ""
+    return f"slower than the median of the other ranks, which wait: {', '.join(names)}{more}"
+
+
 def _unstable_speed(snapshot: Snapshot) -> str | None:
     """Return the range of speeds if it is wide, although each speed is over at least 10 steps."""
     steps_per_record = snapshot.history.steps_per_record
@@ -413,6 +428,12 @@ ALERTS: tuple[tuple[str, Condition, Advice], ...] = (
 ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
     ("no news", _process_stopped, lambda snapshot: f"`kill -CONT {_stopped_pids(snapshot)}` lets it continue"),
     ("no news", _no_news, _advice_for_silence),
+    (
+        "slow rank",
+        _slow_ranks,
+        "look at that host for another process or a hot or throttled GPU (`nvidia-smi -q -d PERFORMANCE`); without it, "
+        "or on another host, the run is faster by as much",
+    ),
     ("data-bound", _data_bound, "raise data.num_workers or data.prefetch_factor, or put the store on a local disk"),
     (
         "busy cores",

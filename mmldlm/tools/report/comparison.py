@@ -16,7 +16,17 @@ PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one 
 ABSENT = "(absent)"
 
 # Keys of the start-up report that influence a run besides its config.
-_ENVIRONMENT_KEYS = ("engine", "world_size", "nodes", "optimizer", "attention", "compile", "git", "data_manifest")
+_ENVIRONMENT_KEYS = (
+    "engine",
+    "sharding",
+    "world_size",
+    "nodes",
+    "optimizer",
+    "attention",
+    "compile",
+    "git",
+    "data_manifest",
+)
 _FIRST_PREFIXES = ("validation/", "quality/", "loss/")  # metrics that are listed first, in this order
 
 

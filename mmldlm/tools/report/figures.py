@@ -30,6 +30,7 @@ EVENT_MARKERS: dict[EventKind, tuple[str, float, str]] = {  # marker, size, labe
     "resume": ("^", 6, "resumed"),
     "micro_batch": ("v", 6, "micro-batch halved"),
     "skip": ("x", 6, "skipped step"),
+    "slow_rank": ("d", 5, "a rank slow, or as fast again"),
     "stop": ("s", 5.5, "stopped"),
     "failure": ("X", 9, "failed or killed"),
 }
@@ -40,6 +41,8 @@ PANEL_TITLES = {
     "speed/mfu": "MFU: useful FLOPs over the device's peak",
     "speed/step_s": "seconds per step",
     "speed/data_wait_s": "seconds per step waiting for data",
+    "speed/compute_s": "seconds per step in which the median rank computes",
+    "speed/compute_s_slowest": "seconds per step in which the slowest rank computes",
     "speed/cores_of_others": "cores busy with other processes",
     "memory/resident_mib": "resident memory, MiB",
     "memory/host_free_mib": "free memory of the host, MiB",

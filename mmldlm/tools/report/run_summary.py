@@ -17,7 +17,7 @@ from mmldlm.utils.nested import flatten
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
-EventKind = Literal["start", "resume", "skip", "checkpoint", "micro_batch", "stop", "finish", "failure"]
+EventKind = Literal["start", "resume", "skip", "checkpoint", "micro_batch", "slow_rank", "stop", "finish", "failure"]
 
 HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
 
@@ -53,6 +53,7 @@ _LOWER_IS_BETTER = (
     "repetition",
     "step_s",
     "wait_s",
+    "compute_s",
     "memory",
     "unencodable",
     "median_rank",
@@ -229,6 +230,7 @@ def _event(record: Mapping[str, Any]) -> Event | None:
     if kind in ("start", "resume"):
         processes = get("world_size", "?")
         text = f"{get('engine', 'unknown engine')}, {processes} process{'es' * (processes != 1)}"
+        text += f", {get('sharding')}" if get("sharding") else ""
         return Event(kind, step, time, text + (f" of steps up to {get('total_steps')}" if get("total_steps") else ""))
     if kind == "skip":
         norm = get("optim/grad_norm")
@@ -240,6 +242,9 @@ def _event(record: Mapping[str, Any]) -> Event | None:
         return Event("checkpoint", step, time, f"{Path(str(get('path', ''))).name}{stall_text}")
     if kind == "micro_batch":
         return Event("micro_batch", step, time, f"out of memory: {get('before')} -> {get('micro_batch_size')} samples")
+    if kind == "slow_rank":
+        by = f"{get('slowdown'):.0%} slower than" if get("slow") else "as fast again as"
+        return Event("slow_rank", step, time, f"rank {get('rank')} on {get('host')} is {by} the median of the others")
     if kind == "end":
         stopped_by = get("stopped_by")
         if stopped_by:

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from mmldlm.distributed.engine import Engine
-from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 
 SKIPPED = json.loads(os.environ["SKIPPED"])

@@ -18,7 +18,9 @@ from benchmarks.engines import tensor_bytes
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import leave
 
 facts: dict[str, Any] = {"steps": []}
@@ -40,6 +42,10 @@ class ProbedTrainer(Trainer):
         engine = self.engine
         group = dist.distributed_c10d._get_default_group()
         facts["timeout_s"] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        groups = dist.distributed_c10d._world.pg_map
+        facts["timeouts_s"] = [
+            each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups
+        ]
         facts["environment"] = {
             name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("TORCH_FR")
         }
@@ -64,13 +70,13 @@ class ProbedTrainer(Trainer):
         super().backward(loss)
         facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
-    def update(self, step: int) -> StepResult:
+    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
         if len(facts["steps"]) > 1:  # from the first step on, the optimizer has its state
             model = self.engine.unwrapped_model
             trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             # The least of all steps: in a single step a buffer of the exchange may still be alive.
             facts["held"] = min(facts.get("held", math.inf), tensor_bytes(model) / trained)
-        return super().update(step)
+        return super().update(step, reference)
 
 
 status = train.main(trainer_cls=ProbedTrainer)

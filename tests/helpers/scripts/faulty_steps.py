@@ -25,7 +25,9 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
 from mmldlm.telemetry import StepNumbers, StepStats
-from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import leave
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -116,8 +118,8 @@ class FaultyTrainer(Trainer):
         self.log.add(loss, sums, batch)
         return loss
 
-    def update(self, step: int) -> StepResult:
-        return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step)
+    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
+        return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step, reference)
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
         facts["digests"].append(digest(self.engine))

@@ -28,7 +28,7 @@ class Canary:
 
 
 def main() -> None:
-    plan = StepPlan(micro_batch_size=1, accumulation=1, global_batch_size=2, clip_norm=0.0, precision="fp32")
+    plan = StepPlan(micro_batch_size=1, accumulation=1, global_batch_size=2, clip_norm=0.0, precision="fp32", width=8)
     engine = start_engine(DistributedConfig(timeout_s=60), read_launcher_env(os.environ), plan)
     for value in VALUES:
         mine = value if engine.rank else "y"

@@ -7,17 +7,19 @@ from __future__ import annotations
 import os
 
 from mmldlm.distributed import grad_scaler
-from mmldlm.trainer.trainer import StepResult, Trainer
+from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.trainer import Trainer
+from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import train_and_exit
 
 STEP = int(os.environ["GROWS_FROM"])
 
 
 class GrowingTrainer(Trainer):
-    def update(self, step: int) -> StepResult:
+    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
         if step == STEP:
             grad_scaler.GROWTH_INTERVAL = 1
-        return super().update(step)
+        return super().update(step, reference)
 
 
 grad_scaler.INITIAL_SCALE = 2.0**20

@@ -7,7 +7,8 @@ import os
 
 import torch
 
-from mmldlm.trainer.trainer import StepResult, StepTotals, Trainer
+from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 
 STEP = int(os.environ["RUINED_AFTER"])

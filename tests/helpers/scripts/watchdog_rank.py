@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -71,6 +73,14 @@ def vanish(watchdog: Watchdog) -> None:
     os._exit(3)
 
 
+def disconnect(watchdog: Watchdog) -> None:
+    """Break gloo's connections, as a network does, but not those of the store."""
+    for connection in psutil.Process().net_connections("tcp"):
+        ports = {address.port for address in (connection.laddr, connection.raddr) if address}
+        if connection.status == psutil.CONN_ESTABLISHED and int(os.environ["MASTER_PORT"]) not in ports:
+            socket.socket(fileno=os.dup(connection.fd)).shutdown(socket.SHUT_RDWR)
+
+
 def other_collective(watchdog: Watchdog) -> None:
     with watchdog.in_collective("barrier before saving"):
         dist.barrier()
@@ -85,6 +95,7 @@ FAULTS: dict[str, Callable[[Watchdog], None]] = {
     "raise": raise_error,
     "bug": bug,
     "vanish": vanish,
+    "disconnect": disconnect,
     "other-collective": other_collective,
 }
 

@@ -72,6 +72,15 @@ def test_ready_run_passes(command: Command, tiny_config: Path, tmp_path: Path) -
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_variables_that_turn_timeouts_off_are_warned_of() -> None:
+    report = one(TORCH_NCCL_ENABLE_MONITORING="false", TORCH_NCCL_RETHROW_CUDA_ERRORS="n")
+    finding = report.findings["environment"]
+    assert report.code == 0 and finding["status"] == "warn"
+    assert "TORCH_NCCL_ENABLE_MONITORING=false: " in finding["found"]
+    assert "TORCH_NCCL_RETHROW_CUDA_ERRORS=n: " in finding["found"]
+    assert "environment" not in one(TORCH_NCCL_ENABLE_MONITORING="true").findings
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has GPUs")
 def test_more_gpus_asked_for_than_there_are() -> None:
     report = one("--device", "cuda", "--processes", 8)

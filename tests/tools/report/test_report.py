@@ -236,7 +236,8 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
             file.write("checkpoint", step, {"path": "x/step-00000010", "stall_s": 0.25})
         if step == 20:
             file.write("end", step, {"stopped_by": "SIGTERM"})
-            file.write("resume", step, {"total_steps": 40, "engine": "fsdp2", "world_size": 4})
+            hybrid = {"engine": "fsdp2", "world_size": 4, "sharding": "2 replicas x 2 shards"}
+            file.write("resume", step, {"total_steps": 40, **hybrid})
             file.write("micro_batch", step + 1, {"before": 8, "micro_batch_size": 4})
     words = {"code": 70, "rank": 0, "step": 30, "cause": "the loss is not finite", "time": 2e9}
     (run / "exit.json").write_text(json.dumps(words))
@@ -249,7 +250,7 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
     for printed in (
         "spike, gradient norm 123",
         "stopped by SIGTERM",
-        "fsdp2, 4 processes",
+        "fsdp2, 4 processes, 2 replicas x 2 shards",
         "8 -&gt; 4",
         "the loss is not finite",
     ):
