@@ -1,8 +1,7 @@
-"""One rank of a run of any size in a single process: real engines on PyTorch's "fake" process group.
+"""One rank of a run of any size in a single process: real engines on fake tensors and PyTorch's "fake" process group.
 
-That group has a rank and a world size but exchanges nothing, so values are meaningless, and numbers and sizes of the
-collectives are exact. FSDP2 runs on fake tensors, which have shapes but no memory. DDP's reducer and DeepSpeed read
-values on the host, which fake tensors do not have, so they run on real ones, with models that are small.
+That group has a rank and a world size but exchanges nothing, and fake tensors have shapes but no memory. So values are
+meaningless, and numbers and sizes of collectives and tensors are exact, for networks of any size.
 """
 
 from __future__ import annotations
@@ -10,26 +9,27 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmldlm.batch import PackedLayout
 from mmldlm.distributed.capabilities import ZERO_ENGINES
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.deepspeed_config import StepPlan, resolve_deepspeed_config
+from mmldlm.distributed.deepspeed_config import StepPlan
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.init import FSDP_BLOCK_CLASS, _build_accelerator, _engine_class
+from mmldlm.distributed.init import build_engine, deepspeed_config
 from mmldlm.distributed.launcher import DDP, FSDP2, read_launcher_env
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision
@@ -40,13 +40,16 @@ KINDS = {  # operators of torch.distributed by kind of collective
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
     "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "broadcast_": "broadcast",
     "reduce_": "reduce",
 }
+UNCOUNTED = ("wait_tensor", "barrier")
 SMALL_BYTES = 4096  # of an all-reduce or broadcast: counts, norms and flags, not parameters
 DATA = DataShape(vocab_size=30_522, mask_id=1, pad_id=0, max_length=512, latent_tokens=1, latent_channels=64)
-SAMPLES, LENGTH = 2, 64  # of a micro-batch, on which neither traffic nor state depends
+SAMPLES, LENGTH = 1, 64  # of a micro-batch, on which neither traffic nor state depends
+STEPS = 2  # DDP rearranges its buckets after the first step, and DeepSpeed its gathers
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,16 @@ class Network:
     def build(self, precision: Precision) -> MMDiT:
         config = ModelConfig(depth=self.depth, width=self.width, num_heads=max(1, self.width // 64))
         return MMDiT(config, self.data, "sdpa", precision=precision).train()
+
+    @cache  # noqa: B019
+    def shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the shapes of the parameters in the blocks, and of all others."""
+        with torch.device("meta"):
+            parameters = dict(self.build("fp32").named_parameters())
+        blocks, others = [], []
+        for name, parameter in parameters.items():
+            (blocks if ".blocks." in f".{name}" else others).append(tuple(parameter.shape))
+        return blocks, others
 
 
 @dataclass
@@ -75,30 +88,29 @@ class Collectives:
 class Step:
     """One rank's optimizer step in the steady state."""
 
-    parameters: int
-    in_blocks: int  # of these parameters
-    tensors: int
     collectives: Collectives
-    state_bytes: int | None  # weights, gradients and moments; None on real tensors
+    state_bytes: int  # weights, gradients, masters and moments, after the last backward pass of the step
 
 
-class _Counter(TorchDispatchMode):
-    """Counts collectives of PyTorch, whether Python, FSDP2 or DDP's reducer in C++ calls them."""
+class _Simulation(FakeTensorMode):
+    """Fake tensors that answer what the host asks for, and counted collectives, also of DDP's reducer in C++."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(allow_non_fake_inputs=True)
         self.counts = Collectives()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes back with the tensors and collectives that it consists of
+        if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
+            return 0  # a norm, or whether it is invalid
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.overloadpacket.__name__, args)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, name: str, args: Any) -> None:
         if name not in KINDS:
-            assert name == "wait_tensor", f"torch.distributed called {name}, which is not counted"
+            assert name in UNCOUNTED, f"torch.distributed called {name}, which is not counted"
             return
         # Input and output differ where a collective shards; the larger is the whole tensor.
         sizes = [sum(tensor.nbytes for tensor in tree_leaves(arg) if isinstance(tensor, Tensor)) for arg in args]
@@ -111,6 +123,10 @@ class _Counter(TorchDispatchMode):
         self.counts.payload[key] += size
 
 
+def _is_unknown(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
 def _group_size(args: Any) -> int:
     """Return the size of the process group among an operator's arguments: an object, or a name."""
     for arg in args:
@@ -120,76 +136,76 @@ def _group_size(args: Any) -> int:
     return dist.distributed_c10d._resolve_process_group(name).size()
 
 
+@contextmanager
+def _patched_libraries() -> Iterator[None]:
+    """Replace what fake tensors cannot do, and what takes minutes with them."""
+    from deepspeed.runtime.zero import utils as zero_utils
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # PyTorch swaps fake tensors with their conversions, which fails where there are weak references.
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = function(tensor.data)
+        return module
+
+    def chunks_of_rank_0(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+        # FSDP2 cuts each tensor into the chunks of all ranks and takes its own.
+        return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // num_chunks))] * num_chunks
+
+    with (
+        patch.object(nn.Module, "_apply", convert),
+        patch.object(fsdp_param, "_chunk_with_empty", chunks_of_rank_0),
+        # ZeRO-3 compares the order of its modules with rank 0's by their numbers.
+        patch.object(zero_utils, "assert_lst_len_same_as_other_ranks", lambda numbers: None),
+        patch.object(zero_utils, "get_lst_from_rank0", lambda numbers: numbers),
+    ):
+        yield
+
+
+@_patched_libraries()
 def simulate(network: Network, sharding: Sharding, accumulation: int = 1) -> Step:
     """Run steps of rank 0 with the trainer's own engine, and return the last.
 
     Sets the process group and variables of this process, so each call needs a process of its own.
     """
-    fake = sharding.engine == FSDP2
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
-    engine = _engine(sharding, accumulation)
-    with mode:
+    simulation = _Simulation()
+    engine = _engine(network, sharding, accumulation)
+    with simulation:
         model = network.build(sharding.precision)
         optimizer = build_optimizer(model, OptimConfig(), "cpu")
-    sizes = {name: (parameter.numel(), ".blocks." in f".{name}") for name, parameter in model.named_parameters()}
-    # Outside of the mode: device meshes read the numbers of their ranks. Fake weights stay fake.
-    engine.prepare(model, optimizer)
+    # Device meshes and DDP's reducer read numbers that they have made, so these are real; fake weights stay fake.
+    with simulation if sharding.engine in ZERO_ENGINES else nullcontext():
+        engine.prepare(model, optimizer)
     if sharding.engine == DDP:
         # DDP checks the annotation, which this module's are texts.
         _all_reduce.__annotations__ = {"bucket": dist.GradBucket}
         engine.model.register_comm_hook(None, _all_reduce)
-    if fake:
+    if sharding.engine == FSDP2:
         # Accelerate finds the wrapped parameters by their addresses, which fake ones do not have.
         engine.optimizer.optimizer = build_optimizer(engine.unwrapped_model, OptimConfig(), "cpu")
-    counter = _Counter()
-    with mode:
+    with simulation:
         engine.warm_up(partial(_loss, data=network.data))
-        # DeepSpeed rearranges its gathers after the first steps; under FSDP2 all steps are alike.
-        for _ in range(1 if fake else 3):
-            counter.counts = Collectives()
-            with counter:
-                _accumulate(engine, network.data, accumulation)
-            held = _bytes(_weights_and_gradients(engine)) if fake else None
-            with counter:
-                engine.update(1e-4, 1.0)
-    if held is not None:  # the update has created the moments
-        held += _bytes(value for values in engine.unwrapped_optimizer.state.values() for value in values.values())
-    return Step(
-        parameters=sum(size for size, _ in sizes.values()),
-        in_blocks=sum(size for size, in_block in sizes.values() if in_block),
-        tensors=len(sizes),
-        collectives=counter.counts,
-        state_bytes=held,
-    )
+    for step in range(STEPS):
+        if sharding.engine == DDP:
+            engine.model.reducer._rebuild_buckets()  # as the forward pass would
+        simulation.counts = Collectives()
+        with simulation:
+            _accumulate(engine, network.data, accumulation)
+            if step == STEPS - 1:
+                held = _bytes(_state(engine))
+            engine.update(1e-4, 1.0)
+    return Step(simulation.counts, held)
 
 
-def _engine(sharding: Sharding, accumulation: int) -> Engine:
-    """Return the engine that a launcher with `sharding.world_size` processes would start."""
+def _engine(network: Network, sharding: Sharding, accumulation: int) -> Engine:
+    """Return the engine that torchrun with `sharding.world_size` processes and our config files would start."""
     world = sharding.world_size
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="8")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # which nothing opens
-    if sharding.engine == FSDP2:
-        os.environ.update(
-            ACCELERATE_USE_FSDP="true",
-            FSDP_VERSION="2",
-            FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
-            FSDP_TRANSFORMER_CLS_TO_WRAP=FSDP_BLOCK_CLASS,
-            FSDP_RESHARD_AFTER_FORWARD="true",
-        )
-    if sharding.replicas > 1:
-        os.environ.update(
-            ACCELERATE_USE_PARALLELISM_CONFIG="true",
-            PARALLELISM_CONFIG_DP_REPLICATE_SIZE=str(sharding.replicas),
-            PARALLELISM_CONFIG_DP_SHARD_SIZE=str(sharding.shards),
-        )
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    file = f"ds_configs/{sharding.engine}.json" if sharding.engine in ZERO_ENGINES else None
-    launch = read_launcher_env(os.environ, file)
-    plan = StepPlan(SAMPLES, accumulation, SAMPLES * accumulation * world, 1.0, sharding.precision)
-    deepspeed = resolve_deepspeed_config(launch.deepspeed, launch.deepspeed_file, plan) if launch.deepspeed else None
-    accelerator = _build_accelerator(DistributedConfig(), launch, plan, deepspeed)
-    accelerator.device_placement = False  # fake weights cannot move
-    return _engine_class(launch.engine)(accelerator, launch, None)
+    launch = read_launcher_env(os.environ, None, f"accelerate_configs/{sharding.engine}.yaml")
+    launch = replace(launch, replicas=sharding.replicas)
+    plan = StepPlan(SAMPLES, accumulation, SAMPLES * accumulation * world, 1.0, sharding.precision, network.width)
+    return build_engine(DistributedConfig(), launch, plan, deepspeed_config(launch, plan))
 
 
 def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -216,17 +232,18 @@ def _loss(network: Callable[..., Any], data: DataShape) -> Tensor:
     return out.text.sum() + out.latent.square().sum() + out.length_logits.sum()
 
 
-def _weights_and_gradients(engine: Engine) -> Iterator[Tensor | None]:
-    for parameter in engine.unwrapped_model.parameters():
-        yield parameter
-        yield parameter.grad
+def _state(engine: Engine) -> Iterator[Any]:
+    """Yield what this rank holds of weights, gradients, masters and moments."""
+    for shard in engine.local_shards(gradients=True):
+        yield from (shard.weight, shard.gradient, shard.network_weight, *shard.state.values())
+    yield from (weight for _, _, weight in engine.network_weights())
 
 
-def _bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return the bytes of the tensors' memory on this rank, each memory once."""
+def _bytes(values: Iterable[Any]) -> int:
+    """Return the bytes of the tensors' memory, each memory once."""
     storages = {}
-    for tensor in tensors:
-        if tensor is not None:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    for value in values:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

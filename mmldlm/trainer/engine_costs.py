@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from mmldlm.distributed.capabilities import ZERO_ENGINES
@@ -63,6 +65,16 @@ def state_bytes(sharding: Sharding) -> StateBytes:
     }[sharding.engine]
 
 
+def padded_parameters(sharding: Sharding, shapes: Iterable[tuple[int, ...]]) -> int:
+    """Return the elements of parameters of these shapes that the shards of all ranks have together.
+
+    FSDP2 cuts each parameter by rows, and all ranks hold and exchange as many as the one with the most. ZeRO cuts what
+    it has flattened: its padding is negligible.
+    """
+    shards = sharding.shards if sharding.engine == FSDP2 else 1
+    return sum(-(-rows // shards) * shards * prod(columns) for rows, *columns in shapes)
+
+
 def step_traffic(
     sharding: Sharding, parameters: int, unsharded_once: int = 0, accumulation: int = 1
 ) -> dict[tuple[str, int], float]:
@@ -72,7 +84,7 @@ def step_traffic(
 
     Args:
         sharding: Engine and ranks.
-        parameters: Trained parameters.
+        parameters: Trained parameters, see `padded_parameters`.
         unsharded_once: Parameters that a micro-batch gathers once instead of twice, in forward and in backward: under
             fsdp2 those outside of the blocks, under zero3 those that DeepSpeed keeps from forward to backward.
         accumulation: Micro-batches of a rank.
