@@ -224,7 +224,7 @@ def step_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     worst = max(done, key=lambda row: abs(deviation(row)))
     summary = (
         f"{len(done)} of {len(rows)} cells were simulated: {len(whole)} with all blocks (bold), the others with "
-        f"{', '.join(sorted({str(row['simulated']['blocks']) for row in done if row not in whole}))} blocks of that "
+        f"{' or '.join(sorted({str(row['simulated']['blocks']) for row in done if row not in whole}))} blocks of that "
         f"width (italic). The largest deviation from the closed form is {abs(deviation(worst)):.2%}: "
         f"{worst['model']} under {worst['engine']} at {worst['ranks']:,} ranks."
     )

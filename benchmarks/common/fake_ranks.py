@@ -40,7 +40,6 @@ KINDS = {  # operators of torch.distributed by kind of collective
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
     "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "broadcast_": "broadcast",
     "reduce_": "reduce",
