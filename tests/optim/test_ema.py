@@ -83,7 +83,7 @@ def test_ema_decay_over_50_steps_is_that_of_float64(
         assert tensor.dtype == torch.float32
         assert torch.allclose(tensor, expected[name], rtol=2e-6, atol=2e-7), name
         assert not torch.equal(tensor, weights[name]), name
-    assert max(float((result[name] - weights[name]).abs().max()) for name in result) > 1e-3
+    assert max(float((result[name] - weights[name]).abs().max()) for name in result) > 5e-4
 
 
 @pytest.mark.quick
