@@ -29,6 +29,7 @@ BENCHMARKS = {  # module, function and description by name
     "decoding": ("sampling", "decoding_main", "quality of generated texts by decoding, steps and temperature"),
     "optimizers": ("optimizers", "main", "cost of a step of each optimizer, and the loss after equal steps"),
     "engines": ("engines", "main", "traffic of each engine in a step, and bytes that it holds per parameter"),
+    "scale": ("scale", "main", "one rank of up to 1,024: state and traffic, work on the host, heartbeats; simulated"),
     "memory": ("memory", "main", "the dry run's estimate of memory against what a run takes"),
     "gpu_memory": ("memory", "gpu_main", "the largest micro-batches that fit a GPU, by that estimate; needs no GPU"),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import scale
 from benchmarks.common.report import (
     RESULTS,
     ROOT,
@@ -342,7 +343,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- the pages ------------------------------------------------------------------------------------
 
 _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-_MAKERS = {"learning": learning_blocks, "decoding": decoding_blocks}
+_MAKERS = {
+    "learning": learning_blocks,
+    "decoding": decoding_blocks,
+    "scale-step": scale.step_blocks,
+    "scale-host": scale.host_blocks,
+    "scale-heartbeats": scale.heartbeat_blocks,
+}
 
 
 def all_blocks() -> dict[str, str]:

@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
         usage="%(prog)s [--dry-run] CONFIG.yaml [key.sub=value ...]",
-        description="Train a run; docs/settings.md lists the keys, docs/engines.md the launchers.",
+        description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
     parser.add_argument("--config", help="config file, if it is not the first argument")

@@ -26,6 +26,7 @@ from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, LauncherEnv
 from mmldlm.distributed.process_group import join_process_group
 from mmldlm.distributed.setup_errors import library_errors_are_config_errors
+from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import ConfigError
 
 FSDP_BLOCK_CLASS = "MMDiTBlock"  # the unit of sharding
@@ -37,24 +38,54 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     Raises:
         ConfigError: World size, rank or engine are not as the launcher requested.
     """
-    deepspeed = None
-    if launch.deepspeed is not None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        deepspeed = resolve_deepspeed_config(
-            launch.deepspeed, launch.deepspeed_file, plan, device_type, launch.secondary_partition
-        )
-        _check_types(deepspeed, launch.deepspeed_file)
+    deepspeed = deepspeed_config(launch, plan)
     export_settings(config)
     watchdog = None
     if launch.engine != SINGLE:
         watchdog = join_process_group(config, launch)
         _compare_launches(launch, Collectives(launch.rank, launch.world_size, watchdog))
+    engine = build_engine(config, launch, plan, deepspeed, watchdog)
+    _check_engine(engine)
+    return engine
+
+
+def deepspeed_config(launch: LauncherEnv, plan: StepPlan) -> dict[str, Any] | None:
+    """Return the launch's DeepSpeed config with the run config's values, None without DeepSpeed.
+
+    Raises:
+        ConfigError: A value contradicts the run config, or DeepSpeed would not accept it.
+    """
+    if launch.deepspeed is None:
+        return None
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    config = resolve_deepspeed_config(
+        launch.deepspeed, launch.deepspeed_file, plan, device_type, launch.secondary_partition
+    )
+    _check_types(config, launch.deepspeed_file)
+    return config
+
+
+def build_engine(
+    config: DistributedConfig,
+    launch: LauncherEnv,
+    plan: StepPlan,
+    deepspeed: dict[str, Any] | None,
+    watchdog: Watchdog | None = None,
+) -> Engine:
+    """Build the engine on the process group that this process is in.
+
+    Args:
+        config: Settings of the engine.
+        launch: Engine, rank and world size.
+        plan: The run config's values.
+        deepspeed: Result of `deepspeed_config`.
+        watchdog: Watchdog of this rank, if it has one.
+    """
     with only_passed_on(), library_errors_are_config_errors(launch.source):
         accelerator = _build_accelerator(config, launch, plan, deepspeed)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
     if plan.precision == "fp16":
         engine.loss_scale = LossScale(engine.device)
-    _check_engine(engine)
     return engine
 
 

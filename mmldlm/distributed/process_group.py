@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -31,6 +32,7 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
         ConfigError: This node has fewer GPUs than processes, or another program uses the port.
         PeerLostError: The rendezvous failed or timed out.
     """
+    _raise_open_files_limit()
     use_cuda = torch.cuda.is_available()
     if use_cuda:
         if launch.local_rank >= torch.cuda.device_count():
@@ -70,6 +72,17 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     watchdog = Watchdog(store, rank, world_size, config.timeout_s)
     watchdog.start()
     return watchdog
+
+
+def _raise_open_files_limit() -> None:
+    """Allow this process as many open files as it may have.
+
+    Gloo connects each rank with all others, and rank 0 also has two connections of each to its store: with 1,024 ranks
+    more than the usual limit of 1,024.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems do not allow what they name as the maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def set_group_timeouts(timeout_s: float) -> None:

@@ -35,6 +35,7 @@ from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
 from mmldlm.run.factory import build_meta_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
+from mmldlm.trainer.engine_costs import Sharding, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
 from mmldlm.utils.meta_device import materialize
@@ -243,21 +244,11 @@ def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -
 
     Excludes communication buckets, and the blocks that FSDP2 and ZeRO-3 gather temporarily. `replicas` are FSDP2's.
     """
-    share = (replicas if engine == FSDP2 else 1) / costs.world_size
-    low = 2 if precision == "bf16" else 4  # bytes per number of DeepSpeed's weights, without its masters
-    # 4: accumulated gradients in float32; 12: DeepSpeed's masters and two moments; 16: both, or with other weights.
-    device, host = {  # bytes per trained parameter
-        "ddp": (16.0, 0.0),
-        "fsdp2": (16 * share, 0.0),
-        "zero1": (low + 4 + 12 * share, 0.0),
-        "zero2": (low + 16 * share, 0.0),
-        "zero3": ((low + 16) * share, 0.0),
-        "zero2_offload": (low + 4 * share, 12 * share),
-        "zero3_offload": (0.0, (low + 16) * share),
-    }[engine]
+    sharding = Sharding(engine, precision, costs.world_size, replicas if engine == FSDP2 else 1)
+    share, (device, host) = sharding.share, state_bytes(sharding)
     frozen = sum(costs.parameters.values()) - costs.trainable
     weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1
-    width = low if engine in ZERO_ENGINES else BYTES_PER_FROZEN
+    width = sharding.weight_bytes if engine in ZERO_ENGINES else BYTES_PER_FROZEN
     frozen_bytes = frozen * width * weights_share
     ema = BYTES_PER_EMA * (1 if engine == "ddp" else share) if costs.ema else 0.0  # partitioned like the master weights
     if engine in OFFLOAD_ENGINES:

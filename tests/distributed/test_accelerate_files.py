@@ -65,6 +65,8 @@ FILES = {
     "dllm_fsdp": Expected(edit=FSDP1),
 }
 RUNNING = [name for name, expected in FILES.items() if expected.engine]
+# One of each project and engine; the others are launched by --slow.
+EACH = ("config_multi_gpu_bf16", "config_default", "accelerate_multi_node", "trl_single_gpu", "dllm_fsdp2", "dllm_cpu")
 REFUSED = [name for name, expected in FILES.items() if not expected.engine]
 
 
@@ -139,7 +141,9 @@ def test_a_file_means_the_same_under_both_launchers(
                 assert "\n" not in str(result)
 
 
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize(
+    "name", [name if name in EACH else pytest.param(name, marks=pytest.mark.slow) for name in RUNNING]
+)
 def test_a_file_has_the_curve_of_a_single_process(
     name: str,
     launcher_file: Callable[[str], Path],

@@ -51,7 +51,7 @@ def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=5e-3)
 
 
-@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param("single", marks=pytest.mark.slow), "ddp", "fsdp2"])
 def test_precision_fp16_follows_fp32(
     engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_precision_fp16_follows_fp32(
     assert any((tensor != tensor.half().float()).float().mean() > 0.5 for tensor in saved.values())
 
 
-@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["single", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_an_overflow_on_one_rank_halves_the_scale_of_all(
     engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:

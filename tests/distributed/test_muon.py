@@ -42,7 +42,7 @@ def test_sharded_muon_equals_whole_muon_bitwise() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_muon_on_two_processes_follows_one(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -63,7 +63,9 @@ def test_muon_on_two_processes_follows_one(
     assert kept == {"momentum_buffer"}
 
 
-@pytest.mark.parametrize("engine", PROCESSES)
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "ddp"))]
+)
 def test_a_resumed_run_with_muon_gives_the_same_bits(
     engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -169,7 +171,7 @@ def cpu_adam() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
-@pytest.mark.parametrize("engine", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("engine", [pytest.param("zero2_offload", marks=pytest.mark.slow), "zero3_offload"])
 def test_deepspeeds_adam_is_adamw(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:

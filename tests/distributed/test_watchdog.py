@@ -41,6 +41,13 @@ def check_lost(run: WatchedRun, lost: int, text: str, survivors: list[int]) -> N
             assert run.complaints(rank) == [first["cause"]]
 
 
+def test_the_store_of_many_ranks_is_not_limited_to_the_usual_number_of_files(
+    forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """Rank 0 has a limit of 256 open files, which it may raise, and 150 connections with both ends in it."""
+    forked.succeed("ddp", tmp_path / "run", 2, script="many_connections.py")
+
+
 def test_a_stopped_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
     with WatchedRun(forked, tmp_path, 3, 5, "none") as run:
         run.harm(1, signal.SIGSTOP)

@@ -17,7 +17,7 @@ SCHEDULE = "train.batch_schedule={" + ", ".join(f"{s}: {{{SIZES.format(*n)}}}" f
 SETTINGS = (SCHEDULE, "train.steps=7", "validation.every=0", "checkpoint.every_steps=0")
 
 
-@pytest.mark.parametrize("engine", some("ddp", "zero3"))
+@pytest.mark.parametrize("engine", some("zero3"))
 def test_two_processes_follow_one(
     engine: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:

@@ -113,11 +113,13 @@ class WithSkip(MMDiT):
         super().__init__(*arguments, latent_skip=True, **more)
 
 
+@pytest.mark.slow
 def test_skip_of_x0_is_detected(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmldlm.run.factory.MMDiT", WithSkip)
     assert missed(learn(tmp_path / "run", store)) >= {"t2l_cosine", "t2l_recall_at_1"}
 
 
+@pytest.mark.slow
 def test_missing_latent_loss_is_detected(store: Path, tmp_path: Path) -> None:
     assert missed(learn(tmp_path / "run", store, "loss.latent_weight=0")) >= {"t2l_cosine", "t2l_recall_at_1"}
 

@@ -32,9 +32,8 @@ def exits(run: Path) -> list[int]:
     return [json.loads((run / name).read_text())["code"] for name in ("exit.json", "exit.rank1.json")]
 
 
-@pytest.mark.parametrize(
-    "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert one_node(tmp_path / "logs-one", engine, tiny_config, f"run.dir={one}") == 0

@@ -25,12 +25,12 @@ from tests.helpers.forked_runs import ForkedRuns
 
 SMALL = (
     "model={depth: 1, width: 16, num_heads: 2, conditioning_width: 16, modulation_rank: 4}",
-    "train={steps: 100, global_batch_size: 6}",
-    "validation={every: 45, samples: 12, text_samples: 1}",
-    "log.every=100",
+    "train={steps: 50, global_batch_size: 6}",
+    "validation={every: 20, samples: 12, text_samples: 1}",
+    "log.every=50",
     "checkpoint.every_steps=0",
 )
-SKIPPED = [0, 3, 60]
+SKIPPED = [0, 3, 30]
 LATER = [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in (
@@ -51,7 +51,7 @@ LATER = [
     ("engine", "processes", "precision"),
     [("single", 1, "fp32"), ("zero3", 2, "fp32"), *LATER],
 )
-def test_ema_decay_over_100_steps_is_that_of_float64(
+def test_ema_decay_over_50_steps_is_that_of_float64(
     engine: str, processes: int, precision: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """Three of the steps are skipped, the first among them; validations change weights and average places."""
@@ -76,14 +76,14 @@ def test_ema_decay_over_100_steps_is_that_of_float64(
         load_file(folder / "reference.safetensors"),
     )
     assert list(records(folder, "skip")) == [step + 1 for step in SKIPPED]
-    assert list(records(folder, "validation")) == [45, 90, 100]
+    assert list(records(folder, "validation")) == [20, 40, 50]
     trained = {entry.rpartition("/")[0] for entry in saved_tensors(folder, "optimizer")}
     assert result.keys() == expected.keys() == trained
     for name, tensor in result.items():
         assert tensor.dtype == torch.float32
         assert torch.allclose(tensor, expected[name], rtol=2e-6, atol=2e-7), name
         assert not torch.equal(tensor, weights[name]), name
-    assert max(float((result[name] - weights[name]).abs().max()) for name in result) > 1e-3
+    assert max(float((result[name] - weights[name]).abs().max()) for name in result) > 5e-4
 
 
 @pytest.mark.quick

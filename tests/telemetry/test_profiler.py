@@ -29,7 +29,7 @@ def phases(folder: Path, rank: int) -> Counter[str]:
 
 def test_configured_steps_are_profiled(parity_config: Path, tmp_path: Path) -> None:
     """The first step may be among them, and the run may end before the last of them."""
-    for first, last, traced in ((1, 2, 2), (5, 9, 2)):
+    for first, last, traced in ((1, 1, 1), (5, 9, 2)):
         folder = tmp_path / f"{first}-{last}"
         command = [str(parity_config), *SETTINGS, f"run.dir={folder}", f"profile.steps=[{first}, {last}]"]
         assert train.main(command) == 0

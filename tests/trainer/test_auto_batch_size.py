@@ -198,7 +198,7 @@ def test_trial_passes_are_few_and_leave_no_trace(
     processes, run = 1 if engine == "single" else 2, tmp_path / "auto"
     given = (
         parity_config,
-        "train.steps=20",
+        "train.steps=12",
         "model.dropout=0.1",
         "validation.every=0",
         "checkpoint.every_steps=0",
@@ -208,7 +208,7 @@ def test_trial_passes_are_few_and_leave_no_trace(
     run.mkdir()
     forked.succeed(engine, run, processes, *given, AUTO, script=SCRIPT, FACTS=str(run))
     ours, theirs = records(run), records(tmp_path / "plain")
-    assert len(ours) == 20 and all(ours[step][key] == theirs[step][key] for step in ours for key in CURVE)
+    assert len(ours) == 12 and all(ours[step][key] == theirs[step][key] for step in ours for key in CURVE)
     assert same_bits(run, tmp_path / "plain")
     # The first step's count for nothing: the optimizer's state came after it.
     assert all(2 <= len(trial_sizes(run, rank)) <= 10 for rank in range(processes))

@@ -118,7 +118,7 @@ def test_a_disk_that_fills_up(parity_config: Path, tmp_path: Path) -> None:
     assert "train.steps: found 1, but" in done.stdout, "the newest was found good"
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+@pytest.mark.parametrize("engine", ["zero2", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_signals_to_one_rank_and_the_request_file(
     engine: str, parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
 ) -> None:

@@ -70,6 +70,19 @@ def test_fault_is_named_by_its_first_step_and_a_tensor(
     assert max(path.name for path in (folder / "checkpoints").iterdir()) == "step-00000002"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("noise", FAULTS["noise"]), ("lr", FAULTS["lr"].replace("adamw", "muon"))],
+)
+def test_faults_beside_muon_under_fsdp2(
+    fault: str, text: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """A learning rate of its own is found in a tensor of AdamW; what Muon makes of a matrix is not computed again."""
+    codes, error = error_of(forked, "fsdp2", fault, tmp_path / "run", parity_config, *SHORT, ALWAYS, "optim.name=muon")
+    assert set(codes.values()) == {70} and re.search(f"step 3: {text}", error), error
+
+
 TENSORS = ("token_embedding", "text_out", "text_head", "latent_in", "latent_head", "latent_position", "latent_out")
 
 
