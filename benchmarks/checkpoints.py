@@ -1,11 +1,12 @@
-"""What a checkpoint costs each rank: bytes exchanged and stall of a save, bytes read and memory at a resume.
+"""What a checkpoint costs each rank: bytes exchanged and stall of a save, bytes read at a resume; memory at the start.
 
     python -m benchmarks checkpoint_ranks STORE [--processes 4] [--engines fsdp2 zero3 ddp] [key.sub=value ...]
 
 A run trains a model of about 100 million parameters for one step and saves; a second one resumes from it. Exchanged are
 the sizes of all collectives from the beginning of the save to its commit; the stall is that of the first save, which
 allocates its buffers. Read is what the rank copies from the files.
-Memory is that of the process without mapped files, after the start and before the first step. All are of rank 0.
+Memory is that of the process without mapped files: the most during the start of the first run, and what is left of it
+before the first step. All are of rank 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,9 +63,16 @@ def worker(arguments: list[str], out: Path) -> None:
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)
+    started, samples = threading.Event(), [own_memory()]
+
+    def sample() -> None:
+        while not started.wait(0.002):
+            samples.append(own_memory())
+
+    threading.Thread(target=sample, daemon=True).start()
     with Measured(config, read_launcher_env(os.environ, None, options.accelerate_config)) as run:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        result |= {"read": sum(read.values()), "memory": 1024 * int(status["RssAnon"].split()[0])}
+        started.set()
+        result |= {"read": sum(read.values()), "peak": max(samples), "memory": own_memory()}
         save = run.checkpointer.save
 
         def timed(*arguments: Any) -> Any:
@@ -81,6 +90,12 @@ def worker(arguments: list[str], out: Path) -> None:
         out.write_text(json.dumps(result))
 
 
+def own_memory() -> int:
+    """Return the bytes of this process in memory, without mapped files."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["RssAnon"].split()[0])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = plain_parser("checkpoint_ranks", __doc__)
     parser.add_argument("store", type=Path)
@@ -88,13 +103,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="*", default=["fsdp2", "zero3", "ddp"])
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args(argv)
-    print("| engine | exchanged in a save (MB) | stall (s) | read at a resume (MB) | memory at the start (MB) |")
+    print(
+        "| engine | exchanged in a save (MB) | stall (s) | read at a resume (MB) | memory, most and after the start (MB) |"
+    )
     print("|---|---|---|---|---|")
     for engine in options.engines:
         with tempfile.TemporaryDirectory() as folder:
             saved, resumed = (measure(engine, steps, options, Path(folder)) for steps in (1, 2))
-        sizes = [f"{size / 1e6:,.1f}" for size in (saved["exchanged"], resumed["read"], resumed["memory"])]
-        print(f"| {engine} | {sizes[0]} | {saved['stall_s']:.2f} | {sizes[1]} | {sizes[2]} |", flush=True)
+        sizes = (saved["exchanged"], resumed["read"], saved["peak"], saved["memory"])
+        exchanged, read, peak, memory = (f"{size / 1e6:,.1f}" for size in sizes)
+        print(f"| {engine} | {exchanged} | {saved['stall_s']:.2f} | {read} | {peak}, {memory} |", flush=True)
 
 
 def measure(engine: str, steps: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

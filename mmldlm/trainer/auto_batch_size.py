@@ -1,4 +1,4 @@
-"""Micro-batches that fit into memory: sizes beyond the largest so far are assessed first, and halved if they do not fit.
+"""Micro-batches that fit into memory: sizes beyond the largest so far are assessed, and halved if they do not fit.
 
 A rank that runs out of memory within a step would leave the others waiting in a collective. So before a step, each rank
 whose largest micro-batch exceeds all previous ones tries it locally, and then all ranks agree. The sample order tells
