@@ -103,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="*", default=["fsdp2", "zero3", "ddp"])
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args(argv)
-    print(
-        "| engine | exchanged in a save (MB) | stall (s) | read at a resume (MB) | memory, most and after the start (MB) |"
-    )
+    print("| engine | exchanged in a save (MB) | stall (s) | read at a resume (MB) | memory: most, after start (MB) |")
     print("|---|---|---|---|---|")
     for engine in options.engines:
         with tempfile.TemporaryDirectory() as folder:

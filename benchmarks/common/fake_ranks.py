@@ -142,8 +142,16 @@ def _patched_libraries() -> Iterator[None]:
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # PyTorch swaps fake tensors with their conversions, which fails where there are weak references.
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.data = function(tensor.data)
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, parameter in module.named_parameters(recurse=False):
+            converted = function(parameter.data)
+            if parameter.is_meta:
+                setattr(module, name, nn.Parameter(converted, parameter.requires_grad))
+            else:
+                parameter.data = converted
+        for buffer in module.buffers(recurse=False):
+            buffer.data = function(buffer.data)
         return module
 
     def chunks_of_rank_0(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
@@ -169,18 +177,17 @@ def simulate(network: Network, sharding: Sharding, accumulation: int = 1) -> Ste
     simulation = _Simulation()
     engine = _engine(network, sharding, accumulation)
     with simulation:
-        model = network.build(sharding.precision)
+        with torch.device("meta"):
+            model = network.build(sharding.precision)
         optimizer = build_optimizer(model, OptimConfig(), "cpu")
+        weights = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
     # Device meshes and DDP's reducer read numbers that they have made, so these are real; fake weights stay fake.
     with simulation if sharding.engine in ZERO_ENGINES else nullcontext():
-        engine.prepare(model, optimizer)
+        engine.prepare(model, optimizer, weights)
     if sharding.engine == DDP:
         # DDP checks the annotation, which this module's are texts.
         _all_reduce.__annotations__ = {"bucket": dist.GradBucket}
         engine.model.register_comm_hook(None, _all_reduce)
-    if sharding.engine == FSDP2:
-        # Accelerate finds the wrapped parameters by their addresses, which fake ones do not have.
-        engine.optimizer.optimizer = build_optimizer(engine.unwrapped_model, OptimConfig(), "cpu")
     with simulation:
         engine.warm_up(partial(_loss, data=network.data))
     for step in range(STEPS):

@@ -94,3 +94,11 @@ def test_a_rank_has_what_it_writes(
     """
     settings = (*SETTINGS, "train.steps=1", "freeze=[text_encoder]", "precision=bf16", "train.micro_batch_size=1")
     forked.succeed(engine, tmp_path / "run", processes, tiny_config, *settings, script="local_state.py")
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_no_rank_holds_the_whole_model_at_the_start(
+    engine: str, tiny_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, "train.steps=1", "model.depth=16", "ema.decay=0", "checkpoint.every_steps=0")
+    forked.succeed(engine, tmp_path / "run", 3, tiny_config, *settings, script="start_memory.py")
