@@ -30,7 +30,7 @@ from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.init import build_engine, deepspeed_config
-from mmldlm.distributed.launcher import DDP, FSDP2, read_launcher_env
+from mmldlm.distributed.launcher import DDP, read_launcher_env
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision
 from mmldlm.optim.config import OptimConfig
