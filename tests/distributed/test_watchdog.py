@@ -143,7 +143,9 @@ def test_unreachable_store_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> N
         assert run.code(1) == 76
         cause = run.record()["cause"]
         host = rf"rank 0 \(host \S+, pid {run.pids[0]}\), last seen at step \d+, .*, or the launcher hosts it"
-        assert re.fullmatch(rf"the store at 127.0.0.1:\d+ does not respond; {host}{WAITED}", cause), cause
+        # Torch's record of collectives, from which the numbers come, is not always there at this moment.
+        waited = r"; rank 1 waited \d+\.\d s in all-reduce of the loss counts( \(.*\))? at step \d+"
+        assert re.fullmatch(rf"the store at 127.0.0.1:\d+ does not respond; {host}{waited}", cause), cause
 
 
 def test_lost_store_ends_independent_ranks(forked: ForkedRuns, tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.helpers.engine_runs import CURVE, difference, records
+from tests.helpers.engine_runs import CURVE, difference, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 
 # A plateau that takes nothing for progress: the rate is cut at steps that follow from the training loss of all ranks.
@@ -39,11 +38,6 @@ SHOWN = (*CURVE, "loss/text", "loss/latent", "loss/z", "loss/label_smoothing", "
 WEIGHTS = "loss_weights.value"
 
 
-def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    files = max((folder / "checkpoints").glob("step-*")).glob(f"{name}*.safetensors")
-    return {key: tensor for file in files for key, tensor in load_file(file).items()}
-
-
 @pytest.mark.parametrize(
     "engine", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))]
 )
@@ -55,7 +49,7 @@ def test_two_processes_follow_one_and_resume_with_the_same_bits(
     curve = records(folder)
     assert difference(folder, reference, SHOWN) < 1e-5
     for name in ("model", "optimizer"):
-        ours, theirs = state(folder, name), state(reference, name)
+        ours, theirs = saved_tensors(folder, name), saved_tensors(reference, name)
         assert ours.keys() == theirs.keys() and any(key.startswith(WEIGHTS) for key in ours)
         assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel()) < 1e-5
     assert curve[12]["loss/latent_weight"] != curve[1]["loss/latent_weight"]
@@ -71,5 +65,5 @@ def test_two_processes_follow_one_and_resume_with_the_same_bits(
     assert list(again) == list(range(6, 13))
     assert all(again[step][key] == curve[step][key] for step in again for key in SHOWN)
     for name in ("model", "optimizer"):
-        expected = state(folder, name)
-        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in state(resumed, name).items())
+        expected = saved_tensors(folder, name)
+        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in saved_tensors(resumed, name).items())

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.distributed.engine import with_index
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.trainer.auto_batch_size import cap_micro_batch, halve_micro_batch
-from tests.helpers.engine_runs import CURVE, difference, exit_record, records
+from tests.helpers.engine_runs import CURVE, difference, exit_record, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 
 quick = pytest.mark.quick
@@ -42,9 +41,8 @@ def trial_sizes(folder: Path, rank: int) -> list[int]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = max((folder / "checkpoints").glob("step-*"))
-    files = sorted(newest.glob("*.safetensors"))
-    return {f"{file.name.partition('-')[0]}/{name}": t for file in files for name, t in load_file(file).items()}
+    groups = ("model", "optimizer")
+    return {f"{group}/{name}": t for group in groups for name, t in saved_tensors(folder, group).items()}
 
 
 def same_bits(one: Path, other: Path) -> bool:
