@@ -204,7 +204,11 @@ def _engine(network: Network, sharding: Sharding, accumulation: int) -> Engine:
     launch = read_launcher_env(os.environ, None, f"accelerate_configs/{sharding.engine}.yaml")
     launch = replace(launch, replicas=sharding.replicas)
     plan = StepPlan(SAMPLES, accumulation, SAMPLES * accumulation * world, 1.0, sharding.precision, network.width)
-    return build_engine(DistributedConfig(), launch, plan, deepspeed_config(launch, plan))
+    engine = build_engine(DistributedConfig(), launch, plan, deepspeed_config(launch, plan))
+    # The other ranks have nothing to tell, and fake tensors tell "cpu:0" from the "cpu" of others.
+    engine.gather = lambda value, what="": [value]  # type: ignore[method-assign]
+    engine.device = torch.device("cpu")
+    return engine
 
 
 def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
