@@ -119,8 +119,8 @@ def estimate(
         world_size,
     )
     # Only the model is fake; micro-batches are real, since their lengths and masks determine the costs.
+    model = build_meta_model(config, store.manifest, "cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_meta_model(config, store.manifest, "cpu")
         materialize(model, "cpu")
     objective = build_objective(config, store.manifest)
     optimizer, name, one_moment = _optimizer(model, config.optim, device)

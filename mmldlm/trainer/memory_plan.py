@@ -45,8 +45,8 @@ class MemoryPlan:
         self.objective, self.engine = objective, engine
         self._weight_bytes = FLOAT32_BYTES if config.precision == "fp32" else 2  # of what is gathered
         # Fake tensors are on the CPU; this attention saves the same tensors as that of GPUs.
+        self._model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
-            self._model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
             materialize(self._model, "cpu")
         self._weights = sum(count_parameters(self._model).values())
         self._trained = sum(count_parameters(self._model, trainable_only=True).values())

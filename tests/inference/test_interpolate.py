@@ -82,7 +82,7 @@ def attentive(model: MMDiT) -> MMDiT:
     opened, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
     for module in opened.modules():
         if isinstance(module, Modulation):
-            torch.nn.init.normal_(module.up.weight, std=0.5, generator=generator)
+            torch.nn.init.normal_(module.up.weight, std=1.0, generator=generator)
     return opened
 
 
