@@ -1,4 +1,4 @@
-"""Micro-batches that fit into memory: sizes beyond the largest so far are judged first, and halved if they do not fit.
+"""Micro-batches that fit into memory: sizes beyond the largest so far are assessed, and halved if they do not fit.
 
 A rank that runs out of memory within a step would leave the others waiting in a collective. So before a step, each rank
 whose largest micro-batch exceeds all previous ones tries it locally, and then all ranks agree. The sample order tells
@@ -45,10 +45,10 @@ def cap_micro_batch(size: BatchSize, limit: int, world_size: int) -> BatchSize:
     return BatchSize(size.global_batch_size, next(micro for micro in range(largest, 0, -1) if samples % micro == 0))
 
 
-class _Verdict(NamedTuple):
-    """Whether a micro-batch fits into the memory of a rank."""
+class _Fit(NamedTuple):
+    """Result of a trial or an estimate of a micro-batch on a rank."""
 
-    fits: bool
+    fits: bool  # into the memory
     holds: bool = True  # also for later steps
     needed_mib: int = 0  # of an estimate
     usable_mib: int = 0
@@ -107,19 +107,19 @@ class AutoMicroBatch:
         starts = {first, *train.batch_schedule} if self.engine.shards_parameters else ()
         position = self.state.samples_drawn
         for start, stop in pairwise([*sorted(start for start in starts if first <= start < train.steps), train.steps]):
-            change, verdicts = None, None
-            while verdicts is None or change is not None:
+            change, results = None, None
+            while results is None or change is not None:
                 size = self.batch_at(start)
                 step = self.loader.largest_step((start, stop), position)
                 samples = position + (step - start) * size.global_batch_size
                 tokens = self.loader.tokens(samples, size)
                 # All ranks plan for the largest of all, since in a verified step they compute those of one another.
                 largest = np.full(len(tokens), tokens.max())
-                verdicts = self._judge(size, largest)
-                change = self._halve(size, largest, verdicts)
+                results = self._assess(size, largest)
+                change = self._halve(size, largest, results)
                 changes += [] if change is None else [change]
-            if verdicts:
-                rank, tightest = min(enumerate(verdicts), key=lambda item: item[1].usable_mib)
+            if results:
+                rank, tightest = min(enumerate(results), key=lambda item: item[1].usable_mib)
                 notes.append(
                     f"micro-batches of {size.micro_batch_size} samples from step {start} on: by an estimate, a step "
                     f"takes {tightest.needed_mib:,} MiB of {tightest.usable_mib:,} MiB that rank {rank} may use"
@@ -140,10 +140,10 @@ class AutoMicroBatch:
         tokens = self.loader.tokens(self.state.samples_drawn, size)
         assert [batch.layout.num_tokens for batch in micro_batches] == tokens[self.engine.rank].tolist()
         largest = tokens.max(axis=1)
-        return self._halve(size, largest, self._judge(size, largest, micro_batches))
+        return self._halve(size, largest, self._assess(size, largest, micro_batches))
 
-    def _judge(self, size: BatchSize, tokens: np.ndarray, micro_batches: Sequence[Batch] = ()) -> list[_Verdict]:
-        """Return each rank's verdict on its largest micro-batch (collective); nothing if all have been judged before.
+    def _assess(self, size: BatchSize, tokens: np.ndarray, micro_batches: Sequence[Batch] = ()) -> list[_Fit]:
+        """Return whether each rank's largest micro-batch fits (collective); nothing if all have been assessed before.
 
         Args:
             size: Batch sizes of the step.
@@ -159,28 +159,28 @@ class AutoMicroBatch:
         if not new.any():
             return []
         if engine.shards_parameters:
-            verdict = self._estimate(size.micro_batch_size, int(tokens[engine.rank]), accumulating)
+            result = self._estimate(size.micro_batch_size, int(tokens[engine.rank]), accumulating)
         else:
             largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
             fits = not new[engine.rank] or self._try_in_memory(largest, accumulating)
             # The first step allocates the optimizer's state: a size that fits before it may not fit after it.
-            verdict = _Verdict(fits, holds=bool(engine.unwrapped_optimizer.state))
-        verdicts = [_Verdict(*values) for values in engine.gather(verdict, "gather of what fits into memory")]
-        proven = [verdict.fits and verdict.holds for verdict in verdicts]
+            result = _Fit(fits, holds=bool(engine.unwrapped_optimizer.state))
+        results = [_Fit(*values) for values in engine.gather(result, "gather of what fits into memory")]
+        proven = [result.fits and result.holds for result in results]
         # What fits next to gradients also fits without them.
         for with_grads in {False, accumulating}:
             np.maximum(self._proven[with_grads], sizes, out=self._proven[with_grads], where=proven)
-        return verdicts
+        return results
 
-    def _halve(self, size: BatchSize, tokens: np.ndarray, verdicts: Sequence[_Verdict]) -> dict[str, Any] | None:
+    def _halve(self, size: BatchSize, tokens: np.ndarray, results: Sequence[_Fit]) -> dict[str, Any] | None:
         """Halve the micro-batch of `size` and return the values to log; None if it fits on all ranks."""
-        rank, verdict = min(enumerate(verdicts), key=lambda item: item[1].fits, default=(0, _Verdict(True)))
-        if verdict.fits:
+        rank, result = min(enumerate(results), key=lambda item: item[1].fits, default=(0, _Fit(True)))
+        if result.fits:
             return None
-        estimate = {"needed_mib": verdict.needed_mib, "usable_mib": verdict.usable_mib} if verdict.needed_mib else {}
+        estimate = {"needed_mib": result.needed_mib, "usable_mib": result.usable_mib} if result.needed_mib else {}
         smaller = halve_micro_batch(size, self.engine.world_size)
         if not smaller:
-            figures = f" ({verdict.needed_mib:,} of {verdict.usable_mib:,} MiB by the estimate)" if estimate else ""
+            figures = f" ({result.needed_mib:,} of {result.usable_mib:,} MiB by the estimate)" if estimate else ""
             raise ConfigError(
                 f"train.micro_batch_size: 1 is the minimum, and a sample of {tokens[rank]} tokens does not fit into "
                 f"the memory of rank {rank}{figures}; try memory.activation_checkpointing=full, precision=bf16, "
@@ -190,8 +190,8 @@ class AutoMicroBatch:
         before = size.micro_batch_size
         return {"micro_batch_size": smaller, "before": before, "rank": rank, "tokens": int(tokens[rank]), **estimate}
 
-    def _estimate(self, samples: int, tokens: int, accumulating: bool) -> _Verdict:
-        """Return the verdict of the plan on a micro-batch, also for steps before the optimizer has its state."""
+    def _estimate(self, samples: int, tokens: int, accumulating: bool) -> _Fit:
+        """Return whether a micro-batch fits by the estimate, also in steps before the optimizer has its state."""
         latent, length = self.manifest.latent, -(-tokens // samples)
         # Samples of one length, which take no less than others with as many tokens, and far less time.
         batch = Batch(
@@ -203,7 +203,7 @@ class AutoMicroBatch:
         )
         needed = self._memory_plan.needed_mib(all_masked(self.objective, batch), accumulating)
         usable = self._memory_plan.usable_mib()
-        return _Verdict(needed <= usable, True, round(needed), round(usable))
+        return _Fit(needed <= usable, True, round(needed), round(usable))
 
     def _try_in_memory(self, batch: Batch, accumulating: bool) -> bool:
         """Return whether forward and backward of `batch` fit into the memory of this rank."""
