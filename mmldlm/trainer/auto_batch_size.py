@@ -46,9 +46,9 @@ def cap_micro_batch(size: BatchSize, limit: int, world_size: int) -> BatchSize:
 
 
 class _Fit(NamedTuple):
-    """Whether a micro-batch fits into the memory of a rank."""
+    """Result of a trial or an estimate of a micro-batch on a rank."""
 
-    fits: bool
+    fits: bool  # into the memory
     holds: bool = True  # also for later steps
     needed_mib: int = 0  # of an estimate
     usable_mib: int = 0
