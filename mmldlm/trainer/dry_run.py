@@ -7,7 +7,7 @@ have shapes but no memory, under the `StepCostTracker` of `memory_tracker`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -35,7 +35,7 @@ from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
 from mmldlm.run.factory import build_meta_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
-from mmldlm.trainer.engine_costs import Sharding, state_bytes
+from mmldlm.trainer.engine_costs import Sharding, padded_parameters, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
 from mmldlm.utils.meta_device import materialize
@@ -71,6 +71,7 @@ class Estimate:
     one_moment: int = 0  # trained parameters with one moment instead of two (Muon's)
     ema: bool = False  # whether the run keeps an EMA of the trained weights
     kernels_mib: float = 0.0  # of kernels that oneDNN compiles for half precision on a CPU
+    trained_shapes: Sequence[tuple[int, ...]] = ()
 
     @property
     def total_mib(self) -> float:
@@ -165,6 +166,7 @@ def estimate(
         one_moment=one_moment,
         ema=config.ema.decay > 0,
         kernels_mib=kernels.mib(tracker.costs.products),
+        trained_shapes=[tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad],
     )
 
 
@@ -255,9 +257,10 @@ def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -
         host += ema
     else:
         device += ema
+    trained = max(costs.trainable, padded_parameters(sharding, costs.trained_shapes))
     saved_bytes = costs.one_moment * BYTES_PER_MOMENT * weights_share  # Muon's, which no engine offloads
     on_host = engine == "zero3_offload"
     return (
-        (costs.trainable * device - saved_bytes + (0 if on_host else frozen_bytes)) / MIB,
-        (costs.trainable * host + (frozen_bytes if on_host else 0)) / MIB,
+        (trained * device - saved_bytes + (0 if on_host else frozen_bytes)) / MIB,
+        (trained * host + (frozen_bytes if on_host else 0)) / MIB,
     )

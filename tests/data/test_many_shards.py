@@ -43,9 +43,7 @@ def first_steps(store: Store, stop: int = 3) -> list[Batch]:
 
 
 def test_a_store_of_many_shards_opens_and_trains(many: Path, tiny_config: Path, tmp_path: Path) -> None:
-    began = time.process_time()
     store = Store.open(many)
-    assert time.process_time() - began < 1  # 0.1 to 0.2 where nothing else runs
     assert len(store.split("train")) == 10_000 and mapped_of(store) == 4
     assert train.main([str(tiny_config), f"data.path={many}", "data.verify=sizes", "data.window=128"]) == 0
     losses = [

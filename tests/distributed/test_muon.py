@@ -83,6 +83,7 @@ def test_a_resumed_run_with_muon_gives_the_same_bits(
         assert all(torch.equal(tensor, expected[entry]) for entry, tensor in result.items())
 
 
+@pytest.mark.slow
 def test_muon_run_resumes_under_other_engines(
     parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def check_lost(run: WatchedRun, lost: int, text: str, survivors: list[int]) -> N
 def test_the_store_of_many_ranks_is_not_limited_to_the_usual_number_of_files(
     forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    """Rank 0 has a limit of 256 open files, which it may raise, and 150 connections with both ends in it."""
+    """Rank 0 has a limit of 50 more open files, which it may raise, and 40 connections with both ends in it."""
     forked.succeed("ddp", tmp_path / "run", 2, script="many_connections.py")
 
 

@@ -13,12 +13,10 @@ from tests.helpers.forked_runs import ForkedRuns
 
 PROCESSES = {"single": 1, "ddp": 2, "fsdp2": 3, "zero2": 2, "zero3": 2, "fsdp2_hsdp": 4}
 SETTINGS = ("train.global_batch_size=12", "train.steps=14", "validation.every=0")
-WHOLE = ("single", "ddp", "fsdp2", "zero2", "zero3")  # whose checkpoints other tests resume from
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(name, marks=pytest.mark.slow) if name in WHOLE else name for name in PROCESSES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("source", PROCESSES)
 def test_every_engine_resumes_from(
     source: str, parity_config: Path, single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path
 ) -> None:

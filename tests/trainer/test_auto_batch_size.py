@@ -114,7 +114,7 @@ WIDE = ("model.depth=2", "model.width=768")  # whose gradients alone take some 6
     ("engine", "sizes"),
     [
         pytest.param("fsdp2", ("train.micro_batch_size=128",), id="fsdp2"),
-        pytest.param("zero3", ("train.micro_batch_size=128",), id="zero3"),
+        pytest.param("zero3", ("train.micro_batch_size=128",), id="zero3", marks=pytest.mark.slow),
         pytest.param("zero3_offload", ("train.micro_batch_size=128",), id="zero3_offload", marks=pytest.mark.slow),
         pytest.param(
             "fsdp2",

@@ -300,6 +300,14 @@ def test_memory_of_the_engines(engine: str, precision: str, device: float, host:
     assert sum(state_mib(engine, still, precision)) <= 4
 
 
+def test_rows_that_fsdp2_pads() -> None:
+    """Three rows on four processes are four; with two replicas, on two processes each, they are four as well."""
+    odd = Estimate({"backbone": 3 * 2**20}, 3 * 2**20, 0, 0, {}, 4, 0, trained_shapes=[(3, 2**20)])
+    assert state_mib("fsdp2", odd, "fp32") == (16, 0) and state_mib("zero3", odd, "fp32") == (15, 0)
+    assert state_mib("fsdp2", odd, "fp32", replicas=2) == (32, 0)
+    assert state_mib("fsdp2", odd, "fp32", replicas=4) == (48, 0)
+
+
 def test_memory_of_the_engines_under_muon() -> None:
     """All of a million parameters with one moment: 12 bytes, shared out by FSDP2."""
     million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, one_moment=2**20)
