@@ -2,6 +2,7 @@
 
 import os
 import resource
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -10,7 +11,7 @@ from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.process_group import process_group
 
 launch, count = read_launcher_env(os.environ), 40
-limit = len(os.listdir("/proc/self/fd")) + 50  # leaves room for what joining opens
+limit = len(list(Path("/proc/self/fd").iterdir())) + 50  # leaves room for what joining opens
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 with process_group(DistributedConfig(timeout_s=60), launch) as processes:
     host, _, port = launch.master.rpartition(":")
