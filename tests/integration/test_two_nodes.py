@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_runs import record_list
+from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.two_nodes import TwoNodes, one_node, unavailable
 from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
@@ -51,7 +52,7 @@ def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, t
     "engine", [name if name == "ddp" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
 )
 def test_lost_connection_ends_both_nodes_and_resumes(
-    nodes: TwoNodes, tiny_config: Path, tmp_path: Path, engine: str
+    nodes: TwoNodes, tiny_config: Path, forked: ForkedRuns, tmp_path: Path, engine: str
 ) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     # Neither warm-up nor rate may follow from the number of steps, which is another one after the cut.
@@ -74,7 +75,7 @@ def test_lost_connection_ends_both_nodes_and_resumes(
     started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert exits(run) == [0, 0]
-    assert one_node(tmp_path / "logs-one", engine, *settings, f"run.dir={whole}") == 0
+    forked.succeed(engine, whole, 2, *settings)
     assert [step for step, _, _ in curve(whole)] == list(range(1, steps + 1))
     assert curve(run) == curve(whole)
     resumed = [record["step"] for record in record_list(run, "resume")]
