@@ -131,7 +131,7 @@ class LossWeights(nn.Module):
     def __init__(self, initial_weights: tuple[float, ...]):
         super().__init__()
         self.initial = tuple(-math.log(weight) / self.lr_multiplier for weight in initial_weights)
-        self.value = nn.Parameter(torch.empty(len(initial_weights)))
+        self.value = nn.Parameter(torch.tensor(self.initial))
 
     def forward(self) -> Tensor:
         """Return s, one per loss, in float32."""
