@@ -26,7 +26,7 @@ from benchmarks.common.variants import Open
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.model.flops import ModelFlops
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_meta_model, build_objective
 
 METHODS = {  # parts of a step, by methods of the trainer
     "corrupt": "corrupt, transfer",
@@ -221,8 +221,7 @@ def compiled_regions_of(run: Open, step: int) -> int:
 def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
     """Return `ModelFlops` of the trainer's step, the mean over the micro-batches `rows`; used for every variant."""
     config, store = task.config(), Store.open(task.store)
-    with torch.device("meta"):
-        model_flops = ModelFlops.from_model(build_model(config, store.manifest, "cpu"))
+    model_flops = ModelFlops.from_model(build_meta_model(config, store.manifest, "cpu"))
     objective, weights = build_objective(config, store.manifest), mode_weights_at(0, config.mode, config.mode_schedule)
     total = 0.0
     for number, samples in enumerate(rows):

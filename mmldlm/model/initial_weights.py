@@ -46,9 +46,9 @@ class InitialWeights(TensorSource):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         distribution = self._distributions[name]
         if isinstance(distribution.mean, tuple):
-            return torch.tensor(distribution.mean[start:stop])
+            return torch.tensor(distribution.mean[start:stop], device="cpu")
         if not distribution.std:
-            return torch.full((stop - start,), distribution.mean)
+            return torch.full((stop - start,), distribution.mean, device="cpu")
         values = np.empty(stop - start, np.float32)
         # Of the names that exist, no two share a number; numpy takes numbers below 2**63.
         slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

@@ -83,7 +83,10 @@ def test_faults_beside_muon_under_fsdp2(
     assert set(codes.values()) == {70} and re.search(f"step 3: {text}", error), error
 
 
-TENSORS = ("token_embedding", "text_out", "text_head", "latent_in", "latent_head", "latent_position", "latent_out")
+TENSORS = (
+    *("token_embedding", "text_time", "text_final", "text_out", "text_head", "length_head"),
+    *("latent_in", "latent_time", "latent_position", "latent_final", "latent_head"),
+)
 
 
 @pytest.mark.parametrize(
