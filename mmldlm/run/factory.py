@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
@@ -13,7 +15,7 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.model.attention import resolve_backend
+from mmldlm.model.attention import AttentionConfig, resolve_backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.parts import freeze_parts
@@ -47,6 +49,15 @@ def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) ->
             latent_skip=config.latent.has_skip,
         )
     freeze_parts(model, config.freeze)
+    return model
+
+
+def build_fake_model(config: RunConfig, manifest: Manifest) -> MMDiT:
+    """Return the network on fake tensors, which have shapes but no memory, to find out what a step takes."""
+    # Fake tensors are on the CPU; grouped attention has the same matrix products as others and saves the same tensors.
+    model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialize(model, "cpu")
     return model
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from math import prod
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.batch_schedule import BatchSize
@@ -26,19 +26,18 @@ from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
 from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
-from mmldlm.model.attention import AttentionConfig, resolve_backend
+from mmldlm.model.attention import resolve_backend
 from mmldlm.model.cpu_half import KernelCache
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_meta_model, build_objective, corrupt_step
+from mmldlm.run.factory import build_fake_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.engine_costs import Sharding, padded_parameters, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
-from mmldlm.utils.meta_device import materialize
 
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20
@@ -60,7 +59,7 @@ class Estimate:
     """Costs of an optimizer step."""
 
     parameters: dict[str, int]  # by part of the network
-    trainable: int
+    trained_shapes: Sequence[tuple[int, ...]]  # of the trained parameters
     tokens_per_step: float  # mean over the run
     flops_per_step: float  # of matrix products, forward and backward, over all ranks; mean over the run
     batches: dict[int, BatchSize]  # by the first step with this size
@@ -71,7 +70,11 @@ class Estimate:
     one_moment: int = 0  # trained parameters with one moment instead of two (Muon's)
     ema: bool = False  # whether the run keeps an EMA of the trained weights
     kernels_mib: float = 0.0  # of kernels that oneDNN compiles for half precision on a CPU
-    trained_shapes: Sequence[tuple[int, ...]] = ()
+
+    @property
+    def trainable(self) -> int:
+        """Number of trained parameters."""
+        return sum(map(prod, self.trained_shapes))
 
     @property
     def total_mib(self) -> float:
@@ -108,8 +111,6 @@ def estimate(
     config = resolve_precision(config)
     config.train.check_batches(world_size)
     resolve_backend(config.attention.backend, device, config.precision != "fp32")
-    # Fake tensors are on the CPU; grouped attention has the same matrix products and saves the same tensors.
-    config = replace(config, attention=AttentionConfig("sdpa"))
     loader = Loader(
         store,
         "train",
@@ -120,9 +121,7 @@ def estimate(
         world_size,
     )
     # Only the model is fake; micro-batches are real, since their lengths and masks determine the costs.
-    model = build_meta_model(config, store.manifest, "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        materialize(model, "cpu")
+    model = build_fake_model(config, store.manifest)
     objective = build_objective(config, store.manifest)
     optimizer, name, one_moment = _optimizer(model, config.optim, device)
     tracker = StepCostTracker(model, objective, keep_gradients=world_size > 1, ema=config.ema.decay > 0)
@@ -152,10 +151,9 @@ def estimate(
         kernels.add_expected(rows for step in others for rows in _row_counts(noised_at(step)))
         # The position of the next stage in the sample order.
         samples += loader.batch_at(start).global_batch_size * (stop - start)
-    parameters, trainable = count_parameters(model), sum(count_parameters(model, trainable_only=True).values())
     return Estimate(
-        parameters=parameters,
-        trainable=trainable,
+        parameters=count_parameters(model),
+        trained_shapes=[tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad],
         tokens_per_step=store.split("train").mean_length * samples / steps,
         flops_per_step=flops,
         batches=batches,
@@ -166,7 +164,6 @@ def estimate(
         one_moment=one_moment,
         ema=config.ema.decay > 0,
         kernels_mib=kernels.mib(tracker.costs.products),
-        trained_shapes=[tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad],
     )
 
 
@@ -257,7 +254,7 @@ def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -
         host += ema
     else:
         device += ema
-    trained = max(costs.trainable, padded_parameters(sharding, costs.trained_shapes))
+    trained = padded_parameters(sharding, costs.trained_shapes)
     saved_bytes = costs.one_moment * BYTES_PER_MOMENT * weights_share  # Muon's, which no engine offloads
     on_host = engine == "zero3_offload"
     return (

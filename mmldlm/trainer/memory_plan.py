@@ -7,23 +7,18 @@ fake tensors, as in the dry run; the rest is a closed form by engine.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
-
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import Manifest
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.launcher import FSDP2
-from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.model.ops import limit_row_chunks
-from mmldlm.run.factory import build_meta_model
+from mmldlm.run.factory import build_fake_model
 from mmldlm.telemetry import free_memory_mib
 from mmldlm.trainer.memory_tracker import StepCostTracker
-from mmldlm.utils.meta_device import materialize
 
 MIB = 2**20
 # The rest is for what the estimate does not know: workspaces of kernels, NCCL's buffers, fragmentation.
@@ -44,10 +39,7 @@ class MemoryPlan:
     def __init__(self, config: RunConfig, manifest: Manifest, objective: Objective, engine: Engine):
         self.objective, self.engine = objective, engine
         self._weight_bytes = FLOAT32_BYTES if config.precision == "fp32" else 2  # of what is gathered
-        # Fake tensors are on the CPU; this attention saves the same tensors as that of GPUs.
-        self._model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            materialize(self._model, "cpu")
+        self._model = build_fake_model(config, manifest)
         self._weights = sum(count_parameters(self._model).values())
         self._trained = sum(count_parameters(self._model, trainable_only=True).values())
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in self._model.blocks]

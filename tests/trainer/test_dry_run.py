@@ -200,7 +200,7 @@ def test_ema_decay_is_in_the_dry_run(tiny_store: Path) -> None:
     assert (with_it.checkpoint_mib - without.checkpoint_mib) * 2**20 == pytest.approx(more)
     assert with_it.peak_mib["ema"] * 2**20 == more and "ema" not in without.peak_mib
     assert (with_it.total_mib - without.total_mib) * 2**20 == pytest.approx(more)
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0)
+    million = Estimate({"backbone": 2**20}, [(2**20,)], 0, 0, {}, 4, 0)
     for engine in ENGINES:
         device, host = state_mib(engine, replace(million, ema=True), "bf16")
         before = state_mib(engine, million, "bf16")
@@ -249,7 +249,7 @@ def test_the_dry_run_knows_the_replicas_of_hybrid_sharding(
         assert (["fsdp2", "with", "2", "replicas", "x", "2", "shards"] in lines) == (name == "fsdp2_hsdp")
     assert {name: row for name, row in rows[0].items() if name != "fsdp2"}.items() <= rows[1].items()
     for kept in (False, True):
-        costs = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, ema=kept)
+        costs = Estimate({"backbone": 2**20}, [(2**20,)], 0, 0, {}, 4, 0, ema=kept)
         assert state_mib("fsdp2", costs, "fp32", 2) == state_mib("fsdp2", replace(costs, world_size=2), "fp32")
         assert state_mib("zero3", costs, "fp32", 2) == state_mib("zero3", costs, "fp32")
 
@@ -294,15 +294,15 @@ def test_the_dry_run_goes_through_all_stages_of_the_modes(tiny_store: Path) -> N
 )
 def test_memory_of_the_engines(engine: str, precision: str, device: float, host: float) -> None:
     """Bytes a parameter on four processes, as docs/engines.md has them; a frozen one costs no more than its weight."""
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0)
+    million = Estimate({"backbone": 2**20}, [(2**20,)], 0, 0, {}, 4, 0)
     assert state_mib(engine, million, precision) == (device, host)
-    still = Estimate({"backbone": 2**20}, 0, 0, 0, {}, 4, 0)
+    still = Estimate({"backbone": 2**20}, [], 0, 0, {}, 4, 0)
     assert sum(state_mib(engine, still, precision)) <= 4
 
 
 def test_rows_that_fsdp2_pads() -> None:
     """Three rows on four processes are four; with two replicas, on two processes each, they are four as well."""
-    odd = Estimate({"backbone": 3 * 2**20}, 3 * 2**20, 0, 0, {}, 4, 0, trained_shapes=[(3, 2**20)])
+    odd = Estimate({"backbone": 3 * 2**20}, [(3, 2**20)], 0, 0, {}, 4, 0)
     assert state_mib("fsdp2", odd, "fp32") == (16, 0) and state_mib("zero3", odd, "fp32") == (15, 0)
     assert state_mib("fsdp2", odd, "fp32", replicas=2) == (32, 0)
     assert state_mib("fsdp2", odd, "fp32", replicas=4) == (48, 0)
@@ -310,7 +310,7 @@ def test_rows_that_fsdp2_pads() -> None:
 
 def test_memory_of_the_engines_under_muon() -> None:
     """All of a million parameters with one moment: 12 bytes, shared out by FSDP2."""
-    million = Estimate({"backbone": 2**20}, 2**20, 0, 0, {}, 4, 0, one_moment=2**20)
+    million = Estimate({"backbone": 2**20}, [(2**20,)], 0, 0, {}, 4, 0, one_moment=2**20)
     assert (state_mib("ddp", million, "bf16"), state_mib("fsdp2", million, "fp32")) == ((12, 0), (3, 0))
 
 
