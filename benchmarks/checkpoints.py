@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import ROOT, plain_parser
-from benchmarks.engines import entries, size_of
+from benchmarks.engines import size_of
+from mmldlm.distributed.flight_recorder import collectives
 
 SETTINGS = (
     "model={depth: 12, width: 768, num_heads: 12}",
@@ -56,10 +57,9 @@ def worker(arguments: list[str], out: Path) -> None:
 
     class Measured(Trainer):
         def save(self, *arguments: Any, **options: Any) -> None:
-            before = max((entry["record_id"] for entry in entries()), default=-1)
+            started_ns = time.time_ns()
             super().save(*arguments, **options)
-            collectives = [entry for entry in entries() if entry["record_id"] > before]
-            result["exchanged"] = max(sum(map(size_of, collectives)), result.get("exchanged", 0))
+            result["exchanged"] = max(sum(map(size_of, collectives(started_ns))), result.get("exchanged", 0))
 
     options = parse(arguments)
     config = load_config(options.config, options.overrides)

@@ -5,10 +5,11 @@
 
 Each engine trains a few steps under torchrun with its shipped config file.
 
-- Traffic: PyTorch's flight recorder keeps every collective with its sizes; what the last step added is that step's
-  traffic. "payload" is what one rank hands to the collectives, "within" and "between" its parts in groups of processes
-  of one node (`--per-node`, all by default) and of several. "wire" is what a rank sends with ring algorithms in groups
-  of W processes: 2 (W - 1) / W of the payload for all-reduce, (W - 1) / W for reduce-scatter and all-gather.
+- Traffic: PyTorch's flight recorders keep the latest collectives of gloo and NCCL with their sizes; what the last step
+  added is that step's traffic. "payload" is what one rank hands to the collectives, "within" and "between" its parts
+  in groups of processes of one node (`--per-node`, all by default) and of several. "wire" is what a rank sends with
+  ring algorithms in groups of W processes: 2 (W - 1) / W of the payload for all-reduce, (W - 1) / W for reduce-scatter
+  and all-gather.
 - Memory: bytes of all tensors alive on rank 0 between the last backward and the optimizer's step, for each trained
   parameter. By then activations are freed, but not buckets, gradients, masters and moments.
 """
@@ -23,6 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -39,12 +41,6 @@ from mmldlm.distributed.launcher import ENGINES
 BYTES = {"Float": 4, "Double": 8, "BFloat16": 2, "Half": 2, "Long": 8, "Int": 4, "Byte": 1, "Char": 1, "Bool": 1}
 STEPS = 4
 SMALL = 4096  # bytes: counts, norms and flags, not parameters
-
-
-def entries() -> list[dict]:
-    from torch._C._distributed_c10d import _dump_fr_trace_json
-
-    return json.loads(_dump_fr_trace_json(True, False) or "{}").get("entries", [])
 
 
 def size_of(entry: dict) -> int:
@@ -86,6 +82,7 @@ def tensor_bytes(model: torch.nn.Module) -> int:
 def worker(arguments: list[str], out: Path) -> None:
     """Train as one rank, and write the traffic of the last step."""
     from mmldlm.config import load_config
+    from mmldlm.distributed.flight_recorder import collectives
     from mmldlm.distributed.launcher import read_launcher_env
     from mmldlm.train import parse, train_step
     from mmldlm.trainer.step import StepResult
@@ -103,13 +100,13 @@ def worker(arguments: list[str], out: Path) -> None:
     config = load_config(options.config, options.overrides)
     with Measured(config, read_launcher_env(os.environ, None, options.accelerate_config)) as run:
         for step, micro_batches in run.steps():
-            before = len(entries())
+            started_ns = time.time_ns()
             train_step(run, step, micro_batches)
-            collectives = entries()[before:]
+            of_step = collectives(started_ns)
         assert not run.state.skipped_steps
         if run.engine.is_main:
             groups, payload, calls = group_sizes(), Counter(), Counter()
-            for entry in collectives:
+            for entry in of_step:
                 name, size = entry["profiling_name"].split(":", 1)[-1], size_of(entry)
                 if size > SMALL:
                     key = (name, *groups[entry["process_group"][0]])

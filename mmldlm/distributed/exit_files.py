@@ -1,6 +1,6 @@
 """Ends of processes: whether one still runs, and what it leaves in the run folder.
 
-The exit files are its exit record, the stacks of its threads and its last collectives.
+The exit files are its exit record, the stacks of its threads and its last collectives (`flight_recorder.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from mmldlm.errors import ExitCode
 
 EXIT_FILE = "exit.json"
 CLEAN_EXIT_CODES = (ExitCode.DONE, ExitCode.STOPPED)
-_PATTERNS = (EXIT_FILE, "exit.rank*.json", "stacks.rank*.txt", "flight_recorder.rank*.json")
+_PATTERNS = (EXIT_FILE, "exit.rank*.json", "stacks.rank*.txt", "flight_recorder.rank*.json", "nccl_trace.rank*")
 
 KILL_TIMEOUT_S = 2.0  # for a process to end before it is killed
 
@@ -161,36 +159,3 @@ def dump_stacks(folder: Path, rank: int, header: str, error: BaseException | Non
         # faulthandler writes to the file descriptor, past the buffer of `file`.
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-
-
-def dump_flight_recorder(folder: Path, rank: int) -> None:
-    """Write torch's record of the latest collectives to `flight_recorder.rankN.json`, if it keeps one."""
-    dump = _flight_record()
-    if dump.get("entries"):
-        with suppress(OSError):
-            (folder / f"flight_recorder.rank{rank}.json").write_text(json.dumps(dump), encoding="utf-8")
-
-
-def pending_collective(or_latest: bool) -> str:
-    """Describe the oldest collective that has started and not completed, from torch's flight recorder.
-
-    Args:
-        or_latest: Describe the latest collective if none is pending. For use after an error: the recorder counts a
-            failed gloo collective as completed.
-
-    Returns:
-        Name, number and sizes of the collective; "" if unknown.
-    """
-    entries = _flight_record().get("entries", [])
-    pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    chosen = pending[:1] or (entries[-1:] if or_latest else [])
-    return "".join(
-        f"{entry['profiling_name']} number {entry['collective_seq_id']}, sizes {entry['input_sizes']}"
-        for entry in chosen
-    )
-
-
-def _flight_record() -> dict[str, Any]:
-    with suppress(AttributeError, RuntimeError, ValueError):
-        return json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]
-    return {}

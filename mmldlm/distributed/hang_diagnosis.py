@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mmldlm.distributed.exit_files import ProcessInfo
+from mmldlm.distributed.flight_recorder import NCCL_PREFIX
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Heartbeat:
     process: ProcessInfo
     count: int = 0
     step: int = 0
-    phase: str = ""  # the collective that its main thread is in
+    phase: str = ""  # the collective that its main thread, or its GPU for long, waits in
     for_s: float = 0.0  # time in this phase
     done: bool = False
 
@@ -122,7 +123,9 @@ def diagnose(
     working = [peer.heartbeat for peer in peers.values() if not peer.heartbeat.done]
     # The longest time outside of collectives first: the other ranks may be waiting for that rank.
     outside = sorted((heartbeat for heartbeat in working if not heartbeat.phase), key=lambda h: -h.for_s)
-    elsewhere = [h for h in working if (h.step, h.phase) != (wait.step, wait.collective)]
+    # The host runs ahead of a collective of NCCL, whose name has its number: its step says nothing.
+    on_gpu = wait.collective.startswith(NCCL_PREFIX)
+    elsewhere = [h for h in working if h.phase != wait.collective or (h.step != wait.step and not on_gpu)]
     absent = [rank for rank in range(world_size) if rank not in peers and rank != wait.rank]
     done = [peer.heartbeat for peer in peers.values() if peer.heartbeat.done]
     if statuses["gone"]:
@@ -154,6 +157,8 @@ def diagnose(
     elif wait.is_long and elsewhere:
         behind = min(elsewhere, key=lambda h: h.step)
         text = f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"
+    elif on_gpu and wait.is_long:
+        text = f"a GPU or the network between GPUs hangs: all {world_size} ranks respond, and wait in one collective"
     else:
         reason = f" ({wait.error})" if wait.error else ""
         text = (

@@ -3,6 +3,9 @@
 Each rank publishes a heartbeat in the store of the process group. The heartbeats of all ranks are read only when a
 collective takes long or fails: then the waiting rank diagnoses which rank is at fault (`hang_diagnosis.py`) and
 publishes it as the failure of the run. All ranks read that one key every interval, and exit.
+
+A collective of gloo takes long if the main thread does not return from it; one of NCCL, whose calls return at once, if
+its process group completes nothing (`flight_recorder.py`), whatever the main thread does meanwhile.
 """
 
 from __future__ import annotations
@@ -21,14 +24,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mmldlm.distributed.exit_files import (
-    ProcessInfo,
-    dump_flight_recorder,
-    dump_stacks,
-    kill_processes,
-    pending_collective,
-    write_exit,
-)
+from mmldlm.distributed.exit_files import ProcessInfo, dump_stacks, kill_processes, write_exit
+from mmldlm.distributed.flight_recorder import NCCL_PREFIX, NCCLProgress, pending_collectives, write_records
 from mmldlm.distributed.hang_diagnosis import (
     Failure,
     Heartbeat,
@@ -76,7 +73,7 @@ class Watchdog:
             store: Store of the process group.
             rank: This rank.
             world_size: Number of ranks.
-            timeout_s: Seconds that the main thread may spend in one collective.
+            timeout_s: Seconds that a collective may take.
             interval_s: Seconds between two heartbeats.
         """
         self.rank, self.world_size, self.timeout_s, self.interval_s = rank, world_size, timeout_s, interval_s
@@ -85,9 +82,12 @@ class Watchdog:
         # A connection of its own: a thread that waits in a store call holds the lock of its connection.
         self._store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self._window = max(3 * interval_s, 1.5)  # a rank whose counter does not change for so long is silent
+        self._long_s = max(timeout_s / 8, 1.0)  # a wait of so long has the heartbeats of all ranks read
         self.step = 0  # the step that heartbeats and messages name
         self._heartbeat = Heartbeat(rank, ProcessInfo.current())
         self._phase = _Phase("", time.monotonic())
+        self._nccl_progress = NCCLProgress()
+        self._nccl_phase: _Phase | None = None  # the collective of NCCL that takes long, if any
         self._peers: dict[int, PeerHeartbeat] = {}
         self._failure: Failure | None = None  # the first of the run
         self._failed_at = 0.0
@@ -177,7 +177,7 @@ class Watchdog:
 
     def _sync_with_store(self, done: bool = False) -> None:
         """Publish the heartbeat and a failure of ours; read the failure of the run and heartbeats of peers."""
-        store, phase, now = self._store, self._phase, time.monotonic()
+        store, phase, now = self._store, self._longest_wait(), time.monotonic()
         self._heartbeat = replace(
             self._heartbeat,
             count=self._heartbeat.count + 1,
@@ -197,7 +197,7 @@ class Watchdog:
         texts: Sequence[bytes] = [host] if host else []
         # Reading all heartbeats costs more with more ranks, so a long wait repeats it only now and then.
         waited = now - max(phase.since, self._all_ranks_polled_at)
-        long_wait = phase.collective and waited > max(self.timeout_s / 8, 1.0)
+        long_wait = phase.collective and waited > self._long_s
         if not failed and (long_wait or self._poll_all_ranks):
             texts, self._all_ranks_polled_at = self._read_heartbeats(), now
         for heartbeat in map(Heartbeat.parse, texts):
@@ -236,15 +236,32 @@ class Watchdog:
         before = time.monotonic()
         while not self._closed.wait(self.interval_s / 2):
             now = time.monotonic()
+            self._watch_nccl(now)
             was_stopped, before = now - before > self.interval_s / 2 + 1, now
             # A process that was stopped (SIGSTOP) has to read the store first.
             if not was_stopped and self._exiting_thread is None and self._must_exit(now):
                 self._end_process()
 
+    def _watch_nccl(self, now: float) -> None:
+        """Update the collective of NCCL that takes long."""
+        stall = self._nccl_progress.stall(now)
+        if stall is None or now - stall.since <= self._long_s:
+            self._nccl_phase = None
+        elif self._nccl_phase is None or self._nccl_phase.since != stall.since:
+            # Its name is found only once, since that reads the whole record.
+            unknown = f"{NCCL_PREFIX}collective after number {stall.completed}"
+            name = next((text for text in pending_collectives() if text.startswith(NCCL_PREFIX)), unknown)
+            self._nccl_phase = _Phase(name, stall.since)
+
+    def _longest_wait(self) -> _Phase:
+        """Return the collective that this rank has waited for longest, in the main thread or on the GPU."""
+        phase, nccl = self._phase, self._nccl_phase
+        return phase if nccl is None or (phase.collective and phase.since < nccl.since) else nccl
+
     def _must_exit(self, now: float) -> bool:
         # A published failure that the main thread has not raised itself; a collective that takes too long; a store
         # that does not respond, unless rank 0 has closed it at its end.
-        phase = self._phase
+        phase = self._longest_wait()
         return (
             (self._failure is not None and now - self._failed_at > GRACE_PERIOD_S)
             or (bool(phase.collective) and now - phase.since > self.timeout_s + GRACE_PERIOD_S)
@@ -252,7 +269,7 @@ class Watchdog:
         )
 
     def _end_process(self) -> None:
-        cause = f"lost a peer in {self._phase.collective or 'no collective'}"
+        cause = f"lost a peer in {self._longest_wait().collective or 'no collective'}"
         if self._claim_exit(ExitCode.PEER_LOST, cause, REPORT_TIMEOUT_S):
             cause = self._report(self._investigate())
             self.close()
@@ -281,8 +298,11 @@ class Watchdog:
         Args:
             error: The error that a collective raised, if any.
         """
-        phase, seconds = self._phase, time.monotonic() - self._phase.since
-        detail, is_long = pending_collective(or_latest=error is not None), seconds > self.timeout_s / 2
+        phase = self._longest_wait()
+        seconds = time.monotonic() - phase.since
+        # The name of a collective of NCCL says it all.
+        details = [] if phase is self._nccl_phase else pending_collectives(or_latest=error is not None)
+        detail, is_long = "".join(details[:1]), seconds > self.timeout_s / 2
         text = truncate(" ".join(str(error or "").partition("\n")[0].split()), _MAX_ERROR_CHARACTERS)
         wait = PendingCollective(self.rank, self.step, phase.collective, detail, seconds, is_long, text)
         time.sleep(min(0.01 * self.rank, 1.0))  # staggered, so that of a thousand ranks only the first few investigate
@@ -324,9 +344,9 @@ class Watchdog:
         cause = failure.cause
         if self.folder is not None:
             write_exit(self.folder, self.rank, self.step, ExitCode.PEER_LOST, cause)
-            location = f"step {self.step}, {self._phase.collective or 'outside of any collective'}"
+            location = f"step {self.step}, {self._longest_wait().collective or 'outside of any collective'}"
             dump_stacks(self.folder, self.rank, f"{location}: {cause}", error)
-            dump_flight_recorder(self.folder, self.rank)
+            write_records(self.folder, self.rank)
         # The failure may be the diagnosis of another rank, to which this process was silent for a while.
         kill_processes(process for process in failure.silent if process != self._heartbeat.process)
         return cause

@@ -23,6 +23,7 @@ from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.engine import is_accepted
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
+from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, StoppedBySignal, exit_code_and_cause
@@ -108,6 +109,7 @@ class Trainer:
         check_settings(config, self.launch, device_type)
         if config.memory.keep_freed and device_type == "cpu":
             keep_freed_memory()
+        set_trace_folder(self.run_dir)
         self.engine = engine = start_engine(config.distributed, self.launch, step_plan(config, self.launch.world_size))
         self._stack.callback(engine.close)
         with engine.raise_on_all_ranks("opening of the data"):

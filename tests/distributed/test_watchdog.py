@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -123,6 +124,39 @@ def test_stuck_main_thread_is_killed(forked: ForkedRuns, tmp_path: Path) -> None
         run.harm(1, signal.SIGSTOP)
         assert run.codes() == [76, -signal.SIGKILL]
         check_lost(run, 1, STOPPED, [0])
+
+
+def test_hang_of_nccl_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
+    """The main threads are outside of any phase, as when they launch kernels after a collective that never ends."""
+    with WatchedRun(forked, tmp_path, 2, 2, "nccl-hang") as run:
+        assert run.codes() == [76, 76]
+        cause = run.record()["cause"]
+        waited = r"rank \d waited (\d+\.\d) s in nccl:all_reduce number 42, sizes \[\[1024\]\] at step 7"
+        hangs = "a GPU or the network between GPUs hangs: all 2 ranks respond, and wait in one collective"
+        result = re.fullmatch(rf"{hangs}; {waited}", cause)
+        assert result and float(result[1]) >= 2, cause
+        for rank in (0, 1):
+            assert run.complaints(rank) == [cause]
+            assert "in work_alone" in run.stacks(rank)
+            record = json.loads((tmp_path / f"flight_recorder.rank{rank}.json").read_text())
+            assert record["pending"] == ["nccl:all_reduce number 42, sizes [[1024]]"]
+            assert list(record) == ["pending", "nccl", "gloo"]
+
+
+def test_rank_that_nccl_waits_for_is_named(forked: ForkedRuns, tmp_path: Path) -> None:
+    with WatchedRun(forked, tmp_path, 2, 2, "nccl-waits-for-rank-1") as run:
+        assert run.codes() == [76, 76]
+        stuck = rf"rank 1 \(host \S+, pid {run.pids[1]}\) has been stuck outside of any collective for \d+\.\d s"
+        waited = r"rank 0 waited \d+\.\d s in nccl:all_reduce number 42, sizes \[\[1024\]\] at step 7"
+        assert re.fullmatch(rf"{stuck} \(step 7\); {waited}", run.record()["cause"]), run.record()
+
+
+def test_progress_of_nccl_is_no_hang(forked: ForkedRuns, tmp_path: Path) -> None:
+    """Some collective is pending at all times, and entries of coalesced ones never complete."""
+    with WatchedRun(forked, tmp_path, 2, 1, "nccl-progress") as run:
+        assert run.codes() == [0, 0]
+        assert run.seconds > 4
+        assert run.output(0) == run.output(1) == ""
 
 
 def test_remote_rank_is_judged_by_its_heartbeat(forked: ForkedRuns, tmp_path: Path) -> None:

@@ -11,23 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.engines import tensor_bytes
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.distributed.flight_recorder import collectives
 from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import leave
 
 facts: dict[str, Any] = {"steps": []}
-
-
-def collectives() -> list[dict[str, Any]]:
-    return json.loads(_dump_fr_trace_json(True, False) or "{}").get("entries", [])
 
 
 def large(result: list[dict[str, Any]]) -> int:

@@ -4,7 +4,7 @@
 
 It prints to FOLDER/outputN. At step 7 it writes its pid to FOLDER/ready.rankN, and FOLDER/heard.rankN once its own
 heartbeat and that of rank 0 are known to have left step 0. With FAR=1 in the environment no rank can see another's
-process, as on machines of their own.
+process, as on machines of their own. For faults of NCCL a stand-in reports what its flight recorder would.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from mmldlm.distributed import exit_files
 from mmldlm.distributed.exit_files import write_exit
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import DataError, exit_code_and_cause, run_command
+from tests.helpers.nccl_recorder import FakeNCCLRecorder
 
 FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 AT_FAULT = int(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -86,6 +87,24 @@ def other_collective(watchdog: Watchdog) -> None:
         dist.barrier()
 
 
+def nccl_hang(watchdog: Watchdog) -> None:
+    """Hang in a collective of NCCL: its calls have returned, and the main thread is outside of any phase."""
+    FakeNCCLRecorder(progresses=False).install()
+    work_alone(watchdog)
+
+
+def nccl_waits_for_rank_1(watchdog: Watchdog) -> None:
+    if dist.get_rank() != 1:
+        FakeNCCLRecorder(progresses=False).install()
+    work_alone(watchdog)
+
+
+def nccl_progress(watchdog: Watchdog) -> None:
+    """Work outside of any phase for longer than the timeout, while NCCL always has something pending."""
+    FakeNCCLRecorder(progresses=True).install()
+    work_alone(watchdog, TIMEOUT_S + 4)
+
+
 # For "none" and "hang" the test does the harm; see main for "hang".
 FAULTS: dict[str, Callable[[Watchdog], None]] = {
     "end": end,
@@ -97,6 +116,9 @@ FAULTS: dict[str, Callable[[Watchdog], None]] = {
     "vanish": vanish,
     "disconnect": disconnect,
     "other-collective": other_collective,
+    "nccl-hang": nccl_hang,
+    "nccl-waits-for-rank-1": nccl_waits_for_rank_1,
+    "nccl-progress": nccl_progress,
 }
 
 

@@ -1,0 +1,129 @@
+"""PyTorch's flight recorders: the latest collectives of this process, and which of them are pending.
+
+There are two: gloo's, and NCCL's in builds for CUDA. NCCL's calls return at once, so only its recorder shows that a GPU
+waits for others, whatever the main thread does meanwhile. The format is that of `FlightRecorderDetail.hpp`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mmldlm.utils.short_repr import truncate
+
+NCCL_PREFIX = "nccl:"  # of the names of NCCL's collectives
+_DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
+_MAX_CHARACTERS = 200  # of a description: a coalesced collective has the sizes of many tensors
+
+# Where NCCL's own watchdog writes its trace; torch reads the first, and the second under its older name.
+_TRACE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_TRACE_FILE = "nccl_trace.rank"  # PyTorch appends the rank
+
+
+class Stall(NamedTuple):
+    """A process group of NCCL that makes no progress."""
+
+    group: str
+    completed: str  # number of its last completed collective
+    since: float  # time by our clock at which that number was first read
+
+
+class NCCLProgress:
+    """Tells since when NCCL has completed nothing though it has something to do.
+
+    Progress is judged by the groups' counters, not by single entries: entries of coalesced collectives never complete,
+    and reading all entries takes a tenth of a second.
+    """
+
+    def __init__(self) -> None:
+        self._stalls: dict[str, Stall] = {}
+
+    def stall(self, now: float) -> Stall | None:
+        """Read the counters; return the longest stall, None if no collective of NCCL is pending.
+
+        Args:
+            now: Time by a monotonic clock.
+        """
+        stalls: dict[str, Stall] = {}
+        for group, status in _dump("nccl", entries=False).get("pg_status", {}).items():
+            completed = status["last_completed_collective"]
+            if completed != status["last_enqueued_collective"]:
+                before = self._stalls.get(group)
+                same = before is not None and before.completed == completed
+                stalls[group] = before if same else Stall(group, completed, now)  # type: ignore[assignment]
+        self._stalls = stalls
+        return min(stalls.values(), key=lambda stall: stall.since, default=None)
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """Return what the recorders hold, NCCL's first; without those that have no collective."""
+    dumps = {name: _dump(name) for name in _DUMPS}
+    return {name: dump for name, dump in dumps.items() if dump.get("entries")}
+
+
+def collectives(since_ns: int = 0) -> list[dict[str, Any]]:
+    """Return the recorded collectives of NCCL and gloo in the order of their calls, from `since_ns` (Unix time) on."""
+    entries = [entry for record in records().values() for entry in record["entries"]]
+    entries = [entry for entry in entries if entry["time_created_ns"] >= since_ns]
+    return sorted(entries, key=itemgetter("time_created_ns"))
+
+
+def pending_collectives(or_latest: bool = False) -> list[str]:
+    """Describe the collectives that were called and have not completed, NCCL's before gloo's, each oldest first.
+
+    Args:
+        or_latest: Describe the latest collective if none is pending. For use after an error: the recorder counts a
+            failed gloo collective as completed.
+
+    Returns:
+        Name, number and sizes of each collective.
+    """
+    pending = [entry for record in records().values() for entry in record["entries"] if _is_pending(entry, record)]
+    return [_describe(entry) for entry in pending or (collectives()[-1:] if or_latest else [])]
+
+
+def write_records(folder: Path, rank: int) -> None:
+    """Write the pending collectives and both records to `flight_recorder.rankN.json`, if there are any."""
+    found = records()
+    if found:
+        text = json.dumps({"pending": pending_collectives(), **found})
+        with suppress(OSError):
+            (folder / f"flight_recorder.rank{rank}.json").write_text(text, encoding="utf-8")
+
+
+def set_trace_folder(folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make NCCL's watchdog write its trace to `folder`/nccl_trace.rankN, unless the user has set another place."""
+    for name in _TRACE_VARIABLES:
+        # A path of ours is that of an earlier run in this process.
+        if Path(environment.get(name, _TRACE_FILE)).name == _TRACE_FILE:
+            environment[name] = str(folder.resolve() / _TRACE_FILE)
+
+
+def _dump(recorder: str, entries: bool = True) -> dict[str, Any]:
+    # The binding is missing in builds without CUDA, and the dump empty in a process without a group.
+    with suppress(AttributeError, RuntimeError, ValueError):
+        return json.loads(getattr(torch._C._distributed_c10d, _DUMPS[recorder])(entries, False))
+    return {}
+
+
+def _is_pending(entry: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Return whether a collective has not completed, as far as its own state and its group's counter show."""
+    if entry["retired"] or entry["state"] == "completed":
+        return False
+    if not entry["profiling_name"].startswith(NCCL_PREFIX) or entry["is_p2p"]:
+        return True
+    # A part of a coalesced collective has no state of its own. NCCL completes the collectives of a group in order.
+    status = record["pg_status"].get(str(entry["pg_id"]), {})
+    return entry["collective_seq_id"] > int(status.get("last_completed_collective", -1))
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    text = f"{entry['profiling_name']} number {entry['collective_seq_id']}, sizes {entry['input_sizes']}"
+    return truncate(text, _MAX_CHARACTERS)
