@@ -5,7 +5,10 @@ All backends compute the same function:
 - `sdpa`: neighboring samples of equal length form a group (batches are sorted by length), with one call of
   `scaled_dot_product_attention` per group. Works on every device, and is the fastest on a CPU, which has no varlen
   kernel and no backward of FlexAttention.
-- `varlen`: one call of `torch.nn.attention.varlen` for the whole micro-batch; CUDA in half precision.
+- `varlen`: one call of `torch.nn.attention.varlen` (FlashAttention) for the whole micro-batch; Ampere or newer GPUs in
+  half precision.
+- `efficient`: one call of PyTorch's memory-efficient attention (CUTLASS) for the whole micro-batch; older GPUs, and
+  fp32.
 - `math`: one masked softmax over all rows. The reference for tests; quadratic in S.
 - `cpu_half`: `sdpa` in half precision on a CPU, in `cpu_half.py`; chosen automatically.
 
@@ -27,34 +30,91 @@ from mmldlm.batch import PackedLayout
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import setting
 
-Backend = Literal["sdpa", "varlen", "math", "cpu_half"]
+Backend = Literal["sdpa", "varlen", "efficient", "math", "cpu_half"]
+AMPERE = (8, 0)  # compute capability
+NO_MASK = 0  # of `_efficient_attention_forward`; the other types are causal
+_HEAD_WIDTH = "a head width (model.width / model.num_heads)"
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Settings of the joint attention."""
 
-    backend: Literal["auto", "sdpa", "varlen", "math"] = setting(
+    backend: Literal["auto", "sdpa", "varlen", "efficient", "math"] = setting(
         "auto",
-        "kernel of the joint attention; auto: varlen on CUDA in bf16 or fp16, otherwise sdpa by groups of equal length",
+        "kernel of the joint attention; auto: on CUDA varlen in bf16 or fp16 on Ampere or newer, otherwise efficient, "
+        "each where it takes the head width (model.width / model.num_heads); elsewhere sdpa by groups of equal length. "
+        "`mmldlm doctor` and the dry run say which",
     )
 
 
-def resolve_backend(requested: str, device_type: str, half_precision: bool) -> Backend:
+def device_capability(device_type: str) -> tuple[int, int] | None:
+    """Return the compute capability of the current CUDA device; None if there is none."""
+    return torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
+
+
+def resolve_backend(
+    requested: str, device_type: str, precision: str, head_width: int, capability: tuple[int, int] | None
+) -> Backend:
     """Return the backend to use.
 
+    Args:
+        requested: Value of `attention.backend`.
+        device_type: "cuda" or "cpu".
+        precision: "fp32", "bf16" or "fp16".
+        head_width: Channels of one head.
+        capability: Compute capability of the GPU; None if unknown, which counts as Ampere.
+
     Raises:
-        ConfigError: The requested backend does not run on the device in this precision.
+        ConfigError: The requested backend does not run there.
     """
-    varlen_available = device_type == "cuda" and half_precision
+    where = (device_type, precision, head_width, capability or AMPERE)
+    missing = {"varlen": _missing_for_varlen(*where), "efficient": _missing_for_efficient(*where)}
+    auto: Backend = "sdpa" if missing["efficient"] else "efficient"
+    if not missing["varlen"]:
+        auto = "varlen"
     if requested == "auto":
-        return "varlen" if varlen_available else "sdpa"
-    if requested == "varlen" and not varlen_available:
-        raise ConfigError(
-            f"attention.backend: varlen needs CUDA and precision bf16 or fp16, found {device_type}"
-            f"{'' if half_precision else ' in fp32'}; use auto"
-        )
+        return auto
+    if missing.get(requested):
+        raise ConfigError(f"attention.backend: {requested} needs {missing[requested]}; use auto, which takes {auto}")
     return requested  # type: ignore[return-value]
+
+
+# The conditions of both are those of PyTorch's `sdp_utils.cpp` for `scaled_dot_product_attention`, which does not check
+# them for calls with offsets: the kernels would raise in the first step.
+
+
+def _missing_for_varlen(device_type: str, precision: str, head_width: int, capability: tuple[int, int]) -> str:
+    """Return what FlashAttention lacks, and what there is instead; "" if it runs."""
+    if device_type != "cuda":
+        return f"CUDA, found {device_type}"
+    if precision == "fp32":
+        return "precision bf16 or fp16, found fp32"
+    if capability < AMPERE:
+        return f"a GPU of compute capability 8.0 or newer, found {_version(capability)}"
+    if head_width % 8 or head_width > 256:
+        return f"{_HEAD_WIDTH} of 8, 16, ... 256, found {head_width}"
+    # Its backward does not fit into the shared memory of these.
+    if 192 < head_width <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
+        gpu = f"a GPU of compute capability {_version(capability)}"
+        return f"{_HEAD_WIDTH} of at most 192 or above 224 on {gpu}, found {head_width}"
+    return ""
+
+
+def _missing_for_efficient(device_type: str, precision: str, head_width: int, capability: tuple[int, int]) -> str:
+    """Return what memory-efficient attention lacks, and what there is instead; "" if it runs."""
+    if device_type != "cuda":
+        return f"CUDA, found {device_type}"
+    if precision == "bf16" and capability < AMPERE:
+        return f"a GPU of compute capability 8.0 or newer in bf16, found {_version(capability)}"
+    multiple = 4 if precision == "fp32" else 8  # 16 bytes
+    if head_width % multiple:
+        return f"{_HEAD_WIDTH} that is a multiple of {multiple}, found {head_width}"
+    return ""
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def joint_attention(
@@ -108,6 +168,25 @@ def _varlen(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple
     return _split_streams(out, layout)
 
 
+def _efficient(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    q, k, v = (rows[None] for rows in _joint_rows(latent_qkv, text_qkv, layout))  # [1, S, H, K]
+    offsets, max_length = layout.joint_offsets, layout.max_length + layout.latent_tokens
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        q,
+        k,
+        v,
+        bias=None,
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=max_length,
+        max_seqlen_k=max_length,
+        dropout_p=0.0,
+        custom_mask_type=NO_MASK,
+        compute_log_sumexp=torch.is_grad_enabled(),  # for backward
+    )
+    return _split_streams(out[0], layout)
+
+
 def _math(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
     q, k, v = _joint_rows(latent_qkv, text_qkv, layout)
     lengths = layout.joint_offsets.diff().long()
@@ -148,4 +227,9 @@ class _Reorder(torch.autograd.Function):
 
 
 Attend = Callable[[Tensor, Tensor, PackedLayout], tuple[Tensor, Tensor]]
-BACKENDS: dict[Backend, Attend] = {"sdpa": _grouped_sdpa, "varlen": _varlen, "math": _math}
+BACKENDS: dict[Backend, Attend] = {
+    "sdpa": _grouped_sdpa,
+    "varlen": _varlen,
+    "efficient": _efficient,
+    "math": _math,
+}

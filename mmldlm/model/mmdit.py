@@ -85,6 +85,11 @@ class ModelConfig:
             )
 
     @property
+    def head_width(self) -> int:
+        """Width K of a head."""
+        return self.width // self.num_heads
+
+    @property
     def resolved_latent_width(self) -> int:
         """Width E of the latent stream, with the default filled in."""
         return self.latent_width or max(32, self.width // 4)
@@ -121,7 +126,7 @@ class BlockStream(nn.Module):
         joint = config.width
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
-        self.head_norm = HeadNorm(joint // config.num_heads)
+        self.head_norm = HeadNorm(config.head_width)
         self.out = nn.Linear(joint, width, bias=False)
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
         self.dropout = nn.Dropout(config.dropout)
@@ -327,7 +332,7 @@ class MMDiT(nn.Module):
             # Before the blocks and without t_text: generation draws a length before there is any text.
             length_logits = self.length_head(latent_BME, latent_time_BT)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
-            rotary = rotary_angles(layout.position, self.config.width // self.config.num_heads, self.config.rope_base)
+            rotary = rotary_angles(layout.position, self.config.head_width, self.config.rope_base)
             *blocks, last_block = self.blocks
             for block in blocks:
                 text, latent = block(text, latent, conditioning_BT, rotary, layout, self.backend)

@@ -15,9 +15,9 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.model.attention import AttentionConfig, resolve_backend
+from mmldlm.model.attention import AttentionConfig, Backend, device_capability, resolve_backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
-from mmldlm.model.mmdit import MMDiT
+from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
 from mmldlm.utils.meta_device import materialize
@@ -32,10 +32,8 @@ def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDi
 
 def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """Return the network for `device_type`, its parameters on the meta device; parts in `freeze` are frozen."""
-    precision = "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
-    half_precision = precision != "fp32"
-    backend = resolve_backend(config.attention.backend, device_type, half_precision)
-    network = CPUHalfMMDiT if half_precision and (device_type, backend) == ("cpu", "sdpa") else MMDiT
+    precision, backend = _precision(config), attention_backend(config, device_type)
+    network = CPUHalfMMDiT if precision != "fp32" and (device_type, backend) == ("cpu", "sdpa") else MMDiT
     uncertainty = config.loss.latent_weighting == "uncertainty"
     with torch.device("meta"):
         model = network(
@@ -50,6 +48,20 @@ def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) ->
         )
     freeze_parts(model, config.freeze)
     return model
+
+
+def attention_backend(config: RunConfig, device_type: str) -> Backend:
+    """Return the kernel of the joint attention on this machine's device of the given type.
+
+    Raises:
+        ConfigError: The configured backend does not run there.
+    """
+    head_width, capability = config.model.head_width, device_capability(device_type)
+    return resolve_backend(config.attention.backend, device_type, _precision(config), head_width, capability)
+
+
+def _precision(config: RunConfig) -> Precision:
+    return "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
 
 
 def build_fake_model(config: RunConfig, manifest: Manifest) -> MMDiT:

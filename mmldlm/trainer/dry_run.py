@@ -26,14 +26,13 @@ from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES, supports
 from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
-from mmldlm.model.attention import resolve_backend
 from mmldlm.model.cpu_half import KernelCache
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import limit_row_chunks
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_fake_model, build_objective, corrupt_step
+from mmldlm.run.factory import attention_backend, build_fake_model, build_objective, corrupt_step
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.engine_costs import Sharding, padded_parameters, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
@@ -66,6 +65,7 @@ class Estimate:
     world_size: int
     activations_mib: float  # their peak in forward and backward, for the largest micro-batch that was tried
     peak_mib: Mapping[Kind, float] = field(default_factory=dict)  # by kind, at the peak of their sum
+    attention: str = ""  # the backend
     optimizer: str = ""  # the implementation
     one_moment: int = 0  # trained parameters with one moment instead of two (Muon's)
     ema: bool = False  # whether the run keeps an EMA of the trained weights
@@ -110,7 +110,7 @@ def estimate(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = resolve_precision(config)
     config.train.check_batches(world_size)
-    resolve_backend(config.attention.backend, device, config.precision != "fp32")
+    attention = f"{attention_backend(config, device)} on {device} in {config.precision}"
     loader = Loader(
         store,
         "train",
@@ -160,6 +160,7 @@ def estimate(
         world_size=world_size,
         activations_mib=sum(tracker.costs.peak("activations").values()) / MIB,
         peak_mib={kind: size / MIB for kind, size in tracker.costs.peak().items()},
+        attention=attention,
         optimizer=name,
         one_moment=one_moment,
         ema=config.ema.decay > 0,
@@ -218,6 +219,7 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
     print(
         f"FLOPs per step       {costs.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputation, backward)"
     )
+    print(f"attention            {costs.attention}")
     print(f"optimizer            {costs.optimizer}")
     rate = describe_lr(config.train.steps, config.optim, config.schedule, costs.batches[0].global_batch_size)
     print(f"learning rate        {rate}, of {config.train.steps} steps")

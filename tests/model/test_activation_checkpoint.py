@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_bitwise_equal(
 
 
 @pytest.mark.parametrize("memory", [MemoryConfig("full"), MemoryConfig("selective")], ids=["full", "selective"])
-@pytest.mark.parametrize("backend", [pytest.param(name, marks=gpu) for name in ("sdpa", "varlen")])
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=gpu) for name in ("sdpa", "varlen", "efficient")])
 def test_loss_and_gradients_on_cuda(memory: MemoryConfig, backend: Backend) -> None:
     without, with_it = (
         loss_and_gradients(small_model(2, backend, memory=used, precision="bf16", dropout=0.3, device="cuda").train())

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.batch import PackedLayout
+from mmldlm.config import load_config
+from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import Backend, joint_attention, resolve_backend
 from mmldlm.model.mmdit import MMDiT, Prediction
+from mmldlm.run.factory import build_meta_model
 from tests.helpers.padded_reference import padded_forward
 from tests.helpers.small_model import MASK, PAD, Inputs, random_inputs, small_model
 
@@ -117,26 +126,160 @@ def test_joint_order_keeps_samples_together() -> None:
 
 
 @pytest.mark.quick
-def test_unavailable_backend_is_refused() -> None:
-    assert resolve_backend("auto", "cpu", False) == "sdpa"
-    assert resolve_backend("auto", "cuda", False) == "sdpa"
-    assert resolve_backend("auto", "cuda", True) == "varlen"
-    assert resolve_backend("math", "cuda", True) == "math"
-    for device, half in (("cpu", True), ("cuda", False)):
-        with pytest.raises(ConfigError, match=r"attention\.backend.*varlen.*auto"):
-            resolve_backend("varlen", device, half)
+@pytest.mark.parametrize(
+    ("device", "precision", "head_width", "capability", "expected"),
+    [
+        ("cpu", "fp32", 64, None, "sdpa"),
+        ("cpu", "bf16", 64, None, "sdpa"),
+        ("cuda", "bf16", 64, None, "varlen"),  # a plan for another machine
+        ("cuda", "bf16", 64, (9, 0), "varlen"),
+        ("cuda", "fp16", 256, (8, 0), "varlen"),
+        ("cuda", "bf16", 100, (9, 0), "sdpa"),
+        ("cuda", "bf16", 264, (9, 0), "efficient"),
+        ("cuda", "bf16", 208, (8, 0), "varlen"),
+        ("cuda", "bf16", 208, (8, 9), "efficient"),
+        ("cuda", "bf16", 256, (8, 9), "varlen"),
+        ("cuda", "bf16", 224, (12, 0), "efficient"),
+        ("cuda", "fp16", 64, (7, 5), "efficient"),
+        ("cuda", "fp16", 100, (7, 0), "sdpa"),
+        ("cuda", "bf16", 64, (7, 5), "sdpa"),  # neither kernel exists there in bf16
+        ("cuda", "fp32", 64, (9, 0), "efficient"),
+        ("cuda", "fp32", 100, (7, 0), "efficient"),
+        ("cuda", "fp32", 50, (9, 0), "sdpa"),
+    ],
+)
+def test_auto_takes_a_kernel_that_runs(
+    device: str, precision: str, head_width: int, capability: tuple[int, int] | None, expected: Backend
+) -> None:
+    where = (device, precision, head_width, capability)
+    assert resolve_backend("auto", *where) == expected
+    assert resolve_backend(expected, *where) == expected
+    assert resolve_backend("math", *where) == "math"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("backend", "where", "complaint"),
+    [
+        ("varlen", ("cpu", "bf16", 64, None), "varlen needs CUDA, found cpu; use auto, which takes sdpa"),
+        ("efficient", ("cpu", "fp32", 64, None), "efficient needs CUDA, found cpu; use auto, which takes sdpa"),
+        ("varlen", ("cuda", "fp32", 64, (9, 0)), "varlen needs precision bf16 or fp16, found fp32; use .* efficient"),
+        ("varlen", ("cuda", "fp16", 64, (7, 5)), "varlen needs .* 8.0 or newer, found 7.5; use .* efficient"),
+        ("varlen", ("cuda", "bf16", 100, (9, 0)), "varlen needs a head width .* found 100; use .* sdpa"),
+        ("varlen", ("cuda", "bf16", 264, (9, 0)), "varlen needs a head width .* found 264; use .* efficient"),
+        ("varlen", ("cuda", "bf16", 224, (8, 6)), "varlen needs a head width .* 8.6, found 224; use .* efficient"),
+        ("efficient", ("cuda", "bf16", 64, (7, 0)), "efficient needs .* in bf16, found 7.0; use .* sdpa"),
+        ("efficient", ("cuda", "fp16", 100, (7, 0)), "efficient needs .* multiple of 8, found 100; use .* sdpa"),
+        ("efficient", ("cuda", "fp32", 50, (9, 0)), "efficient needs .* multiple of 4, found 50; use .* sdpa"),
+    ],
+)
+def test_backend_that_does_not_run_is_refused(
+    backend: str, where: tuple[str, str, int, tuple[int, int] | None], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^attention\.backend: {complaint}$") as refused:
+        resolve_backend(backend, *where)
+    assert str(refused.value).endswith(f"use auto, which takes {resolve_backend('auto', *where)}")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("precision", "capability"), [("fp16", (7, 5)), ("fp32", (9, 0))])
+def test_network_on_cuda_has_the_kernel_of_its_gpu(
+    precision: str, capability: tuple[int, int], tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stub of a GPU, which only says what it is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = load_config(None, [f"precision={precision}"])
+    assert build_meta_model(config, Store.open(tiny_store).manifest, "cuda").backend == "efficient"
+
+
+class Calls(TorchDispatchMode):
+    """Records the arguments, by name, of all calls of an operator."""
+
+    def __init__(self, operator: torch._ops.OpOverload):
+        super().__init__()
+        self.operator, self.calls = operator, list[dict[str, object]]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is self.operator:
+            names = [argument.name for argument in func._schema.arguments]
+            self.calls.append({**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_efficient_attention_is_one_call_of_its_operator(dtype: torch.dtype) -> None:
+    """It has no kernel on a CPU: fake tensors check shapes, of gradients as well, and the arguments by their names."""
+    operator, heads, width = torch.ops.aten._efficient_attention_forward.default, 2, 16
+    with FakeTensorMode(allow_non_fake_inputs=True), Calls(operator) as recorder:
+        layout = PackedLayout(LENGTHS, 3)
+        rows = (len(LENGTHS) * 3, sum(LENGTHS))
+        leaves = [torch.randn(count, 3, heads, width, dtype=dtype, requires_grad=True) for count in rows]
+        outputs = joint_attention(leaves[0], leaves[1], layout, "efficient")
+        gradients = torch.autograd.grad([out.sum() for out in outputs], leaves)
+        assert [tuple(out.shape) for out in outputs] == [(count, heads, width) for count in rows]
+        assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves]
+        assert {out.dtype for out in (*outputs, *gradients)} == {dtype}
+        (call,) = recorder.calls
+        for name in ("query", "key", "value"):
+            tensor = call[name]
+            assert isinstance(tensor, Tensor) and tuple(tensor.shape) == (1, sum(rows), heads, width)
+            assert tensor.stride(-1) == 1, "the kernel needs contiguous heads"
+        assert call["cu_seqlens_q"] is call["cu_seqlens_k"] is layout.joint_offsets
+        assert layout.joint_offsets.dtype == torch.int32
+        assert call["max_seqlen_q"] == call["max_seqlen_k"] == max(LENGTHS) + 3
+        assert (call["bias"], call["dropout_p"], call["custom_mask_type"]) == (None, 0.0, 0)
+        assert call["compute_log_sumexp"] is True and call.get("scale") is None
+        with torch.no_grad():
+            joint_attention(leaves[0], leaves[1], layout, "efficient")
+        assert not recorder.calls[-1].get("compute_log_sumexp")
+
+
+@pytest.fixture
+def efficient_on_cpu() -> Iterator[None]:
+    """Give the operator a kernel for the CPU, by its description: softmax(q k / sqrt(K)) v between two offsets each."""
+
+    def kernel(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, *_, **__):  # type: ignore[no-untyped-def]
+        out = torch.empty_like(query)
+        bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+        for (first, last), (first_key, last_key) in bounds:
+            q, k, v = query[0, first:last], key[0, first_key:last_key], value[0, first_key:last_key]
+            scores = torch.einsum("qhk,shk->hqs", q, k) * q.shape[-1] ** -0.5
+            out[0, first:last] = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return out, torch.empty(0), nothing, nothing, 0, 0
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_efficient_attention_forward", kernel, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.quick
+@latent_tokens
+def test_efficient_attention_stays_within_samples(latent_tokens: int, efficient_on_cpu: None) -> None:
+    layout = PackedLayout(LENGTHS, latent_tokens)
+    generator = torch.Generator().manual_seed(0)
+    rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
+    latent, text = (torch.randn(count, 3, 2, 16, generator=generator) for count in rows)
+    with torch.no_grad():
+        outputs, expected = (joint_attention(latent, text, layout, name) for name in ("efficient", "sdpa"))
+    for one, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @latent_tokens
-def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("varlen", torch.bfloat16), ("efficient", torch.bfloat16), ("efficient", torch.float32)]
+)
+def test_kernels_for_offsets_equal_sdpa_on_cuda(kernel: Backend, dtype: torch.dtype, latent_tokens: int) -> None:
     layout = PackedLayout(LENGTHS, latent_tokens, "cuda")
     rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
     generator = torch.Generator().manual_seed(0)
-    leaves = [
-        torch.randn(count, 3, 2, 32, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for count in rows
-    ]
+    leaves = [torch.randn(count, 3, 2, 32, generator=generator).to("cuda", dtype).requires_grad_() for count in rows]
     weights = [torch.randn(count, 2, 32, generator=generator).to("cuda") for count in rows]
 
     def attended(backend: Backend) -> list[Tensor]:
@@ -144,18 +287,20 @@ def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
         loss = sum((out.float() * weight).sum() for out, weight in zip(outputs, weights, strict=True))
         return [*outputs, *torch.autograd.grad(loss, leaves)]  # type: ignore[arg-type]
 
-    for one, other in zip(attended("varlen"), attended("sdpa"), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for one, other in zip(attended(kernel), attended("sdpa"), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @latent_tokens
-def test_network_with_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
+@pytest.mark.parametrize("kernel", ["varlen", "efficient"])
+def test_network_with_offsets_equals_sdpa_on_cuda(kernel: Backend, latent_tokens: int) -> None:
     inputs = random_inputs(LENGTHS, latent_tokens).to("cuda")
-    varlen, sdpa = (
+    packed, sdpa = (
         values_and_gradients(small_model(latent_tokens, backend, precision="bf16", device="cuda"), inputs)
-        for backend in ("varlen", "sdpa")
+        for backend in (kernel, "sdpa")
     )
-    for one, other in zip(varlen, sdpa, strict=True):
+    for one, other in zip(packed, sdpa, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm() + 1e-4

@@ -235,6 +235,13 @@ def test_the_dry_run_prints_the_engines_that_the_optimizer_has(
     assert shown["deepspeed_adam"] == [engine for engine in ENGINES if engine.startswith("zero")]
 
 
+def test_the_dry_run_names_the_attention_backend(tiny_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for settings, shown in (([], "sdpa on cpu in fp32"), (["attention.backend=math"], "math on cpu in fp32")):
+        print_estimate(load_config(None, [f"data.path={tiny_store}", "train.steps=1", *settings]))
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("attention    "))
+        assert line.split(maxsplit=1)[1] == shown
+
+
 def test_the_dry_run_knows_the_replicas_of_hybrid_sharding(
     tiny_store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

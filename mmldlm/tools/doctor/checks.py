@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from mmldlm.config import RunConfig, load_config, require_paths
+from mmldlm.config import RunConfig, load_config, require_paths, resolve_precision
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from mmldlm.distributed.environment import disabled_guards
 from mmldlm.errors import ConfigError, DataError, ExitCode
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import count_parameters
-from mmldlm.run.factory import build_meta_model
+from mmldlm.run.factory import attention_backend, build_meta_model
 from mmldlm.utils.files import probe_file
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -213,6 +213,16 @@ def check_config(path: str, overrides: Sequence[str]) -> tuple[RunConfig | None,
     except ConfigError as error:
         return None, fail("config", str(error), "docs/settings.md lists the keys")
     return config, ok("config", path)
+
+
+def check_attention(config: RunConfig, device: str) -> Finding:
+    """Check that the configured attention runs on this machine; the finding says which kernel is taken."""
+    config = resolve_precision(config)
+    try:
+        backend = attention_backend(config, device)
+    except ConfigError as error:
+        return fail("attention", str(error), "set attention.backend: auto")
+    return ok("attention", f"{backend} on {device} in {config.precision}")
 
 
 def check_store(config: RunConfig) -> tuple[Store | None, Finding]:

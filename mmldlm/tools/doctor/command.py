@@ -18,6 +18,7 @@ from mmldlm.config import split_arguments
 from mmldlm.errors import UsageError
 from mmldlm.tools.doctor.checks import (
     Finding,
+    check_attention,
     check_config,
     check_disk,
     check_folder,
@@ -75,6 +76,7 @@ def run_checks(options: argparse.Namespace, node_env: NodeEnv, clock: Callable[[
         findings.append(finding)
         if config is not None:
             run_dir, groups["config"] = config.run.dir, config_fingerprint(config)
+            findings.append(check_attention(config, device))
             store, finding = check_store(config)
             findings.append(finding)
             if store is not None:

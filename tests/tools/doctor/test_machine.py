@@ -21,6 +21,7 @@ from mmldlm.errors import UsageError
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.run.factory import build_model
 from mmldlm.tools.doctor.checks import (
+    check_attention,
     check_cores,
     check_disk,
     check_folder,
@@ -100,6 +101,18 @@ def test_more_processes_than_cores_is_a_warning() -> None:
     cores = len(os.sched_getaffinity(0))
     assert check_cores(cores).status == "ok"
     assert check_cores(cores + 1).status == "warn"
+
+
+@pytest.mark.quick
+def test_attention_backend_is_named_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a stub of a GPU, which only says what it is."""
+    assert check_attention(load_config(None, []), "cpu").found == "sdpa on cpu in fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert check_attention(load_config(None, ["precision=fp16"]), "cuda").found == "efficient on cuda in fp16"
+    refused = check_attention(load_config(None, ["precision=fp16", "attention.backend=varlen"]), "cuda")
+    assert refused.status == "fail" and refused.exit_code == 64
+    assert refused.found.startswith("attention.backend: varlen needs a GPU of compute capability 8.0 or newer, found")
 
 
 def test_missing_store() -> None:
