@@ -10,26 +10,58 @@ from mmldlm.model.mmdit import MMDiT
 
 BACKWARD_FACTOR = 2  # the gradients of a matrix product are two products of its size
 
-# Dense bf16 and fp16 FLOP/s by a part of the device's name, longer parts first. From NVIDIA's data sheets, without
-# sparsity; the SXM boards unless the name says otherwise.
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
+# Dense FLOP/s of matrix products in bf16 and fp16 with sums in fp32, by the names that CUDA gives the devices. From
+# NVIDIA's data sheets and, for GeForce, its white papers of the architectures, without sparsity.
+_PEAK_FLOPS = {
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A30": 165e12,
+    "NVIDIA A40": 149.7e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA GH200 120GB": 989e12,
+    "NVIDIA GH200 144G HBM3e": 989e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA GeForce RTX 3090 Ti": 80e12,
+    "NVIDIA GeForce RTX 4080": 97.5e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 5080": 112.6e12,
+    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA H20": 148e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # SXM5
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA RTX 6000 Ada Generation": 364e12,
+    "NVIDIA RTX A6000": 154.8e12,
+}
+# Older than bf16.
+_PEAK_FLOPS_FP16 = {
+    "Tesla T4": 65e12,
+    "Tesla V100-PCIE-16GB": 112e12,
+    "Tesla V100-PCIE-32GB": 112e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+    "Tesla V100S-PCIE-32GB": 130e12,
 }
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of the device, or None if unknown, as in fp32, where it depends on the use of TF32."""
-    if precision == "fp32":
-        return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+    """Return the peak FLOP/s of the device of exactly this name.
+
+    None if it is unknown, as for a part of a GPU (MIG), and in fp32, where it depends on the use of TF32.
+    """
+    tables = {"fp32": {}, "bf16": _PEAK_FLOPS, "fp16": _PEAK_FLOPS | _PEAK_FLOPS_FP16}
+    return tables[precision].get(device_name)
 
 
 @dataclass(frozen=True)
