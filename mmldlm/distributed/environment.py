@@ -12,6 +12,8 @@ import torch
 from mmldlm.distributed.config import DistributedConfig
 
 FLIGHT_RECORDER_ENTRIES = 2000
+# PyTorch's default, "SkipCleanUp": end the process without `ncclCommAbort`, which may hang itself.
+ASYNC_ERROR_HANDLING = "3"
 _FALSE = ("0", "n", "no", "f", "false")  # in any case, as PyTorch reads them
 _GUARDS = {  # variables that turn off what PyTorch does about a hang, where they are false
     "TORCH_NCCL_ENABLE_MONITORING": "distributed.heartbeat_timeout_s has no effect",
@@ -25,7 +27,7 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
     return {
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
         "TORCH_NCCL_BLOCKING_WAIT": str(int(config.blocking_wait)),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1" if config.async_error_handling else "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ASYNC_ERROR_HANDLING if config.async_error_handling else "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(config.flight_recorder)),
         "TORCH_FR_BUFFER_SIZE": recorder,
         **{name: str(value) for name, value in config.nccl.items()},

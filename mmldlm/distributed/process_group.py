@@ -33,13 +33,14 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
         PeerLostError: The rendezvous failed or timed out.
     """
     _raise_open_files_limit()
-    use_cuda = torch.cuda.is_available()
-    if use_cuda:
+    device = None
+    if torch.cuda.is_available():
         if launch.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"launcher: {launch.local_world_size} processes on this node, but {torch.cuda.device_count()} GPUs"
             )
-        torch.cuda.set_device(launch.local_rank)
+        device = torch.device("cuda", launch.local_rank)
+        torch.cuda.set_device(device)
     if launch.nodes > 1:
         # By default gloo resolves the host's own name, which often leads to the loopback interface.
         use_interface_for(launch.master.rsplit(":", 1)[0])
@@ -52,11 +53,12 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
         # torchrun's static rendezvous keeps its store across restarts; keys of an earlier attempt must not be read.
         store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            "gloo" if device is None else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
             timeout=_group_timeout(config.timeout_s),
+            device_id=device,  # NCCL starts here, and subgroups split its communicator
         )
     except (dist.DistError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
