@@ -78,14 +78,28 @@ def _cgroup_memory(folder: Path, limit: str, used: str, cache: str) -> Iterator[
     yield limit_mib, max(0.0, limit_mib - used_mib)
 
 
-def cuda_memory_mib() -> tuple[float, float] | None:
-    """Return the memory (allocated, reserved) by PyTorch on the current CUDA device; None if CUDA is not in use.
+def cuda_in_use() -> bool:
+    """Return whether this process uses CUDA; it is not initialized for this, since that would create a context."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
-    CUDA is not initialized for this: a query alone would create a context.
+
+def cuda_memory_metrics() -> dict[str, float]:
+    """Return what PyTorch's allocator has done on the current CUDA device, and start new peaks.
+
+    Peaks are those since the last call: between two steps activations are freed, so the current numbers do not show how
+    near the limit a run is. Retries (of allocations, after freeing cached memory) and failures count from the start.
     """
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+    stats = torch.cuda.memory_stats()
+    values = {
+        "memory/cuda_allocated_mib": torch.cuda.memory_allocated() / MIB,
+        "memory/cuda_reserved_mib": torch.cuda.memory_reserved() / MIB,
+        "memory/cuda_peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
+        "memory/cuda_peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
+        "health/cuda_alloc_retries": stats.get("num_alloc_retries", 0),
+        "health/cuda_ooms": stats.get("num_ooms", 0),
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return values
 
 
 def free_memory_mib(device: torch.device, processes: int = 1) -> float:
@@ -111,19 +125,17 @@ def memory_limits() -> dict[str, float]:
     limits = {}
     if (host := host_memory_mib()) is not None:
         limits["host_memory_mib"] = host[0]
-    if cuda_memory_mib() is not None:
+    if cuda_in_use():
         limits["device_memory_mib"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / MIB
     return limits
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the `memory/` group of a training record."""
+    """Return the memory of a training record; on CUDA its peaks since the last call."""
     values = {"memory/resident_mib": resident_mib()}
     if (host := host_memory_mib()) is not None:
         values["memory/host_free_mib"] = host[1]
-    if (cuda := cuda_memory_mib()) is not None:
-        values["memory/cuda_allocated_mib"], values["memory/cuda_reserved_mib"] = cuda
-    return values
+    return values | cuda_memory_metrics() if cuda_in_use() else values
 
 
 def cpu_load_metrics(since: CpuTimes | None) -> dict[str, float]:

@@ -152,8 +152,8 @@ class Snapshot:
         ranks = self.history.startup.get("ranks") or [{}]
         device, host = ranks[0].get("device_memory_mib"), ranks[0].get("host_memory_mib")
         memory = []
-        if device and "memory/cuda_reserved_mib" in latest:
-            memory.append((f"device {ranks[0].get('device', '')}", latest["memory/cuda_reserved_mib"], device))
+        if device and "memory/cuda_peak_reserved_mib" in latest:
+            memory.append((f"device {ranks[0].get('device', '')}", latest["memory/cuda_peak_reserved_mib"], device))
         if host and "memory/host_free_mib" in latest:
             memory.append(("host", host - latest["memory/host_free_mib"], host))
         return memory

@@ -46,12 +46,16 @@ PANEL_TITLES = {
     "speed/cores_of_others": "cores busy with other processes",
     "memory/resident_mib": "resident memory, MiB",
     "memory/host_free_mib": "free memory of the host, MiB",
-    "memory/cuda_allocated_mib": "CUDA memory allocated, MiB",
-    "memory/cuda_reserved_mib": "CUDA memory reserved, MiB",
+    "memory/cuda_allocated_mib": "CUDA memory allocated between steps, MiB",
+    "memory/cuda_reserved_mib": "CUDA memory reserved between steps, MiB",
+    "memory/cuda_peak_allocated_mib": "CUDA memory allocated, peak, MiB",
+    "memory/cuda_peak_reserved_mib": "CUDA memory reserved, peak, MiB",
     "optim/lr": "learning rate",
     "optim/grad_norm": "gradient norm before clipping",
     "optim/loss_scale": "loss scale of fp16",
     "health/skipped_steps": "skipped steps so far",
+    "health/cuda_alloc_retries": "allocations repeated after freeing CUDA's cache, so far",
+    "health/cuda_ooms": "allocations that found no CUDA memory, so far",
 }
 _MODE_SUFFIXES = ("_l2t", "_t2l", "_joint")  # of the names of losses of one mode
 _LOG_SCALE_TAGS = ("optim/grad_norm", "optim/loss_scale")
