@@ -11,6 +11,7 @@ from contextlib import suppress
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, run_command
 from mmldlm.utils.host_cpus import configure_openmp_spinning
+from mmldlm.utils.malloc import configure_cuda_allocator
 
 COMMANDS = {
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
@@ -54,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None and name in PRINT_COMMANDS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may close the pipe early
     if argv is None and name in COMPUTE_COMMANDS:
-        configure_openmp_spinning(os.environ)  # before the module imports torch
+        # Before the module imports torch.
+        configure_openmp_spinning(os.environ)
+        configure_cuda_allocator(os.environ)
     module = importlib.import_module(COMMANDS[name][0])
     status = run_command(lambda: module.main(rest))
     sys.stdout.flush()

@@ -17,7 +17,7 @@ bash scripts/setup.sh --dev
 python=.venv/bin/python
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
   || fail "no CUDA device: PyTorch $("$python" -c 'import torch; print(torch.__version__)') finds none"
-export TOKENIZERS_PARALLELISM=false PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+export TOKENIZERS_PARALLELISM=false PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 status=0
 part() { # SECONDS COMMAND ...

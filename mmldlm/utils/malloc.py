@@ -1,18 +1,24 @@
-"""Tuning of glibc's malloc, which keeps freed memory in the process.
+"""Tuning of the allocators of memory on the host and on GPUs; does not import torch.
 
 By default glibc returns large blocks to the kernel at once. A training step frees and allocates the same blocks again
 and again, and each time the kernel maps them page by page, filled with zeros.
+
+PyTorch's allocator on GPUs by default keeps segments of fixed sizes. Micro-batches differ in their numbers of tokens,
+so blocks of many sizes split these segments until none has room for a large block (fragmentation).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import MutableMapping
 
 # Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 _NEVER = -1  # converted to the largest unsigned size
 _GROWTH_BYTES = 64 * 2**20
+
+CUDA_ALLOCATOR_ENV = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # PyTorch also reads the older name
 
 
 def keep_freed_memory() -> bool:
@@ -33,3 +39,15 @@ def keep_freed_memory() -> bool:
         return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
     except (AttributeError, OSError, TypeError):
         return False
+
+
+def configure_cuda_allocator(environment: MutableMapping[str, str]) -> None:
+    """Make PyTorch's allocator on GPUs grow its segments, unless the user has set options of it.
+
+    Must be called before CUDA starts.
+
+    Args:
+        environment: The process's environment variables, modified in place.
+    """
+    if not any(name in environment for name in CUDA_ALLOCATOR_ENV):
+        environment[CUDA_ALLOCATOR_ENV[0]] = "expandable_segments:True"
