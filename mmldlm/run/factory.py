@@ -23,6 +23,11 @@ from mmldlm.run.compatibility import data_shape
 from mmldlm.utils.meta_device import materialize
 
 
+def set_matmul_precision(config: RunConfig) -> None:
+    """Set how float32 matrix products of this process round their inputs; the backends have no setting per network."""
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+
+
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """Return the network on the host with its initial weights, which depend on `run.seed` and their names alone."""
     model = build_meta_model(config, manifest, device_type)

@@ -20,7 +20,7 @@ from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import DataError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
-from mmldlm.run.factory import build_meta_model, build_objective
+from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.utils.meta_device import materialize
 
 
@@ -95,6 +95,7 @@ def load_run(
     store = match_training_data(saved, open_data(config.data.location))
     check_compatible(saved, config, store)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    set_matmul_precision(config)
     model = build_meta_model(config, store.manifest, device.type)
     materialize(model, device)
     ema = saved_ema(saved, model, config)

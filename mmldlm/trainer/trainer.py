@@ -33,7 +33,7 @@ from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, fig
 from mmldlm.model.flops import ModelFlops
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
-from mmldlm.run.factory import corrupt_step
+from mmldlm.run.factory import corrupt_step, set_matmul_precision
 from mmldlm.run.load import LoadedRun
 from mmldlm.settings.fields import dump
 from mmldlm.telemetry import Notices, StepProfiler, Tracker, phase
@@ -110,6 +110,7 @@ class Trainer:
         if config.memory.keep_freed and device_type == "cpu":
             keep_freed_memory()
         set_trace_folder(self.run_dir)
+        set_matmul_precision(config)
         self.engine = engine = start_engine(config.distributed, self.launch, step_plan(config, self.launch.world_size))
         self._stack.callback(engine.close)
         with engine.raise_on_all_ranks("opening of the data"):
