@@ -136,3 +136,12 @@ def test_sparklines() -> None:
     assert sparkline([1.0, float("nan"), 3.0]) == BARS[0] + "x" + BARS[7]
     assert sparkline([0.0, 2.0, 8.0, 8.0], columns=2) == BARS[0] + BARS[7]
     assert len(sparkline([float(i) for i in range(1000)], columns=30)) == 30
+
+
+def test_memory_of_the_device_is_its_peak(tmp_path: Path) -> None:
+    """What is reserved between two steps does not show how near the limit a run is."""
+    (tmp_path / "startup.json").write_text(json.dumps({"ranks": [{"device": "cuda:0", "device_memory_mib": 1000.0}]}))
+    file = MetricsFile(tmp_path / "metrics.jsonl", None)
+    file.write("start", 0, {"total_steps": 2})
+    file.write("train", 1, {"memory/cuda_reserved_mib": 300.0, "memory/cuda_peak_reserved_mib": 900.0})
+    assert Snapshot(History(tmp_path), 10.0).memory == [("device cuda:0", 900.0, 1000.0)]
