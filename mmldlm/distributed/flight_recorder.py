@@ -28,9 +28,8 @@ _TRACE_FILE = "nccl_trace.rank"  # PyTorch appends the rank
 
 
 class Stall(NamedTuple):
-    """A process group of NCCL that makes no progress."""
+    """Time in which a process group of NCCL makes no progress."""
 
-    group: str
     completed: str  # number of its last completed collective
     since: float  # time by our clock at which that number was first read
 
@@ -39,7 +38,7 @@ class NCCLProgress:
     """Tells since when NCCL has completed nothing though it has something to do.
 
     Progress is judged by the groups' counters, not by single entries: entries of coalesced collectives never complete,
-    and reading all entries takes a tenth of a second.
+    and reading all entries takes thousands of times as long.
     """
 
     def __init__(self) -> None:
@@ -53,11 +52,10 @@ class NCCLProgress:
         """
         stalls: dict[str, Stall] = {}
         for group, status in _dump("nccl", entries=False).get("pg_status", {}).items():
-            completed = status["last_completed_collective"]
-            if completed != status["last_enqueued_collective"]:
-                before = self._stalls.get(group)
-                same = before is not None and before.completed == completed
-                stalls[group] = before if same else Stall(group, completed, now)  # type: ignore[assignment]
+            completed = status.get("last_completed_collective")
+            if completed != status.get("last_enqueued_collective"):
+                before = self._stalls.get(group, Stall("", now))
+                stalls[group] = before if before.completed == completed else Stall(completed, now)
         self._stalls = stalls
         return min(stalls.values(), key=lambda stall: stall.since, default=None)
 
@@ -109,6 +107,7 @@ def set_trace_folder(folder: Path, environment: MutableMapping[str, str] = os.en
 def _dump(recorder: str, entries: bool = True) -> dict[str, Any]:
     # The binding is missing in builds without CUDA, and the dump empty in a process without a group.
     with suppress(AttributeError, RuntimeError, ValueError):
+        # The arguments: with entries, with those alone that have not completed.
         return json.loads(getattr(torch._C._distributed_c10d, _DUMPS[recorder])(entries, False))
     return {}
 
