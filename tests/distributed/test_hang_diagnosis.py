@@ -18,7 +18,7 @@ from mmldlm.distributed.hang_diagnosis import (
 )
 
 pytestmark = pytest.mark.quick
-SUM, BARRIER = "all-reduce", "barrier"
+SUM, BARRIER, NCCL = "all-reduce", "barrier", "nccl:all_reduce number 42"
 WAIT = PendingCollective(0, 7, SUM, "", 5.0, is_long=True)
 
 
@@ -62,6 +62,21 @@ def test_rank_longest_out_of_collectives_is_stuck() -> None:
 )
 def test_ranks_in_different_collectives(peers: list[PeerHeartbeat], text: str) -> None:
     assert text in diagnose_with(*peers).cause
+
+
+@pytest.mark.parametrize(
+    ("peers", "text"),
+    [
+        # The host of a rank may be a step ahead of its GPU.
+        ([seen(1, NCCL), seen(2, NCCL, step=8)], "a GPU or the network between GPUs hangs: all 3 ranks respond, and"),
+        ([seen(1, NCCL), seen(2, "nccl:all_reduce number 41")], "rank 2 (host far, pid 102) has been at step 7, in"),
+        ([seen(1, NCCL), seen(2, "")], "rank 2 (host far, pid 102) has been stuck outside of any collective for 5.0 s"),
+        ([seen(1, NCCL), seen(2, NCCL, silent_s=4.0)], "rank 2 (host far, pid 102) is not responding"),
+    ],
+)
+def test_ranks_whose_gpus_wait(peers: list[PeerHeartbeat], text: str) -> None:
+    cause = diagnose_with(*peers, wait=WAIT._replace(collective=NCCL)).cause
+    assert cause.startswith(text) and cause.endswith("; rank 0 waited 5.0 s in nccl:all_reduce number 42 at step 7")
 
 
 def test_broken_connection_does_not_blame_working_ranks() -> None:
