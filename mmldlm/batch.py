@@ -82,6 +82,18 @@ class PackedLayout:
         return sample, position
 
     @cached_property
+    def _host_joint_indices(self) -> tuple[Tensor, Tensor]:
+        """`joint_order` and `joint_inverse` on the host."""
+        m, sample = self.latent_tokens, self._host_indices[0]
+        # A sample's first latent follows the latents and the tokens of all samples before it.
+        starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0) + torch.arange(self.num_samples) * m
+        latents = (starts[:, None] + torch.arange(m)).flatten()
+        inverse = torch.cat([latents, torch.arange(self.num_tokens) + (sample + 1) * m])
+        order = torch.empty_like(inverse)
+        order[inverse] = torch.arange(len(inverse))
+        return order, inverse
+
+    @cached_property
     def sample_of_token(self) -> Tensor:
         """int64 [N]: the sample of each token."""
         return self._host_indices[0].to(self.device, non_blocking=True)
@@ -102,17 +114,12 @@ class PackedLayout:
     @cached_property
     def joint_order(self) -> Tensor:
         """int64 [B*M + N]: indices into cat(latents, tokens) that place each sample's latents before its tokens."""
-        order: list[Tensor] = []
-        start, latents = self.num_samples * self.latent_tokens, torch.arange(self.latent_tokens)
-        for sample, length in enumerate(self.lengths):
-            order += [latents + sample * self.latent_tokens, torch.arange(start, start + length)]
-            start += length
-        return torch.cat(order).to(self.device, non_blocking=True)
+        return self._host_joint_indices[0].to(self.device, non_blocking=True)
 
     @cached_property
     def joint_inverse(self) -> Tensor:
         """int64 [B*M + N]: the inverse permutation of `joint_order`."""
-        return torch.argsort(self.joint_order)
+        return self._host_joint_indices[1].to(self.device, non_blocking=True)
 
     @cached_property
     def joint_offsets(self) -> Tensor:
