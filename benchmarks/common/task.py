@@ -21,10 +21,12 @@ import torch
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.loader import assign_slots, collate
+from mmldlm.data.loader import collate
 from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import read_python_docs
 from mmldlm.data.sampler import SampleOrder
@@ -132,8 +134,9 @@ class Feed:
 
 def batch_of(split: Split, samples: np.ndarray) -> Batch:
     """Return the samples int64 [B] as the loader gives them to one process without accumulation."""
-    (slots,) = assign_slots(split.lengths[samples], len(samples), rank=0, world_size=1)
-    return collate(split, samples[slots], slots)
+    size = BatchSize(len(samples), len(samples))
+    (slots,) = deal(split.lengths[samples], size, 1, split.manifest.latent.tokens)
+    return collate(split, samples[slots[:, 0]], slots[:, 0])
 
 
 def typical_batches(order: SampleOrder, split: Split, size: int, count: int) -> list[np.ndarray]:

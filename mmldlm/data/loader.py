@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.dataset import Split
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.mixture import make_sample_order
 from mmldlm.data.sampler import MixedOrder, SampleOrder
 from mmldlm.data.store import Store
@@ -85,8 +86,8 @@ class Loader:
     """Micro-batches of one rank.
 
     The samples of a step are `order.take(position, G)`, and a sample's position in that array is its slot, for any
-    number of ranks and workers; each step advances the position by its own G. Slots are assigned to ranks in order of
-    length, so that all ranks get nearly the same number of tokens in every micro-batch, of samples of similar length.
+    number of ranks and workers; each step advances the position by its own G. `deal` assigns slots to ranks and
+    micro-batches by the lengths of all samples of the step, which every rank knows.
     """
 
     def __init__(
@@ -106,9 +107,8 @@ class Loader:
             store: The data; `split` names the split to read.
             config: The `data` section of the run config.
             seed: Key of the sample order.
-            batch_at: Returns the batch sizes of a step; each global batch must be a multiple of micro-batch size x
-                `world_size`. It is called ahead of the step, and may return other sizes from one call of `steps` to
-                the next.
+            batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts. It is called ahead
+                of the step, and may return other sizes from one call of `steps` to the next.
             rank: This process among all.
             world_size: Their number.
             device_type: Decides about the default number of workers and pinned memory.
@@ -174,35 +174,36 @@ class Loader:
             raise batches
         return batches
 
-    def tokens(self, position: int, size: BatchSize) -> np.ndarray:
-        """Return the token counts of all ranks' micro-batches of the step that begins at `position`.
+    def micro_batch_sizes(self, position: int, size: BatchSize) -> tuple[np.ndarray, np.ndarray]:
+        """Return how large all ranks' micro-batches are in the step that begins at `position`.
 
         Reads only lengths and needs no communication, since the sample order is known to every rank.
 
         Returns:
-            int64 [world_size, micro-batches].
+            Samples of each micro-batch, int64 [micro-batches], and tokens of its texts on each rank, int64
+            [world_size, micro-batches].
         """
         _, lengths = self.order.take_with_lengths(position, size.global_batch_size)
-        by_round = lengths[_rounds(lengths, self._dataset.world_size)]
-        # [micro-batches, rounds of one micro-batch, ranks], summed over the rounds.
-        return by_round.reshape(-1, size.micro_batch_size, self._dataset.world_size).sum(axis=1, dtype=np.int64).T
+        slots = self._dataset.deal(lengths, size)
+        tokens = [lengths[micro_batch].sum(axis=0, dtype=np.int64) for micro_batch in slots]
+        return np.array(list(map(len, slots))), np.stack(tokens, axis=1)
 
     def largest_step(self, stage: tuple[int, int], position: int, rank: int | None = None) -> int:
-        """Return the step of a stage that has the micro-batch with the most tokens, of `rank` or of any rank.
+        """Return the step of a stage that has the micro-batch with the most text and latent tokens, of any rank.
 
         The search ends after an epoch or after `MAX_SCANNED_STEPS` steps.
 
         Args:
             stage: First step, and the one after the last; all have the batch sizes of the first.
             position: Position of the stage's first sample in the sample order.
-            rank: The rank whose micro-batches count; by default those of all ranks.
+            rank: The rank whose micro-batches alone count; by default those of all ranks.
         """
         start, stop = stage
-        size = self.batch_at(start)
+        size, latent_tokens = self.batch_at(start), self._dataset.latent_tokens
 
         def tokens(step: int) -> int:
-            by_rank = self.tokens(position + (step - start) * size.global_batch_size, size)
-            return int((by_rank if rank is None else by_rank[rank]).max())
+            samples, by_rank = self.micro_batch_sizes(position + (step - start) * size.global_batch_size, size)
+            return int((samples * latent_tokens + (by_rank if rank is None else by_rank[rank])).max())
 
         epoch = -(-len(self.order) // size.global_batch_size)
         return max(range(start, min(stop, start + epoch, start + MAX_SCANNED_STEPS)), key=tokens)
@@ -233,25 +234,6 @@ def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
     )
 
 
-def assign_slots(lengths: np.ndarray, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """Return the slots of `rank`, given the lengths [G] of a global batch.
-
-    Samples sorted by length are distributed over the ranks in rounds, each round in the opposite direction of the
-    round before ("snake" order), so that no rank always gets the longest. Consecutive rounds form a micro-batch.
-
-    Returns:
-        int64 [micro-batches, micro_batch_size].
-    """
-    return np.ascontiguousarray(_rounds(lengths, world_size)[:, rank]).reshape(-1, micro_batch_size)
-
-
-def _rounds(lengths: np.ndarray, world_size: int) -> np.ndarray:
-    """Return the slot of each rank in each round of `assign_slots`, int64 [G / world_size, world_size]."""
-    rounds = np.argsort(lengths, kind="stable").reshape(-1, world_size)
-    rounds[1::2] = rounds[1::2, ::-1]
-    return rounds
-
-
 @dataclass(frozen=True)
 class _StepRequest:
     """Values that a worker needs to load a step."""
@@ -269,6 +251,7 @@ class _StepDataset(Dataset):
     def __init__(self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int):
         self.split, self.order = split, order
         self.rank, self.world_size = rank, world_size
+        self.latent_tokens = split.manifest.latent.tokens
 
     def __getitem__(self, step: _StepRequest) -> list[Batch] | DataError:
         return self.read(step, self.rank)
@@ -276,12 +259,16 @@ class _StepDataset(Dataset):
     def read(self, step: _StepRequest, rank: int) -> list[Batch] | DataError:
         try:
             samples, lengths = self.order.take_with_lengths(step.position, step.size.global_batch_size)
-            slots = assign_slots(lengths, step.size.micro_batch_size, rank, self.world_size)
+            slots = [np.ascontiguousarray(micro_batch[:, rank]) for micro_batch in self.deal(lengths, step.size)]
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
             return error
         except OSError as error:
             return DataError(f"{error.filename or 'the data'}: cannot be read: {error}")
+
+    def deal(self, lengths: np.ndarray, size: BatchSize) -> list[np.ndarray]:
+        """Return the slots of all ranks' samples in each micro-batch, see `deal`."""
+        return deal(lengths, size, self.world_size, self.latent_tokens)
 
 
 class _StepSampler:

@@ -211,8 +211,12 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
     for step, size in costs.batches.items():
         print(
             f"{f'  from step {step}' if step else 'global batch':<20} {size.global_batch_size} samples = "
-            f"{costs.world_size} processes x {size.micro_batch_size} samples x "
-            f"{size.accumulation(costs.world_size)} micro-batches"
+            f"{costs.world_size} processes x "
+            + (
+                f"micro-batches of {size.micro_batch}"
+                if size.micro_batch_tokens
+                else f"{size.micro_batch} x {size.accumulation(costs.world_size)} micro-batches"
+            )
         )
     print(f"tokens per step      {costs.tokens_per_step:,.0f} on average, no padding")
     print(

@@ -65,7 +65,9 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
     micro-batches later, yields at least two.
     """
     size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
-    if config.train.auto_micro_batch and size.accumulation(world_size) == 1:
+    if size.micro_batch_tokens:
+        size = BatchSize(size.global_batch_size, 1)  # as many micro-batches as a budget may lead to
+    elif config.train.auto_micro_batch and size.accumulation(world_size) == 1:
         size = BatchSize(size.global_batch_size, halve_micro_batch(size, world_size) or 1)
     return StepPlan(
         micro_batch_size=size.micro_batch_size,
