@@ -188,6 +188,11 @@ class Loader:
         tokens = [lengths[micro_batch].sum(axis=0, dtype=np.int64) for micro_batch in slots]
         return np.array(list(map(len, slots))), np.stack(tokens, axis=1)
 
+    def total_tokens(self, position: int, size: BatchSize) -> np.ndarray:
+        """Return text and latent tokens of all ranks' micro-batches of a step, int64 [world_size * micro-batches]."""
+        samples, tokens = self.micro_batch_sizes(position, size)
+        return (tokens + samples * self._dataset.latent_tokens).flatten()
+
     def largest_step(self, stage: tuple[int, int], position: int, rank: int | None = None) -> int:
         """Return the step of a stage that has the micro-batch with the most text and latent tokens, of any rank.
 
