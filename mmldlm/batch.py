@@ -5,13 +5,16 @@ Shape letters: B samples, N tokens of the unpadded micro-batch, M latent tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+INDEX_TENSORS = ("sample_of_token", "position", "sample_of_latent", "joint_order", "joint_inverse", "joint_offsets")
 
 
 class LengthGroup(NamedTuple):
@@ -133,6 +136,16 @@ class PackedLayout:
             return self
         return PackedLayout(self.lengths, self.latent_tokens, device)
 
+    def index_tensors(self) -> dict[str, Tensor]:
+        """Return all index tensors by the names of their properties."""
+        return {name: tensor for name in INDEX_TENSORS if (tensor := getattr(self, name)) is not None}
+
+    def with_index_tensors(self, tensors: Mapping[str, Tensor], device: torch.device) -> PackedLayout:
+        """Return the same layout with these index tensors, which are on `device`, instead of ones that it creates."""
+        layout = PackedLayout(self.lengths, self.latent_tokens, device)
+        vars(layout).update({name: tensors[name] for name in INDEX_TENSORS if name in tensors})
+        return layout
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -156,7 +169,3 @@ class Batch:
     def layout(self) -> PackedLayout:
         """Layout of the samples on the device of `tokens`."""
         return PackedLayout(self.lengths, self.latents.shape[1], self.tokens.device)
-
-    def pin_memory(self) -> Batch:
-        """Return the batch with tokens and latents in pinned memory."""
-        return replace(self, tokens=self.tokens.pin_memory(), latents=self.latents.pin_memory())

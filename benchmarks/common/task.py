@@ -110,14 +110,14 @@ class Task:
 class Feed:
     """Micro-batches in turn, in place of the loader's.
 
-    On a CPU each is read from the store on request, like the loader's by default. On a GPU all are in page-locked
-    memory before the first step, like those of loader processes that keep up.
+    On a CPU each is read from the store on request, like the loader's by default. On a GPU all are in memory before the
+    first step, like those of loader processes that keep up.
     """
 
     def __init__(self, split: Split, rows: list[np.ndarray], device_type: str):
         self.split, self.rows = split, rows
         self.step = 0  # the number of the next step, which decides its micro-batch and its noise
-        self._ready = [] if device_type == "cpu" else [batch_of(split, samples).pin_memory() for samples in rows]
+        self._ready = [] if device_type == "cpu" else [batch_of(split, samples) for samples in rows]
 
     def batch(self) -> Batch:
         index = self.step % len(self.rows)

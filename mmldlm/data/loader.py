@@ -27,6 +27,7 @@ from mmldlm.errors import DataError
 from mmldlm.settings.fields import setting
 from mmldlm.utils.short_repr import display_name
 
+Corrupt = Callable[[int, int, Sequence[Batch]], list[Batch]]
 MAX_SCANNED_STEPS = 4096  # that are searched for the largest micro-batch
 
 
@@ -100,6 +101,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         device_type: str = "cpu",
+        corrupt: Corrupt | None = None,
     ):
         """Create a loader.
 
@@ -112,6 +114,9 @@ class Loader:
             rank: This process among all.
             world_size: Their number.
             device_type: Decides about the default number of workers and pinned memory.
+            corrupt: Returns a step's micro-batches in their corrupted form, given step and global batch size. It is
+                called where they are read, if that is in workers or if they go to a GPU; it is not in the main process
+                of a run on CPU, which has nothing to gain from it.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
@@ -120,7 +125,8 @@ class Loader:
         self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
         self._sampler = _StepSampler()
         self._check_files = store.check_files
-        self._dataset = _StepDataset(samples, self.order, rank, world_size)
+        in_loader = self.num_workers > 0 or device_type == "cuda"
+        self._dataset = _StepDataset(samples, self.order, rank, world_size, corrupt if in_loader else None)
         self._loader = DataLoader(
             self._dataset,
             sampler=self._sampler,
@@ -164,12 +170,12 @@ class Loader:
             yield step, batches
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
-        """Read the micro-batches of any rank of the step that begins at `position`, in this process.
+        """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted.
 
         Raises:
             DataError: A sample is malformed.
         """
-        batches = self._dataset.read(_StepRequest(position, size), rank)
+        batches = self._dataset.read(position, size, rank)
         if isinstance(batches, DataError):
             raise batches
         return batches
@@ -243,6 +249,7 @@ def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
 class _StepRequest:
     """Values that a worker needs to load a step."""
 
+    step: int
     position: int  # of the step's first sample in the order
     size: BatchSize
 
@@ -253,18 +260,23 @@ class _StepDataset(Dataset):
     A `DataError` is returned instead of raised: torch would wrap it in a traceback.
     """
 
-    def __init__(self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int):
-        self.split, self.order = split, order
+    def __init__(
+        self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int, corrupt: Corrupt | None
+    ):
+        self.split, self.order, self.corrupt = split, order, corrupt
         self.rank, self.world_size = rank, world_size
         self.latent_tokens = split.manifest.latent.tokens
 
-    def __getitem__(self, step: _StepRequest) -> list[Batch] | DataError:
-        return self.read(step, self.rank)
+    def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
+        batches = self.read(request.position, request.size, self.rank)
+        if self.corrupt is None or isinstance(batches, DataError):
+            return batches
+        return self.corrupt(request.step, request.size.global_batch_size, batches)
 
-    def read(self, step: _StepRequest, rank: int) -> list[Batch] | DataError:
+    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch] | DataError:
         try:
-            samples, lengths = self.order.take_with_lengths(step.position, step.size.global_batch_size)
-            slots = [np.ascontiguousarray(micro_batch[:, rank]) for micro_batch in self.deal(lengths, step.size)]
+            samples, lengths = self.order.take_with_lengths(position, size.global_batch_size)
+            slots = [np.ascontiguousarray(micro_batch[:, rank]) for micro_batch in self.deal(lengths, size)]
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
             return error
@@ -287,7 +299,7 @@ class _StepSampler:
         for step in self.steps:
             # Workers do not see later changes of `batch_at`, so the sizes travel with the request.
             size = self.batch_at(step)
-            yield _StepRequest(position, size)
+            yield _StepRequest(step, position, size)
             position += size.global_batch_size
 
 
