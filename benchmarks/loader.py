@@ -23,7 +23,8 @@ from benchmarks.common.measure import clock
 from benchmarks.common.report import parse, parser, positive, print_status, report, work_dir
 from benchmarks.common.task import lengths_of, random_store
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import DataConfig, Loader, assign_slots, collate
+from mmldlm.data.loader import DataConfig, Loader, collate
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.store import Store
 
 LENGTH = 100  # tokens of a sample
@@ -45,7 +46,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dict[str, Any]:
     """Return medians over rounds, each of about `samples` samples after those of the previous round."""
-    loader, split = loader_of(store, micro_batch), store.split("train")
+    loader, split, size = loader_of(store, micro_batch), store.split("train"), BatchSize(micro_batch, micro_batch)
     count = max(1, samples // micro_batch)  # micro-batches of a round
     steps = loader.steps(0, count * (rounds + 1))
     seconds: dict[str, list[float]] = {name: [] for name in ("whole", "order", "gather", "collate")}
@@ -56,7 +57,8 @@ def throughput(store: Store, micro_batch: int, samples: int, rounds: int) -> dic
         def order(starts: range = starts, rows: list[np.ndarray] = rows) -> None:
             for start in starts:
                 taken = loader.order.take(start, micro_batch)
-                rows.append(taken[assign_slots(split.lengths[taken], micro_batch, 0, 1)[0]])
+                (slots,) = deal(split.lengths[taken], size, 1, split.manifest.latent.tokens)
+                rows.append(taken[slots[:, 0]])
 
         def gather(rows: list[np.ndarray] = rows) -> None:
             for samples in rows:

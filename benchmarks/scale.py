@@ -34,8 +34,8 @@ from benchmarks.common.fake_ranks import Network, Step, simulate
 from benchmarks.common.report import RESULTS, Row, circumstances, plain_parser, positive, print_status, write_json
 from benchmarks.common.task import device
 from mmldlm.config import RunConfig
-from mmldlm.data.batch_schedule import TrainConfig
-from mmldlm.data.loader import assign_slots
+from mmldlm.data.batch_schedule import BatchSize, TrainConfig
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.exit_files import ProcessInfo
@@ -253,8 +253,8 @@ def host_costs() -> list[Row]:
         fingerprints = [fingerprint] * world
         processes, rank_times = Collectives(0, world), RankTimes(world)
         return {
-            "order and slots of a step": lambda: assign_slots(
-                order.take_with_lengths(next(positions), 8 * world)[1], 8, 0, world
+            "order and slots of a step": lambda: deal(
+                order.take_with_lengths(next(positions), 8 * world)[1], BatchSize(8 * world, 8), world, 1
             ),
             "batch sizes of a step": lambda: config.batch_at(1, world),
             "check of the batch sizes": lambda: config.check_batches(world),

@@ -5,13 +5,16 @@ Shape letters: B samples, N tokens of the unpadded micro-batch, M latent tokens 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+INDEX_TENSORS = ("sample_of_token", "position", "sample_of_latent", "joint_order", "joint_inverse", "joint_offsets")
 
 
 class LengthGroup(NamedTuple):
@@ -82,6 +85,18 @@ class PackedLayout:
         return sample, position
 
     @cached_property
+    def _host_joint_indices(self) -> tuple[Tensor, Tensor]:
+        """`joint_order` and `joint_inverse` on the host."""
+        m, sample = self.latent_tokens, self._host_indices[0]
+        # A sample's first latent follows the latents and the tokens of all samples before it.
+        starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0) + torch.arange(self.num_samples) * m
+        latents = (starts[:, None] + torch.arange(m)).flatten()
+        inverse = torch.cat([latents, torch.arange(self.num_tokens) + (sample + 1) * m])
+        order = torch.empty_like(inverse)
+        order[inverse] = torch.arange(len(inverse))
+        return order, inverse
+
+    @cached_property
     def sample_of_token(self) -> Tensor:
         """int64 [N]: the sample of each token."""
         return self._host_indices[0].to(self.device, non_blocking=True)
@@ -102,17 +117,12 @@ class PackedLayout:
     @cached_property
     def joint_order(self) -> Tensor:
         """int64 [B*M + N]: indices into cat(latents, tokens) that place each sample's latents before its tokens."""
-        order: list[Tensor] = []
-        start, latents = self.num_samples * self.latent_tokens, torch.arange(self.latent_tokens)
-        for sample, length in enumerate(self.lengths):
-            order += [latents + sample * self.latent_tokens, torch.arange(start, start + length)]
-            start += length
-        return torch.cat(order).to(self.device, non_blocking=True)
+        return self._host_joint_indices[0].to(self.device, non_blocking=True)
 
     @cached_property
     def joint_inverse(self) -> Tensor:
         """int64 [B*M + N]: the inverse permutation of `joint_order`."""
-        return torch.argsort(self.joint_order)
+        return self._host_joint_indices[1].to(self.device, non_blocking=True)
 
     @cached_property
     def joint_offsets(self) -> Tensor:
@@ -125,6 +135,16 @@ class PackedLayout:
         if torch.device(device) == self.device:
             return self
         return PackedLayout(self.lengths, self.latent_tokens, device)
+
+    def index_tensors(self) -> dict[str, Tensor]:
+        """Return all index tensors by the names of their properties."""
+        return {name: tensor for name in INDEX_TENSORS if (tensor := getattr(self, name)) is not None}
+
+    def with_index_tensors(self, tensors: Mapping[str, Tensor], device: torch.device) -> PackedLayout:
+        """Return the same layout with these index tensors, which are on `device`, instead of ones that it creates."""
+        layout = PackedLayout(self.lengths, self.latent_tokens, device)
+        vars(layout).update({name: tensors[name] for name in INDEX_TENSORS if name in tensors})
+        return layout
 
 
 @dataclass(frozen=True)
@@ -149,7 +169,3 @@ class Batch:
     def layout(self) -> PackedLayout:
         """Layout of the samples on the device of `tokens`."""
         return PackedLayout(self.lengths, self.latents.shape[1], self.tokens.device)
-
-    def pin_memory(self) -> Batch:
-        """Return the batch with tokens and latents in pinned memory."""
-        return replace(self, tokens=self.tokens.pin_memory(), latents=self.latents.pin_memory())

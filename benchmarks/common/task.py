@@ -21,10 +21,12 @@ import torch
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config
+from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.loader import assign_slots, collate
+from mmldlm.data.loader import collate
 from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import read_python_docs
 from mmldlm.data.sampler import SampleOrder
@@ -108,14 +110,14 @@ class Task:
 class Feed:
     """Micro-batches in turn, in place of the loader's.
 
-    On a CPU each is read from the store on request, like the loader's by default. On a GPU all are in page-locked
-    memory before the first step, like those of loader processes that keep up.
+    On a CPU each is read from the store on request, like the loader's by default. On a GPU all are in memory before the
+    first step, like those of loader processes that keep up.
     """
 
     def __init__(self, split: Split, rows: list[np.ndarray], device_type: str):
         self.split, self.rows = split, rows
         self.step = 0  # the number of the next step, which decides its micro-batch and its noise
-        self._ready = [] if device_type == "cpu" else [batch_of(split, samples).pin_memory() for samples in rows]
+        self._ready = [] if device_type == "cpu" else [batch_of(split, samples) for samples in rows]
 
     def batch(self) -> Batch:
         index = self.step % len(self.rows)
@@ -132,8 +134,9 @@ class Feed:
 
 def batch_of(split: Split, samples: np.ndarray) -> Batch:
     """Return the samples int64 [B] as the loader gives them to one process without accumulation."""
-    (slots,) = assign_slots(split.lengths[samples], len(samples), rank=0, world_size=1)
-    return collate(split, samples[slots], slots)
+    size = BatchSize(len(samples), len(samples))
+    (slots,) = deal(split.lengths[samples], size, 1, split.manifest.latent.tokens)
+    return collate(split, samples[slots[:, 0]], slots[:, 0])
 
 
 def typical_batches(order: SampleOrder, split: Split, size: int, count: int) -> list[np.ndarray]:

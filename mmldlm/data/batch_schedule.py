@@ -9,17 +9,27 @@ from typing import Literal
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import setting
 
+_Size = Literal["global_batch_size", "micro_batch_size", "micro_batch_tokens"]
+
 
 @dataclass(frozen=True)
 class BatchSize:
     """Batch sizes of one optimizer step."""
 
     global_batch_size: int  # samples over all ranks
-    micro_batch_size: int  # samples of one forward pass on one rank
+    micro_batch_size: int  # samples of one forward pass on one rank; with a token budget, at most
+    micro_batch_tokens: int = 0  # text and latent tokens of one forward pass on one rank, at most; 0: no such budget
 
     def accumulation(self, world_size: int) -> int:
-        """Return the number of micro-batches of the step on each rank."""
-        return self.global_batch_size // (self.micro_batch_size * world_size)
+        """Return the number of micro-batches of the step on each rank; with a token budget, at most."""
+        samples = 1 if self.micro_batch_tokens else self.micro_batch_size
+        return self.global_batch_size // (samples * world_size)
+
+    @property
+    def micro_batch(self) -> str:
+        """Size of a micro-batch for messages, such as "32 samples" or "up to 16,384 tokens"."""
+        tokens = self.micro_batch_tokens
+        return f"up to {tokens:,} tokens" if tokens else f"{self.micro_batch_size} samples"
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,19 @@ class TrainConfig:
     )
     micro_batch_size: int | None = setting(
         None,
-        "samples of one forward pass on one rank; null: no accumulation",
+        "samples of one forward pass on one rank, with micro_batch_tokens at most; null: no accumulation",
         at_least=1,
         advice="Not part of the method: as large as memory allows; the curve does not change",
     )
-    batch_schedule: dict[int, dict[Literal["global_batch_size", "micro_batch_size"], int]] = setting(
+    micro_batch_tokens: int = setting(
+        0,
+        "text and latent tokens of one forward pass on one rank: each is filled with as many of the step's samples as "
+        "these hold, whatever their lengths; a longer sample is alone. 0: by micro_batch_size alone",
+        at_least=0,
+        advice="On GPUs, which wait for the host below some 16,000 tokens; as large as memory allows. The curve does "
+        "not change",
+    )
+    batch_schedule: dict[int, dict[_Size, int]] = setting(
         factory=dict,
         doc="other batch sizes from the given optimizer steps on, counted from 0; sizes that are not named stay: "
         "{1000: {micro_batch_size: 4}, 5000: {global_batch_size: 256}}",
@@ -62,12 +80,11 @@ class TrainConfig:
             if step < 0:
                 raise ValueError(f"batch_schedule.{step}: expected an optimizer step, at least 0, found {step}")
             if not sizes:
-                raise ValueError(
-                    f"batch_schedule.{step}: expected global_batch_size or micro_batch_size, found neither"
-                )
+                raise ValueError(f"batch_schedule.{step}: expected a size, such as global_batch_size, found none")
             for name, size in sizes.items():
-                if size < 1:
-                    raise ValueError(f"batch_schedule.{step}.{name}: must be at least 1, found {size}")
+                at_least = 0 if name == "micro_batch_tokens" else 1
+                if size < at_least:
+                    raise ValueError(f"batch_schedule.{step}.{name}: must be at least {at_least}, found {size}")
 
     def is_due(self, done: int, every: int) -> bool:
         """Return whether something that happens every `every` steps and at the end is due after `done` steps.
@@ -78,7 +95,10 @@ class TrainConfig:
 
     def batch_stages(self, world_size: int) -> dict[int, BatchSize]:
         """Return the batch sizes by the optimizer step from which they apply, in order; the first is step 0."""
-        return {step: BatchSize(size, micro or max(1, size // world_size)) for step, size, micro in self._stages()}
+        return {
+            step: BatchSize(size, micro or max(1, size // world_size), tokens)
+            for step, size, micro, tokens in self._stages()
+        }
 
     def batch_at(self, step: int, world_size: int) -> BatchSize:
         """Return the batch sizes of optimizer step `step`, counted from 0."""
@@ -87,7 +107,7 @@ class TrainConfig:
 
     def samples_before(self, step: int) -> int:
         """Return the number of samples of all optimizer steps before `step`."""
-        stages = [(first, size) for first, size, _ in self._stages() if first < step]
+        stages = [(first, size) for first, size, *_ in self._stages() if first < step]
         # A stage ends where the next begins, the last one at `step`.
         stops = [*(first for first, _ in stages[1:]), step]
         return sum(size * (stop - first) for (first, size), stop in zip(stages, stops, strict=True))
@@ -98,8 +118,9 @@ class TrainConfig:
         Raises:
             ConfigError: A global batch is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
         """
-        for step, size, micro in self._stages():
-            # Without a micro-batch size one micro-batch per rank is the whole share, so only the ranks must divide.
+        for step, size, micro, tokens in self._stages():
+            # With a token budget, or one micro-batch per rank that is its whole share, only the ranks must divide.
+            micro = None if tokens else micro
             unit = (micro or 1) * world_size
             if size % unit:
                 key = (
@@ -112,10 +133,11 @@ class TrainConfig:
                     f"such as {nearest} or {nearest + unit}"
                 )
 
-    def _stages(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield (first step, global batch size, micro-batch size or None) of each stage."""
-        size, micro = self.global_batch_size, self.micro_batch_size
+    def _stages(self) -> Iterator[tuple[int, int, int | None, int]]:
+        """Yield (first step, global batch size, micro-batch size or None, token budget or 0) of each stage."""
+        size, micro, tokens = self.global_batch_size, self.micro_batch_size, self.micro_batch_tokens
         for step in sorted({0, *self.batch_schedule}):
             changes = self.batch_schedule.get(step, {})
             size, micro = changes.get("global_batch_size", size), changes.get("micro_batch_size", micro)
-            yield step, size, micro
+            tokens = changes.get("micro_batch_tokens", tokens)
+            yield step, size, micro, tokens

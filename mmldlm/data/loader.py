@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.dataset import Split
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.mixture import make_sample_order
 from mmldlm.data.sampler import MixedOrder, SampleOrder
 from mmldlm.data.store import Store
@@ -26,6 +27,7 @@ from mmldlm.errors import DataError
 from mmldlm.settings.fields import setting
 from mmldlm.utils.short_repr import display_name
 
+Corrupt = Callable[[int, int, Sequence[Batch]], list[Batch]]
 MAX_SCANNED_STEPS = 4096  # that are searched for the largest micro-batch
 
 
@@ -85,8 +87,8 @@ class Loader:
     """Micro-batches of one rank.
 
     The samples of a step are `order.take(position, G)`, and a sample's position in that array is its slot, for any
-    number of ranks and workers; each step advances the position by its own G. Slots are assigned to ranks in order of
-    length, so that all ranks get nearly the same number of tokens in every micro-batch, of samples of similar length.
+    number of ranks and workers; each step advances the position by its own G. `deal` assigns slots to ranks and
+    micro-batches by the lengths of all samples of the step, which every rank knows.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         device_type: str = "cpu",
+        corrupt: Corrupt | None = None,
     ):
         """Create a loader.
 
@@ -106,12 +109,14 @@ class Loader:
             store: The data; `split` names the split to read.
             config: The `data` section of the run config.
             seed: Key of the sample order.
-            batch_at: Returns the batch sizes of a step; each global batch must be a multiple of micro-batch size x
-                `world_size`. It is called ahead of the step, and may return other sizes from one call of `steps` to
-                the next.
+            batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts. It is called ahead
+                of the step, and may return other sizes from one call of `steps` to the next.
             rank: This process among all.
             world_size: Their number.
             device_type: Decides about the default number of workers and pinned memory.
+            corrupt: Returns a step's micro-batches in their corrupted form, given step and global batch size. It is
+                called where they are read, if that is in workers or if they go to a GPU; it is not in the main process
+                of a run on CPU, which has nothing to gain from it.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
@@ -120,7 +125,8 @@ class Loader:
         self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
         self._sampler = _StepSampler()
         self._check_files = store.check_files
-        self._dataset = _StepDataset(samples, self.order, rank, world_size)
+        in_loader = self.num_workers > 0 or device_type == "cuda"
+        self._dataset = _StepDataset(samples, self.order, rank, world_size, corrupt if in_loader else None)
         self._loader = DataLoader(
             self._dataset,
             sampler=self._sampler,
@@ -164,45 +170,51 @@ class Loader:
             yield step, batches
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
-        """Read the micro-batches of any rank of the step that begins at `position`, in this process.
+        """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted.
 
         Raises:
             DataError: A sample is malformed.
         """
-        batches = self._dataset.read(_StepRequest(position, size), rank)
+        batches = self._dataset.read(position, size, rank)
         if isinstance(batches, DataError):
             raise batches
         return batches
 
-    def tokens(self, position: int, size: BatchSize) -> np.ndarray:
-        """Return the token counts of all ranks' micro-batches of the step that begins at `position`.
+    def micro_batch_sizes(self, position: int, size: BatchSize) -> tuple[np.ndarray, np.ndarray]:
+        """Return how large all ranks' micro-batches are in the step that begins at `position`.
 
         Reads only lengths and needs no communication, since the sample order is known to every rank.
 
         Returns:
-            int64 [world_size, micro-batches].
+            Samples of each micro-batch, int64 [micro-batches], and tokens of its texts on each rank, int64
+            [world_size, micro-batches].
         """
         _, lengths = self.order.take_with_lengths(position, size.global_batch_size)
-        by_round = lengths[_rounds(lengths, self._dataset.world_size)]
-        # [micro-batches, rounds of one micro-batch, ranks], summed over the rounds.
-        return by_round.reshape(-1, size.micro_batch_size, self._dataset.world_size).sum(axis=1, dtype=np.int64).T
+        slots = self._dataset.deal(lengths, size)
+        tokens = [lengths[micro_batch].sum(axis=0, dtype=np.int64) for micro_batch in slots]
+        return np.array(list(map(len, slots))), np.stack(tokens, axis=1)
+
+    def total_tokens(self, position: int, size: BatchSize) -> np.ndarray:
+        """Return text and latent tokens of all ranks' micro-batches of a step, int64 [world_size * micro-batches]."""
+        samples, tokens = self.micro_batch_sizes(position, size)
+        return (tokens + samples * self._dataset.latent_tokens).flatten()
 
     def largest_step(self, stage: tuple[int, int], position: int, rank: int | None = None) -> int:
-        """Return the step of a stage that has the micro-batch with the most tokens, of `rank` or of any rank.
+        """Return the step of a stage that has the micro-batch with the most text and latent tokens, of any rank.
 
         The search ends after an epoch or after `MAX_SCANNED_STEPS` steps.
 
         Args:
             stage: First step, and the one after the last; all have the batch sizes of the first.
             position: Position of the stage's first sample in the sample order.
-            rank: The rank whose micro-batches count; by default those of all ranks.
+            rank: The rank whose micro-batches alone count; by default those of all ranks.
         """
         start, stop = stage
-        size = self.batch_at(start)
+        size, latent_tokens = self.batch_at(start), self._dataset.latent_tokens
 
         def tokens(step: int) -> int:
-            by_rank = self.tokens(position + (step - start) * size.global_batch_size, size)
-            return int((by_rank if rank is None else by_rank[rank]).max())
+            samples, by_rank = self.micro_batch_sizes(position + (step - start) * size.global_batch_size, size)
+            return int((samples * latent_tokens + (by_rank if rank is None else by_rank[rank])).max())
 
         epoch = -(-len(self.order) // size.global_batch_size)
         return max(range(start, min(stop, start + epoch, start + MAX_SCANNED_STEPS)), key=tokens)
@@ -233,29 +245,11 @@ def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
     )
 
 
-def assign_slots(lengths: np.ndarray, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """Return the slots of `rank`, given the lengths [G] of a global batch.
-
-    Samples sorted by length are distributed over the ranks in rounds, each round in the opposite direction of the
-    round before ("snake" order), so that no rank always gets the longest. Consecutive rounds form a micro-batch.
-
-    Returns:
-        int64 [micro-batches, micro_batch_size].
-    """
-    return np.ascontiguousarray(_rounds(lengths, world_size)[:, rank]).reshape(-1, micro_batch_size)
-
-
-def _rounds(lengths: np.ndarray, world_size: int) -> np.ndarray:
-    """Return the slot of each rank in each round of `assign_slots`, int64 [G / world_size, world_size]."""
-    rounds = np.argsort(lengths, kind="stable").reshape(-1, world_size)
-    rounds[1::2] = rounds[1::2, ::-1]
-    return rounds
-
-
 @dataclass(frozen=True)
 class _StepRequest:
     """Values that a worker needs to load a step."""
 
+    step: int
     position: int  # of the step's first sample in the order
     size: BatchSize
 
@@ -266,22 +260,32 @@ class _StepDataset(Dataset):
     A `DataError` is returned instead of raised: torch would wrap it in a traceback.
     """
 
-    def __init__(self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int):
-        self.split, self.order = split, order
+    def __init__(
+        self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int, corrupt: Corrupt | None
+    ):
+        self.split, self.order, self.corrupt = split, order, corrupt
         self.rank, self.world_size = rank, world_size
+        self.latent_tokens = split.manifest.latent.tokens
 
-    def __getitem__(self, step: _StepRequest) -> list[Batch] | DataError:
-        return self.read(step, self.rank)
+    def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
+        batches = self.read(request.position, request.size, self.rank)
+        if self.corrupt is None or isinstance(batches, DataError):
+            return batches
+        return self.corrupt(request.step, request.size.global_batch_size, batches)
 
-    def read(self, step: _StepRequest, rank: int) -> list[Batch] | DataError:
+    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch] | DataError:
         try:
-            samples, lengths = self.order.take_with_lengths(step.position, step.size.global_batch_size)
-            slots = assign_slots(lengths, step.size.micro_batch_size, rank, self.world_size)
+            samples, lengths = self.order.take_with_lengths(position, size.global_batch_size)
+            slots = [np.ascontiguousarray(micro_batch[:, rank]) for micro_batch in self.deal(lengths, size)]
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
             return error
         except OSError as error:
             return DataError(f"{error.filename or 'the data'}: cannot be read: {error}")
+
+    def deal(self, lengths: np.ndarray, size: BatchSize) -> list[np.ndarray]:
+        """Return the slots of all ranks' samples in each micro-batch, see `deal`."""
+        return deal(lengths, size, self.world_size, self.latent_tokens)
 
 
 class _StepSampler:
@@ -295,7 +299,7 @@ class _StepSampler:
         for step in self.steps:
             # Workers do not see later changes of `batch_at`, so the sizes travel with the request.
             size = self.batch_at(step)
-            yield _StepRequest(position, size)
+            yield _StepRequest(step, position, size)
             position += size.global_batch_size
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.diffusion.schedule import UNIFORM, LogLinear, TimeSampler, stratified_times
-from mmldlm.utils.random_stream import random_stream
+from mmldlm.utils.random_stream import random_stream, random_streams
 
 Mode = Literal["l2t", "t2l", "joint"]
 MODES: tuple[Mode, ...] = ("l2t", "t2l", "joint")
@@ -135,12 +135,15 @@ def draw_noise(
 
 def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Draw token uniforms [N] and latent noise [B, M, C] from each sample's stream, whatever else is in the batch."""
-    uniforms, epsilon = [], []
-    for slot, length in zip(batch.slots.tolist(), batch.lengths, strict=True):
-        generator = random_stream(seed, purpose=1, step=step, slot=slot)
-        epsilon.append(generator.standard_normal(batch.latents.shape[1:], dtype=np.float32))
-        uniforms.append(generator.random(length, dtype=np.float32))
-    return torch.from_numpy(np.concatenate(uniforms)), torch.from_numpy(np.stack(epsilon))
+    uniforms = np.empty(sum(batch.lengths), np.float32)
+    epsilon = np.empty(tuple(batch.latents.shape), np.float32)
+    start = 0
+    streams = random_streams(seed, purpose=1, step=step, slots=batch.slots.tolist())
+    for sample, (stream, length) in enumerate(zip(streams, batch.lengths, strict=True)):
+        stream.standard_normal(dtype=np.float32, out=epsilon[sample])
+        stream.random(dtype=np.float32, out=uniforms[start : start + length])
+        start += length
+    return torch.from_numpy(uniforms), torch.from_numpy(epsilon)
 
 
 class SampleStreams:

@@ -11,7 +11,7 @@ C latent channels, S sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ from mmldlm.diffusion.loss_stats import LossStats
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.settings.fields import require_effect, setting
+from mmldlm.utils.packed_tensors import PackedTensors
 
 Network = Callable[..., tuple[Tensor, ...]]
 
@@ -108,6 +109,8 @@ class NoisedBatch:
     length_target: Tensor  # int64 [B]: length - 1
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
     sample_ids: Tensor  # int64 [B] on the host: index of each sample in its split
+    # All tensors and those of the layout, if they are views of one buffer; a copy by `replace` does not have it.
+    packed: PackedTensors | None = field(default=None, init=False, repr=False)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
@@ -122,14 +125,36 @@ class NoisedBatch:
             self.targets,
         )
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name, those of the layout included."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return {**own, **self.layout.index_tensors()}
+
+    @classmethod
+    def from_packed(cls, packed: PackedTensors, lengths: tuple[int, ...], latent_tokens: int) -> NoisedBatch:
+        """Return the batch whose `tensors` are in `packed`; its layout has these lengths."""
+        tensors, device = packed.tensors(), packed.buffer.device
+        layout = PackedLayout(lengths, latent_tokens).with_index_tensors(tensors, device)
+        own = {each.name: tensors.get(each.name) for each in fields(cls) if each.init and each.name != "layout"}
+        batch = cls(layout=layout, **own)  # type: ignore[arg-type]
+        object.__setattr__(batch, "packed", packed)
+        return batch
+
+    def pin_memory(self) -> NoisedBatch:
+        """Return the batch in pinned memory, in one buffer."""
+        packed = self.packed or PackedTensors.pack(self.tensors())
+        return self.from_packed(packed.pin_memory(), self.layout.lengths, self.layout.latent_tokens)
+
     def to(self, device: torch.device | str) -> NoisedBatch:
-        """Return the batch on `device`, except for what stays on the host; copies from pinned memory do not block."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name not in ("counts", "sample_ids")
-        }
-        return replace(self, layout=self.layout.to(device), **moved)
+        """Return the batch on `device` by a single copy, except for what stays on the host.
+
+        The copy from pinned memory does not block.
+        """
+        if torch.device(device) == self.layout.device:
+            return self
+        packed = self.packed or PackedTensors.pack(self.tensors())
+        moved = self.from_packed(packed.to(device), self.layout.lengths, self.layout.latent_tokens)
+        return replace(moved, counts=self.counts, sample_ids=self.sample_ids)
 
 
 class Objective:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,6 +22,7 @@ from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
 from mmldlm.utils.meta_device import materialize
+from mmldlm.utils.packed_tensors import PackedTensors
 
 
 def set_matmul_precision(config: RunConfig) -> None:
@@ -88,13 +90,56 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
     )
 
 
+@dataclass(frozen=True)
+class CorruptedBatch(Batch):
+    """A micro-batch that the loader has corrupted already, for `step`."""
+
+    step: int
+    noised: NoisedBatch
+
+    def pin_memory(self) -> CorruptedBatch:
+        """Return the micro-batch with its corrupted form, which goes to the device, in pinned memory."""
+        return replace(self, noised=self.noised.pin_memory())
+
+    def __reduce__(self) -> Any:
+        # One buffer: each tensor that a worker sends takes a file descriptor and a connection.
+        own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
+        packed = PackedTensors.pack({**own, **self.noised.tensors()})
+        return _received, (packed, self.lengths, self.step)
+
+
+def _received(packed: PackedTensors, lengths: tuple[int, ...], step: int) -> CorruptedBatch:
+    """Return the micro-batch that a worker has sent."""
+    tensors = packed.tensors()
+    latents = tensors["batch.latents"]
+    noised = NoisedBatch.from_packed(packed, lengths, latents.shape[1])
+    own = tensors["batch.tokens"], latents, lengths, noised.sample_ids, tensors["batch.slots"]
+    return CorruptedBatch(*own, step, noised)
+
+
 def corrupt_step(
     config: RunConfig, objective: Objective, step: int, global_batch_size: int, micro_batches: Sequence[Batch]
 ) -> list[NoisedBatch]:
-    """Noise the micro-batches of an optimizer step, on the host; the noise is a function of (seed, step, slot)."""
+    """Noise the micro-batches of an optimizer step, on the host; the noise is a function of (seed, step, slot).
+
+    What the loader has corrupted for this step is taken as it is.
+    """
     weights = mode_weights_at(step, config.mode, config.mode_schedule)
     samplers = config.text.sampler, config.latent.sampler
     return [
-        objective.corrupt(batch, draw_noise(batch, config.run.seed, step, global_batch_size, weights, *samplers))
+        batch.noised
+        if isinstance(batch, CorruptedBatch) and batch.step == step
+        else objective.corrupt(batch, draw_noise(batch, config.run.seed, step, global_batch_size, weights, *samplers))
         for batch in micro_batches
+    ]
+
+
+def corrupt_in_loader(
+    config: RunConfig, objective: Objective, step: int, global_batch_size: int, micro_batches: Sequence[Batch]
+) -> list[Batch]:
+    """Return the micro-batches of an optimizer step with their corrupted forms, see `Loader`."""
+    noised = corrupt_step(config, objective, step, global_batch_size, micro_batches)
+    return [
+        CorruptedBatch(batch.tokens, batch.latents, batch.lengths, batch.sample_ids, batch.slots, step, each)
+        for batch, each in zip(micro_batches, noised, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Micro-batches that fit into memory: sizes beyond the largest so far are assessed, and halved if they do not fit.
+"""Micro-batches that fit into memory: sizes beyond the largest so far are assessed, and lowered if they do not fit.
 
 A rank that runs out of memory within a step would leave the others waiting in a collective. So before a step, each rank
 whose largest micro-batch exceeds all previous ones tries it locally, and then all ranks agree. The sample order tells
@@ -11,6 +11,7 @@ estimate for the largest micro-batch to come, see `memory_plan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -43,6 +44,14 @@ def cap_micro_batch(size: BatchSize, limit: int, world_size: int) -> BatchSize:
     samples = size.global_batch_size // world_size
     largest = min(limit, size.micro_batch_size)
     return BatchSize(size.global_batch_size, next(micro for micro in range(largest, 0, -1) if samples % micro == 0))
+
+
+class _Largest(NamedTuple):
+    """The largest micro-batch of each rank in a step, int64 [world_size] each."""
+
+    samples: np.ndarray
+    tokens: np.ndarray  # of their texts
+    sizes: np.ndarray  # text and latent tokens, with whose number memory grows
 
 
 class _Fit(NamedTuple):
@@ -88,8 +97,12 @@ class AutoMicroBatch:
 
     def batch_at(self, step: int) -> BatchSize:
         """Return the batch sizes of optimizer step `step` under the present limit."""
-        size, limit = self.config.train.batch_at(step, self.engine.world_size), self.state.micro_batch_limit
-        return size if limit is None else cap_micro_batch(size, limit, self.engine.world_size)
+        size, world_size = self.config.train.batch_at(step, self.engine.world_size), self.engine.world_size
+        if size.micro_batch_tokens:
+            budget = min(size.micro_batch_tokens, self.state.micro_batch_token_limit or size.micro_batch_tokens)
+            return replace(size, micro_batch_tokens=budget)
+        limit = self.state.micro_batch_limit
+        return size if limit is None else cap_micro_batch(size, limit, world_size)
 
     def plan(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Lower the micro-batch size to what fits by the estimates for all remaining steps (collective).
@@ -111,18 +124,22 @@ class AutoMicroBatch:
             while results is None or change is not None:
                 size = self.batch_at(start)
                 step = self.loader.largest_step((start, stop), position)
-                samples = position + (step - start) * size.global_batch_size
-                tokens = self.loader.tokens(samples, size)
+                by_rank = self._largest(position + (step - start) * size.global_batch_size, size)
                 # All ranks plan for the largest of all, since in a verified step they compute those of one another.
-                largest = np.full(len(tokens), tokens.max())
-                results = self._assess(size, largest)
-                change = self._halve(size, largest, results)
+                samples, tokens, total = (values[by_rank.sizes.argmax()] for values in by_rank)
+                if samples > 1 and total * 2 > size.micro_batch_tokens > total:
+                    # Another epoch may fill the budget, which bounds all steps.
+                    samples, tokens = (value * size.micro_batch_tokens // total for value in (samples, tokens))
+                    total = size.micro_batch_tokens
+                largest = _Largest(*(np.full_like(by_rank.sizes, value) for value in (samples, tokens, total)))
+                results = self._assess(largest, size.accumulation(self.engine.world_size) > 1)
+                change = self._lower(size, largest, results)
                 changes += [] if change is None else [change]
             if results:
                 rank, tightest = min(enumerate(results), key=lambda item: item[1].usable_mib)
                 notes.append(
-                    f"micro-batches of {size.micro_batch_size} samples from step {start} on: by an estimate, a step "
-                    f"takes {tightest.needed_mib:,} MiB of {tightest.usable_mib:,} MiB that rank {rank} may use"
+                    f"micro-batches of {size.micro_batch} from step {start} on: by an estimate, a step takes "
+                    f"{tightest.needed_mib:,} MiB of {tightest.usable_mib:,} MiB that rank {rank} may use"
                 )
             position += (stop - start) * size.global_batch_size
         return changes, notes
@@ -137,58 +154,72 @@ class AutoMicroBatch:
             ConfigError: A single sample does not fit.
         """
         size = self.batch_at(step)
-        tokens = self.loader.tokens(self.state.samples_drawn, size)
-        assert [batch.layout.num_tokens for batch in micro_batches] == tokens[self.engine.rank].tolist()
-        largest = tokens.max(axis=1)
-        return self._halve(size, largest, self._assess(size, largest, micro_batches))
+        largest = self._largest(self.state.samples_drawn, size)
+        assert max(map(self._size_of, micro_batches)) == largest.sizes[self.engine.rank]
+        return self._lower(size, largest, self._assess(largest, len(micro_batches) > 1, micro_batches))
 
-    def _assess(self, size: BatchSize, tokens: np.ndarray, micro_batches: Sequence[Batch] = ()) -> list[_Fit]:
+    def _largest(self, position: int, size: BatchSize) -> _Largest:
+        """Return the largest micro-batches of the step that begins at `position`."""
+        samples, tokens = self.loader.micro_batch_sizes(position, size)
+        sizes = tokens + samples * self.manifest.latent.tokens
+        largest, ranks = sizes.argmax(axis=1), np.arange(len(sizes))
+        return _Largest(samples[largest], tokens[ranks, largest], sizes[ranks, largest])
+
+    def _size_of(self, batch: Batch) -> int:
+        return batch.layout.num_tokens + batch.layout.num_samples * self.manifest.latent.tokens
+
+    def _assess(self, largest: _Largest, accumulating: bool, micro_batches: Sequence[Batch] = ()) -> list[_Fit]:
         """Return whether each rank's largest micro-batch fits (collective); nothing if all have been assessed before.
 
         Args:
-            size: Batch sizes of the step.
-            tokens: Tokens of the largest micro-batch of each rank, int64 [world_size].
+            largest: The largest micro-batch of each rank.
+            accumulating: Whether it may have to fit beside the gradients of another one.
             micro_batches: Those of this rank, which are tried unless the engine has to plan.
         """
         engine = self.engine
-        accumulating = size.accumulation(engine.world_size) > 1
-        # Memory grows with the number of tokens and latent tokens.
-        sizes = tokens + size.micro_batch_size * self.manifest.latent.tokens
-        new = sizes > self._proven[accumulating]
+        new = largest.sizes > self._proven[accumulating]
         # The same on every rank, which computes the sizes of all: they all return here or none does.
         if not new.any():
             return []
         if engine.shards_parameters:
-            result = self._estimate(size.micro_batch_size, int(tokens[engine.rank]), accumulating)
+            samples, tokens = int(largest.samples[engine.rank]), int(largest.tokens[engine.rank])
+            result = self._estimate(samples, tokens, accumulating)
         else:
-            largest = max(micro_batches, key=lambda batch: batch.layout.num_tokens)
-            fits = not new[engine.rank] or self._try_in_memory(largest, accumulating)
+            batch = max(micro_batches, key=self._size_of)
+            fits = not new[engine.rank] or self._try_in_memory(batch, accumulating)
             # The first step allocates the optimizer's state: a size that fits before it may not fit after it.
             result = _Fit(fits, holds=bool(engine.unwrapped_optimizer.state))
         results = [_Fit(*values) for values in engine.gather(result, "gather of what fits into memory")]
         proven = [result.fits and result.holds for result in results]
         # What fits next to gradients also fits without them.
         for with_grads in {False, accumulating}:
-            np.maximum(self._proven[with_grads], sizes, out=self._proven[with_grads], where=proven)
+            np.maximum(self._proven[with_grads], largest.sizes, out=self._proven[with_grads], where=proven)
         return results
 
-    def _halve(self, size: BatchSize, tokens: np.ndarray, results: Sequence[_Fit]) -> dict[str, Any] | None:
-        """Halve the micro-batch of `size` and return the values to log; None if it fits on all ranks."""
+    def _lower(self, size: BatchSize, largest: _Largest, results: Sequence[_Fit]) -> dict[str, Any] | None:
+        """Lower the limit below the micro-batch that does not fit and return the values to log; None if all fit.
+
+        Samples are halved, tokens of a budget reduced by a quarter.
+        """
         rank, result = min(enumerate(results), key=lambda item: item[1].fits, default=(0, _Fit(True)))
         if result.fits:
             return None
         estimate = {"needed_mib": result.needed_mib, "usable_mib": result.usable_mib} if result.needed_mib else {}
-        smaller = halve_micro_batch(size, self.engine.world_size)
-        if not smaller:
+        tokens, budget = int(largest.tokens[rank]), size.micro_batch_tokens
+        if largest.samples[rank] == 1:
             figures = f" ({result.needed_mib:,} of {result.usable_mib:,} MiB by the estimate)" if estimate else ""
+            key = "micro_batch_tokens: a micro-batch has a sample" if budget else "micro_batch_size: 1 is the minimum"
             raise ConfigError(
-                f"train.micro_batch_size: 1 is the minimum, and a sample of {tokens[rank]} tokens does not fit into "
-                f"the memory of rank {rank}{figures}; try memory.activation_checkpointing=full, precision=bf16, "
-                "shorter samples, or an engine that shards weights (fsdp2, zero3) or offloads them (zero3_offload)"
+                f"train.{key}, and a sample of {tokens} tokens does not fit into the memory of rank {rank}{figures}; "
+                "try memory.activation_checkpointing=full, precision=bf16, shorter samples, or an engine that shards "
+                "weights (fsdp2, zero3) or offloads them (zero3_offload)"
             )
-        self.state.micro_batch_limit = smaller
-        before = size.micro_batch_size
-        return {"micro_batch_size": smaller, "before": before, "rank": rank, "tokens": int(tokens[rank]), **estimate}
+        values = {"rank": rank, "tokens": tokens, **estimate}
+        if budget:
+            smaller = self.state.micro_batch_token_limit = int(largest.sizes[rank]) * 3 // 4
+            return {"micro_batch_tokens": smaller, "before": budget, **values}
+        smaller = self.state.micro_batch_limit = halve_micro_batch(size, self.engine.world_size)
+        return {"micro_batch_size": smaller, "before": size.micro_batch_size, **values}
 
     def _estimate(self, samples: int, tokens: int, accumulating: bool) -> _Fit:
         """Return whether a micro-batch fits by the estimate, also in steps before the optimizer has its state."""

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 import torch
 
 from mmldlm.config import RunConfig, resolve_precision
@@ -41,6 +42,9 @@ from mmldlm.trainer.setup import requested_features
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20
 MAX_ROW_CHUNKS = 16  # of element-wise operations on a CPU: more only cost time, and the memory of one is small
+SIZED_STEPS = 64  # of a stage whose micro-batches are measured
+GPU_TOKENS = 16_384  # of a micro-batch, below which a GPU of the present waits for the host
+GPU_BUDGET = 32_768  # of train.micro_batch_tokens, which the dry run then advises
 MAX_ROW_STEPS = 256  # steps of a stage whose row counts are collected for the estimate of kernels
 KIND_LABELS: dict[Kind, str] = {
     "weights": "weights",
@@ -61,7 +65,7 @@ class Estimate:
     trained_shapes: Sequence[tuple[int, ...]]  # of the trained parameters
     tokens_per_step: float  # mean over the run
     flops_per_step: float  # of matrix products, forward and backward, over all ranks; mean over the run
-    batches: dict[int, BatchSize]  # by the first step with this size
+    batches: dict[int, BatchSize]  # by the first step with this size, as are the next two
     world_size: int
     activations_mib: float  # their peak in forward and backward, for the largest micro-batch that was tried
     peak_mib: Mapping[Kind, float] = field(default_factory=dict)  # by kind, at the peak of their sum
@@ -70,6 +74,9 @@ class Estimate:
     one_moment: int = 0  # trained parameters with one moment instead of two (Muon's)
     ema: bool = False  # whether the run keeps an EMA of the trained weights
     kernels_mib: float = 0.0  # of kernels that oneDNN compiles for half precision on a CPU
+    # Text and latent tokens of the micro-batches of all ranks, and what they would be under a budget of GPU_BUDGET.
+    micro_batches: Mapping[int, np.ndarray] = field(default_factory=dict)
+    advised: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def trainable(self) -> int:
@@ -132,6 +139,8 @@ def estimate(
     if any(stop - start > steps_per_stage for start, stop in stages):  # otherwise all steps are tried, the first as is
         tracker.init_moments(optimizer)
     flops, samples = 0.0, 0
+    micro_batches: dict[int, np.ndarray] = {}
+    advised: dict[int, np.ndarray] = {}
     kernels = KernelCache(device, config.precision)
     for start, stop in stages:
         noised_at = partial(_noised, config, loader, objective, (start, samples))
@@ -149,6 +158,16 @@ def estimate(
         # Steps that are not tried, whose row counts nevertheless need kernels.
         others = range(start + tried, min(stop, start + MAX_ROW_STEPS))
         kernels.add_expected(rows for step in others for rows in _row_counts(noised_at(step)))
+        if start in batches:
+            size = batches[start]
+            filled = BatchSize(size.global_batch_size, size.global_batch_size // world_size, GPU_BUDGET)
+            sized = min(SIZED_STEPS, stop - start)
+            micro_batches[start], advised[start] = (
+                np.concatenate(
+                    [loader.total_tokens(samples + step * each.global_batch_size, each) for step in range(sized)]
+                )
+                for each in (size, filled)
+            )
         # The position of the next stage in the sample order.
         samples += loader.batch_at(start).global_batch_size * (stop - start)
     return Estimate(
@@ -165,6 +184,8 @@ def estimate(
         one_moment=one_moment,
         ema=config.ema.decay > 0,
         kernels_mib=kernels.mib(tracker.costs.products),
+        micro_batches=micro_batches,
+        advised=advised,
     )
 
 
@@ -212,9 +233,15 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
     for step, size in costs.batches.items():
         print(
             f"{f'  from step {step}' if step else 'global batch':<20} {size.global_batch_size} samples = "
-            f"{costs.world_size} processes x {size.micro_batch_size} samples x "
-            f"{size.accumulation(costs.world_size)} micro-batches"
+            f"{costs.world_size} processes x "
+            + (
+                f"micro-batches of {size.micro_batch}"
+                if size.micro_batch_tokens
+                else f"{size.micro_batch} x {size.accumulation(costs.world_size)} micro-batches"
+            )
         )
+        for line in micro_batch_lines(costs, step):
+            print(line)
     print(f"tokens per step      {costs.tokens_per_step:,.0f} on average, no padding")
     print(
         f"FLOPs per step       {costs.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputation, backward)"
@@ -238,6 +265,23 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
                 continue
             device, host = state_mib(engine, costs, config.precision, replicas)
             print(f"    {engine:<15} {device:>12,.0f} {host:>12,.0f}")
+
+
+def micro_batch_lines(costs: Estimate, start: int) -> list[str]:
+    """Return lines about the micro-batches of the stage from step `start` on; none for one beyond the run's end."""
+    if start not in costs.micro_batches:
+        return []
+    tokens, filled = costs.micro_batches[start], costs.advised[start]
+    lines = [
+        f"  a micro-batch      {tokens.mean():,.0f} text and latent tokens on average, {np.quantile(tokens, 0.1):,.0f} "
+        "or fewer in a tenth of them"
+    ]
+    if tokens.mean() < GPU_TOKENS and len(filled) < len(tokens):
+        lines.append(
+            f"  on a GPU           train.micro_batch_tokens={GPU_BUDGET} makes it {filled.mean():,.0f}, if memory "
+            f"suffices: below some {GPU_TOKENS:,} a GPU waits for the host"
+        )
+    return lines
 
 
 def state_mib(engine: str, costs: Estimate, precision: str, replicas: int = 1) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.run.factory import build_meta_model, build_objective
+from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader
 from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.checkpointer import check_resume
 
@@ -65,7 +65,9 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
     micro-batches later, yields at least two.
     """
     size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
-    if config.train.auto_micro_batch and size.accumulation(world_size) == 1:
+    if size.micro_batch_tokens:
+        size = BatchSize(size.global_batch_size, 1)  # as many micro-batches as a budget may lead to
+    elif config.train.auto_micro_batch and size.accumulation(world_size) == 1:
         size = BatchSize(size.global_batch_size, halve_micro_batch(size, world_size) or 1)
     return StepPlan(
         micro_batch_size=size.micro_batch_size,
@@ -106,12 +108,13 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         store = open_data(config.data.location)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, engine)
     validation, device_type = store.split("validation"), engine.device.type
+    objective = build_objective(config, store.manifest)
     model = build_meta_model(config, store.manifest, device_type)
     compiled = compile_regions(model, config.compile, engine.device)
     return Components(
         store=store,
-        loader=_loader(config, engine, store),
-        objective=build_objective(config, store.manifest),
+        loader=_loader(config, engine, store, objective),
+        objective=objective,
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
@@ -124,10 +127,11 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     )
 
 
-def _loader(config: RunConfig, engine: Engine, store: Store) -> Loader:
+def _loader(config: RunConfig, engine: Engine, store: Store, objective: Objective) -> Loader:
     batch_at = partial(config.train.batch_at, world_size=engine.world_size)
     rank, world_size, device_type = engine.rank, engine.world_size, engine.device.type
-    return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type)
+    corrupt = partial(corrupt_in_loader, config, objective)
+    return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type, corrupt)
 
 
 def with_latent_stats(latents: LatentInfo, components: Components, config: RunConfig, engine: Engine) -> Components:
@@ -135,5 +139,5 @@ def with_latent_stats(latents: LatentInfo, components: Components, config: RunCo
     if latents == components.store.manifest.latent:
         return components
     store = components.store.with_manifest(replace(components.store.manifest, latent=latents))
-    loader, objective = _loader(config, engine, store), build_objective(config, store.manifest)
-    return replace(components, store=store, loader=loader, objective=objective)
+    objective = build_objective(config, store.manifest)
+    return replace(components, store=store, loader=_loader(config, engine, store, objective), objective=objective)

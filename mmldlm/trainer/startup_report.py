@@ -136,9 +136,12 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     processes += f", {report['sharding']}" if report["sharding"] else ""
 
     def batch(sizes: Mapping[str, Any]) -> str:
-        factors = (report["world_size"], sizes["micro_batch_size"], sizes["accumulation"])
-        return f"{sizes['global_batch_size']} samples = {' x '.join(map(str, factors))}"
+        whole, processes, tokens = sizes["global_batch_size"], report["world_size"], sizes["micro_batch_tokens"]
+        if tokens:
+            return f"{whole} samples = {processes} processes x micro-batches of up to {tokens:,} tokens"
+        return f"{whole} samples = {processes} x {sizes['micro_batch_size']} x {sizes['accumulation']}"
 
+    factors = "" if report["micro_batch_tokens"] else " (processes x micro-batch x accumulation)"
     lines = [
         f"engine       {report['engine']}, {processes} on {', '.join(hosts)} ({', '.join(devices)}), "
         f"started by {report['launcher']}",
@@ -147,7 +150,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f"{report['precision']}, attention {report['attention']}, "
         f"activation checkpointing {report['activation_checkpointing']}",
         *([f"compile      {report['compile']}"] if report["compile"] != "none" else []),
-        f"batch        {batch(report)} (processes x micro-batch x accumulation)",
+        f"batch        {batch(report)}{factors}",
         *(
             f"             {batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
             for step, sizes in report["batch_schedule"].items()

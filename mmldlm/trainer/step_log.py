@@ -173,7 +173,7 @@ class StepLog:
             **memory_metrics(),
         }
         if train.batch_schedule or train.auto_micro_batch:
-            values |= {f"data/{name}": size for name, size in batch_sizes.items()}
+            values |= {f"data/{name}": size for name, size in batch_sizes.items() if size}
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)
         self.tracker.train(self.state.step, values)

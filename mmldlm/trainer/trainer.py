@@ -155,13 +155,17 @@ class Trainer:
     def _create_auto_micro_batch(self) -> tuple[AutoMicroBatch | None, list[str]]:
         """Create `AutoMicroBatch`, or clear its state without `train.auto_micro_batch`; return notes for the user."""
         if not self.config.train.auto_micro_batch:
-            self.state.micro_batch_limit = None
+            self.state.micro_batch_limit = self.state.micro_batch_token_limit = None
             return None, []
-        components, limit = self.components, self.state.micro_batch_limit
+        components, state = self.components, self.state
         manifest, loader = components.store.manifest, components.loader
         auto = AutoMicroBatch(self.config, manifest, self.state, components.objective, self.engine, loader)
-        note = f"micro-batches of at most {limit}, since larger ones did not fit into memory"
-        return auto, [] if limit is None else [note]
+        limits = {"samples": state.micro_batch_limit, "tokens": state.micro_batch_token_limit}
+        return auto, [
+            f"micro-batches of at most {limit} {unit}, since larger ones did not fit into memory"
+            for unit, limit in limits.items()
+            if limit is not None
+        ]
 
     def _start(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
         """Open everything that a step needs, and write and print the start-up report."""

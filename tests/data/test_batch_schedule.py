@@ -66,10 +66,10 @@ def test_stages_and_null() -> None:
     ("schedule", "complaint"),
     [
         ("{-5: {micro_batch_size: 4}}", "batch_schedule.-5: expected an optimizer step, at least 0, found -5"),
-        ("{5: {}}", "batch_schedule.5: expected global_batch_size or micro_batch_size, found neither"),
+        ("{5: {}}", "batch_schedule.5: expected a size, such as global_batch_size, found none"),
         ("{5: {micro_batch_size: 0}}", "batch_schedule.5.micro_batch_size: must be at least 1, found 0"),
         ("{5: {global_batch_size: -8}}", "batch_schedule.5.global_batch_size: must be at least 1, found -8"),
-        ("{5: {micro_batch: 4}}", "batch_schedule.5.micro_batch: expected 'global_batch_size' or 'micro_batch_size'"),
+        ("{5: {micro_batch: 4}}", "batch_schedule.5.micro_batch: expected 'global_batch_size', 'micro_batch_size'"),
         ("{5: {micro_batch_size: many}}", "batch_schedule.5.micro_batch_size: expected whole number, found 'many'"),
         ("{5: 16}", "batch_schedule.5: expected map, found 16"),
         ("{soon: {micro_batch_size: 4}}", "batch_schedule.soon: expected whole number, found 'soon'"),

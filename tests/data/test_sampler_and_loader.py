@@ -12,7 +12,8 @@ import torch
 
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import DataConfig, Loader, assign_slots, fixed_batches
+from mmldlm.data.loader import DataConfig, Loader, fixed_batches
+from mmldlm.data.micro_batches import deal
 from mmldlm.data.sampler import SampleOrder, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
@@ -106,14 +107,16 @@ def test_every_world_size_reads_the_same_global_batches(store: Store) -> None:
 
 def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 512)
-    counts = np.stack([lengths[assign_slots(lengths, 16, rank, 8)].sum(axis=1) for rank in range(8)])
-    assert (np.ptp(counts, axis=0) <= 0.03 * counts.max(axis=0)).all()
+    counts = np.stack([lengths[slots].sum(axis=0) for slots in deal(lengths, BatchSize(512, 16), 8, 1)])
+    assert counts.shape == (4, 8) and (np.ptp(counts, axis=1) <= 0.03 * counts.max(axis=1)).all()
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (4, 8), (8, 1)])
 def test_token_counts_of_all_ranks_are_known(store: Store, world: int, micro: int) -> None:
     for step in (0, 5):
-        result = loader(store, 32, micro, 0, world).tokens(step * 32, BatchSize(32, micro)).tolist()
+        sizes = loader(store, 32, micro, 0, world).micro_batch_sizes(step * 32, BatchSize(32, micro))
+        samples, result = (values.tolist() for values in sizes)
+        assert samples == [micro] * (32 // (micro * world))
         for rank in range(world):
             ((_, batches),) = loader(store, 32, micro, rank, world).steps(step, step + 1)
             assert result[rank] == [len(batch.tokens) for batch in batches]

@@ -126,6 +126,19 @@ def test_joint_order_keeps_samples_together() -> None:
 
 
 @pytest.mark.quick
+@latent_tokens
+def test_joint_indices_of_any_lengths(latent_tokens: int) -> None:
+    lengths = tuple(torch.randint(1, 40, (50,), generator=torch.Generator().manual_seed(0)).tolist())
+    layout = PackedLayout(lengths, latent_tokens)
+    expected, start = [], 50 * latent_tokens
+    for sample, length in enumerate(lengths):
+        expected += [*range(sample * latent_tokens, (sample + 1) * latent_tokens), *range(start, start + length)]
+        start += length
+    assert layout.joint_order.tolist() == expected
+    assert layout.joint_inverse[layout.joint_order].tolist() == list(range(start))
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "precision", "head_width", "capability", "expected"),
     [

@@ -62,11 +62,17 @@ def test_missing_compiler_is_reported(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "checkpointing", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("selective", "full"))]
+    "setting",
+    [
+        "memory.activation_checkpointing=none",
+        pytest.param("memory.activation_checkpointing=selective", marks=pytest.mark.slow),
+        pytest.param("memory.activation_checkpointing=full", marks=pytest.mark.slow),
+        pytest.param("train.micro_batch_tokens=100", marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_curve_is_equal_without_recompilation(tiny_config: Path, tmp_path: Path, checkpointing: str) -> None:
-    """Samples of 4 to 32 tokens: each step has other shapes, validation included."""
-    given = [f"memory.activation_checkpointing={checkpointing}", "train.steps=12", "validation.every=6"]
+def test_compiled_curve_is_equal_without_recompilation(tiny_config: Path, tmp_path: Path, setting: str) -> None:
+    """Samples of 4 to 32 tokens: each step has other shapes, validation included, and with a budget other samples."""
+    given = [setting, "train.steps=12", "validation.every=6"]
     assert train.main([str(tiny_config), *given]) == 0
     shutil.move(tmp_path / "run", tmp_path / "plain")
     torch._dynamo.reset()
@@ -75,7 +81,7 @@ def test_compiled_curve_is_equal_without_recompilation(tiny_config: Path, tmp_pa
         assert run.components.compiled == "regional, mode default"
         shapes = set()
         for step, batches in run.steps():
-            shapes.add(batches[0].layout.num_tokens)
+            shapes.update((len(batch.lengths), batch.layout.num_tokens) for batch in batches)
             train_step(run, step, batches)
             graphs.append(counters["stats"]["unique_graphs"])
     assert len(shapes) > 6

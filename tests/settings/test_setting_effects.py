@@ -97,6 +97,7 @@ EFFECTS = [
     effect("train.steps", "2", "records"),
     effect("train.global_batch_size", "4", "batches"),
     effect("train.micro_batch_size", "2", "batches"),
+    effect("train.micro_batch_tokens", "30", "batches"),
     effect("train.batch_schedule", "{1: {micro_batch_size: 4}}", "batches"),
     effect("sampling.steps", "2", "texts", WRITTEN),
     effect("sampling.temperature", "0", "texts", WRITTEN),

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,46 @@ def test_ranks_that_gather_weights_plan_before_the_first_step(
     assert change["needed_mib"] > change["usable_mib"] > 0.75 * int(ROOM)
     planned = r"micro-batches of 64 samples from step 0 on: by an estimate, a step takes \d+ MiB of \d+ MiB that rank 1"
     assert re.search(planned, (tmp_path / "run.log").read_text())
+
+
+# The whole share of a rank, 128 samples, fits into the budget but not into memory.
+BUDGET = ("train.global_batch_size=256", "train.micro_batch_size=null", "train.micro_batch_tokens=1000000")
+
+
+@pytest.mark.parametrize(
+    ("engine", "limits"),
+    [
+        ("ddp", {"SHARE": str(SHARE)}),
+        pytest.param("zero2", {"SHARE": str(SHARE)}, marks=pytest.mark.slow),
+        ("fsdp2", {"ROOM": ROOM}),
+    ],
+    ids=["ddp", "zero2", "fsdp2"],
+)
+def test_a_budget_is_lowered_to_what_fits(
+    engine: str, limits: dict[str, str], parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    run, given = tmp_path / "run", (parity_config, *SETTINGS, *BUDGET)
+    forked.succeed(engine, tmp_path / "unlimited", 2, *given)
+    keep = (AUTO, "checkpoint.keep_steps=[2]")
+    forked.succeed(engine, run, 2, *given, *keep, script=SCRIPT, LIMITED="1", **limits)
+    assert difference(run, tmp_path / "unlimited") < 1e-5
+    changes = [json.loads(line) for line in micro_batch_lines(run)]
+    budgets = [change["micro_batch_tokens"] for change in changes]
+    assert [change["before"] for change in changes] == [1000000, *budgets[:-1]]
+    assert {change["rank"] for change in changes} == {1} and len(changes) <= 3
+    # Three quarters of what did not fit, at first of the whole share with its 128 latents.
+    assert budgets[0] == (changes[0]["tokens"] + 128) * 3 // 4
+    assert all(after > before // 2 for before, after in pairwise(budgets))
+    budget = budgets[-1]
+    assert [record["data/micro_batch_tokens"] for record in records(run).values()] == [budget] * 4
+
+    resumed, kept = tmp_path / "resumed", Path("checkpoints", "step-00000002")
+    shutil.copytree(run / kept, resumed / kept)
+    forked.succeed(engine, resumed, 2, *given, AUTO, script=SCRIPT)
+    assert f"micro-batches of at most {budget} tokens" in (tmp_path / "resumed.log").read_text()
+    ours, whole = records(resumed), records(run)
+    assert list(ours) == [3, 4] and not micro_batch_lines(resumed)
+    assert all(ours[step][key] == whole[step][key] for step in ours for key in CURVE) and same_bits(run, resumed)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])

@@ -415,8 +415,8 @@ ALERTS: tuple[tuple[str, Condition, Advice], ...] = (
     (
         "memory",
         _memory,
-        "a smaller train.micro_batch_size at the same global_batch_size, train.auto_micro_batch=true or "
-        "memory.activation_checkpointing; on the host, fewer data.num_workers",
+        "a smaller train.micro_batch_size or micro_batch_tokens at the same global_batch_size, "
+        "train.auto_micro_batch=true or memory.activation_checkpointing; on the host, fewer data.num_workers",
     ),
     (
         "disk",

@@ -241,7 +241,10 @@ def _event(record: Mapping[str, Any]) -> Event | None:
         stall_text = f", training waited {stall:.2g} s" if isinstance(stall, int | float) else ""
         return Event("checkpoint", step, time, f"{Path(str(get('path', ''))).name}{stall_text}")
     if kind == "micro_batch":
-        return Event("micro_batch", step, time, f"out of memory: {get('before')} -> {get('micro_batch_size')} samples")
+        after = (
+            f"{get('micro_batch_tokens')} tokens" if get("micro_batch_tokens") else f"{get('micro_batch_size')} samples"
+        )
+        return Event("micro_batch", step, time, f"out of memory: {get('before')} -> {after}")
     if kind == "slow_rank":
         by = f"{get('slowdown'):.0%} slower than" if get("slow") else "as fast again as"
         return Event("slow_rank", step, time, f"rank {get('rank')} on {get('host')} is {by} the median of the others")

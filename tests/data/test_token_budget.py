@@ -1,0 +1,229 @@
+"""`train.micro_batch_tokens`: micro-batches filled up to a number of tokens, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from mmldlm import train
+from mmldlm.batch import Batch
+from mmldlm.config import load_config
+from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.micro_batches import deal
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.errors import ConfigError
+from mmldlm.trainer.dry_run import Estimate, estimate, micro_batch_lines
+from mmldlm.trainer.trainer import Trainer
+from tests.helpers.engine_runs import record_list
+
+quick = pytest.mark.quick
+
+# ---- the samples of a step ---------------------------------------------------------------------------------------
+
+
+def documents(count: int, seed: int = 0) -> np.ndarray:
+    """Lengths as of documents cut at 512 tokens: many short ones, and some of the maximum."""
+    return np.random.default_rng(seed).lognormal(5, 1, count).clip(1, 512).astype(np.int32)
+
+
+@quick
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("budget", [1, 100, 600, 4096, 10**6])
+@pytest.mark.parametrize("latent_tokens", [1, 16])
+def test_each_sample_is_dealt_once_within_the_budget(world: int, budget: int, latent_tokens: int) -> None:
+    lengths = documents(192, world)
+    parts = deal(lengths, BatchSize(192, 192 // world, budget), world, latent_tokens)
+    assert np.array_equal(np.sort(np.concatenate(parts, axis=None)), np.arange(192))
+    for slots in parts:
+        assert slots.shape == (len(slots), world) and len(slots)
+        tokens = (lengths[slots] + latent_tokens).sum(axis=0)
+        assert len(slots) == 1 or tokens.max() <= budget
+        assert (np.diff(lengths[slots], axis=0) >= 0).all(), "samples of similar length are neighbors"
+    if budget >= 4096 and world <= 8:  # then each rank has many samples in a micro-batch
+        for slots in parts:
+            tokens = lengths[slots].sum(axis=0)
+            assert np.ptp(tokens) <= 0.1 * tokens.max()
+
+
+@quick
+def test_micro_batches_are_few_full_and_alike() -> None:
+    for seed in range(20):
+        lengths = documents(256, seed)
+        total = int(lengths.sum()) + 256
+        for budget in (2048, 8192, 16384):
+            sums = [int((lengths[slots] + 1).sum()) for slots in deal(lengths, BatchSize(256, 256, budget), 1, 1)]
+            # No packing has fewer than total / budget, and what each may leave empty is less than a sample.
+            assert len(sums) <= -(-total // (budget - 512)) and max(sums) <= budget
+            assert len(sums) > 8 or min(sums) > 0.7 * max(sums), "the last is no remainder"
+
+
+@quick
+def test_a_sample_longer_than_the_budget_is_alone() -> None:
+    lengths = np.array([3, 90, 4, 5, 6, 3])
+    parts = deal(lengths, BatchSize(6, 6, 20), 1, 1)
+    assert [lengths[slots[:, 0]].tolist() for slots in parts] == [[3, 3, 4, 5], [6], [90]]
+    many = [lengths[slots[:, 0]].tolist() for slots in deal(lengths, BatchSize(6, 2, 20), 1, 1)]
+    assert many == [[3, 3], [4, 5], [6], [90]], "micro_batch_size still bounds the samples"
+
+
+# ---- the settings ------------------------------------------------------------------------------------------------
+
+
+@quick
+def test_stages_of_a_schedule_have_budgets() -> None:
+    settings = ["train.global_batch_size=12", "train.micro_batch_tokens=100", "train.micro_batch_size=5"]
+    schedule = "train.batch_schedule={3: {global_batch_size: 24}, 5: {micro_batch_tokens: 200}, "
+    config = load_config(None, [*settings, schedule + "9: {micro_batch_tokens: 0, micro_batch_size: 6}}"]).train
+    config.check_batches(4)
+    expected = {0: (12, 5, 100), 3: (24, 5, 100), 5: (24, 5, 200), 9: (24, 6, 0)}
+    assert config.batch_stages(4) == {step: BatchSize(*sizes) for step, sizes in expected.items()}
+    assert config.batch_at(0, 4).accumulation(4) == 3 and config.batch_at(9, 4).accumulation(4) == 1
+
+
+@quick
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("train.micro_batch_tokens=-1", "train.micro_batch_tokens: must be at least 0, found -1"),
+        ("train.micro_batch_tokens=many", "train.micro_batch_tokens: expected whole number, found 'many'"),
+        (
+            "train.batch_schedule={5: {micro_batch_tokens: -1}}",
+            "batch_schedule.5.micro_batch_tokens: must be at least 0, found -1",
+        ),
+    ],
+)
+def test_invalid_budgets_are_refused(setting: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [setting])
+    assert complaint in str(error.value)
+
+
+@quick
+def test_with_a_budget_only_ranks_must_divide_a_global_batch() -> None:
+    config = load_config(None, ["train={global_batch_size: 30, micro_batch_size: 4, micro_batch_tokens: 100}"]).train
+    config.check_batches(5)
+    with pytest.raises(ConfigError, match=r"global_batch_size is 30, expected a multiple of 4 processes, .* 28 or 32"):
+        config.check_batches(4)
+
+
+# ---- the loader --------------------------------------------------------------------------------------------------
+
+
+@quick
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_ranks_together_read_the_samples_of_each_step(tiny_store: Path, world: int, workers: int) -> None:
+    store = Store.open(tiny_store)
+    latent_tokens, size = store.manifest.latent.tokens, BatchSize(32, 32 // world, 60)
+    config = DataConfig(num_workers=workers, window=64)
+    loaders = [Loader(store, "train", config, 5, lambda _step: size, rank, world) for rank in range(world)]
+    order = SampleOrder(store.split("train").lengths, 5, window=64)
+    counts = set()
+    for together in zip(*(loader.steps(2, 6) for loader in loaders), strict=True):
+        step = together[0][0]
+        samples, tokens = loaders[0].micro_batch_sizes(step * 32, size)
+        counts.add(len(samples))
+        read: dict[int, int] = {}
+        for rank, (_, batches) in enumerate(together):
+            assert [len(batch.lengths) for batch in batches] == samples.tolist()
+            assert [len(batch.tokens) for batch in batches] == tokens[rank].tolist()
+            for batch in batches:
+                read.update(zip(batch.slots.tolist(), batch.sample_ids.tolist(), strict=True))
+        assert [read[slot] for slot in range(32)] == order.take(step * 32, 32).tolist()
+        assert ((tokens + samples * latent_tokens).max(axis=0) <= 60)[samples > 1].all()
+    assert len(counts) > 1 or min(counts) > 1, "the budget matters"
+    largest = loaders[0].largest_step((0, 12), 0)
+    sizes = {step: loaders[0].micro_batch_sizes(step * 32, size) for step in range(12)}
+    of_step = {step: (tokens + samples * latent_tokens).max() for step, (samples, tokens) in sizes.items()}
+    assert of_step[largest] == max(of_step.values())
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------
+
+
+class Recording(Trainer):
+    """Records the lengths of each step's micro-batches, and the samples of each step."""
+
+    read: ClassVar[dict[str, list[tuple[list[int], set[int]]]]] = {}
+
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        tokens = [batch.layout.num_tokens + len(batch.lengths) * batch.latents.shape[1] for batch in micro_batches]
+        samples = {sample for batch in micro_batches for sample in batch.sample_ids.tolist()}
+        self.read.setdefault(self.run_dir.name, []).append((tokens, samples))
+        return super().corrupt(step, micro_batches)
+
+
+COMMON = ("validation.every=0", "schedule.lr=constant", "optim.lr=1e-4", "train.global_batch_size=16")
+
+
+def test_the_curve_is_that_of_micro_batches_by_samples(tiny_config: Path, tmp_path: Path) -> None:
+    given = {
+        "whole": "train.micro_batch_size=null",
+        "samples": "train.micro_batch_size=2",
+        "few": "train.micro_batch_tokens=40",
+        "many": "train.micro_batch_tokens=150",
+        "stages": "train.batch_schedule={0: {micro_batch_tokens: 30}, 3: {micro_batch_tokens: 90}, 5: "
+        "{micro_batch_tokens: 0, micro_batch_size: 4}}",
+    }
+    for name, setting in given.items():
+        arguments = [str(tiny_config), *COMMON, setting, f"run.dir={tmp_path / name}"]
+        assert train.main(arguments, trainer_cls=Recording) == 0
+    curves = {
+        name: torch.tensor(
+            [[record["loss/total"], record["optim/grad_norm"]] for record in record_list(tmp_path / name)],
+            dtype=torch.float64,
+        )
+        for name in given
+    }
+    for name in given:
+        assert curves[name].shape == (8, 2)
+        assert (curves[name] / curves["whole"] - 1).abs().max() < 1e-6, name
+        assert [samples for _, samples in Recording.read[name]] == [samples for _, samples in Recording.read["whole"]]
+    assert all(max(tokens) <= 40 and len(tokens) > 1 for tokens, _ in Recording.read["few"])
+    logged = [record.get("data/micro_batch_tokens") for record in record_list(tmp_path / "stages")]
+    assert logged == [30] * 3 + [90] * 2 + [None] * 3
+
+
+def test_reports_show_the_budget(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [str(tiny_config), "train.micro_batch_tokens=1500", "train.batch_schedule={2: {global_batch_size: 16}}"]
+    assert train.main([*settings, "train.steps=3", "validation.every=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "batch        8 samples = 1 processes x micro-batches of up to 1,500 tokens\n" in shown
+    assert "16 samples = 1 processes x micro-batches of up to 1,500 tokens from step 2 on" in shown
+    report = json.loads((tmp_path / "run" / "startup.json").read_text())
+    assert report["micro_batch_tokens"] == 1500 and report["batch_schedule"]["2"]["micro_batch_tokens"] == 1500
+    assert train.main([*settings, "train.steps=1", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "global batch         8 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
+    assert "  from step 2        16 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_dry_run_measures_micro_batches_and_advises_a_budget(tiny_store: Path, world: int) -> None:
+    store = Store.open(tiny_store)
+    small = ("model.width=32", "model.num_heads=1", "model.depth=1", "train.steps=3", "train.global_batch_size=32")
+
+    def of(*settings: str) -> tuple[Estimate, list[str]]:
+        config = load_config(None, [f"data.path={tiny_store}", *small, "mode=t2l", *settings])
+        costs = estimate(config, store, world)
+        return costs, micro_batch_lines(costs, 0)
+
+    lengths = store.split("train").lengths
+    total = int(lengths[SampleOrder(lengths, 0).take(0, 96)].sum()) + 96 * store.manifest.latent.tokens
+    costs, lines = of("train.micro_batch_size=2", "train.batch_schedule={9: {micro_batch_tokens: 1}}")
+    assert len(costs.micro_batches[0]) == 48 and costs.micro_batches[0].sum() == total
+    assert f"  a micro-batch      {total / 48:,.0f} text and latent tokens on average" in lines[0]
+    assert f"train.micro_batch_tokens=32768 makes it {total / 3 / world:,.0f}, if memory" in lines[1]
+    assert not micro_batch_lines(costs, 9), "after the end of the run"
+    costs, lines = of("train.micro_batch_tokens=60")
+    assert costs.micro_batches[0].max() <= 60 and len(lines) == 2
+    assert len(of()[1]) == 1, "there is nothing to fill up micro-batches with"

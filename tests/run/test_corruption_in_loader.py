@@ -1,0 +1,148 @@
+"""Micro-batches that the loader's workers corrupt: the same as in the main process, in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmldlm.batch import INDEX_TENSORS
+from mmldlm.config import RunConfig, load_config
+from mmldlm.data.loader import Loader
+from mmldlm.data.store import Store
+from mmldlm.diffusion.objective import NoisedBatch, Objective
+from mmldlm.run.factory import CorruptedBatch, build_objective, corrupt_in_loader, corrupt_step
+from mmldlm.utils.packed_tensors import PackedTensors
+from tests.helpers.batch_sizes import constant_batch_size
+from tests.helpers.noised_batch import noised_batch
+
+pytestmark = pytest.mark.quick
+
+
+def tensors(batch: NoisedBatch) -> dict[str, Tensor]:
+    own = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return own | {
+        name: getattr(batch.layout, name) for name in INDEX_TENSORS if getattr(batch.layout, name) is not None
+    }
+
+
+def assert_same(one: NoisedBatch, other: NoisedBatch) -> None:
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys() and len(ours) >= 17 and one.layout.lengths == other.layout.lengths
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("mode", ["l2t", "t2l", "joint"])  # t2l masks no token
+@pytest.mark.parametrize("latent_tokens", [1, 3])
+def test_a_packed_batch_is_the_batch(mode: Any, latent_tokens: int) -> None:
+    _, noised = noised_batch(mode, latent_tokens)
+    received = NoisedBatch.from_packed(PackedTensors.pack(noised.tensors()), noised.layout.lengths, latent_tokens)
+    assert noised.packed is None and received.packed is not None
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors(received).values()}
+    assert storages == {received.packed.buffer.untyped_storage().data_ptr()}
+    assert_same(received, noised)
+    assert replace(received, positions=noised.positions).packed is None, "the buffer has other positions"
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies to another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and isinstance(args[0], Tensor) and out.device != args[0].device:
+            self.count += 1
+        return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_copy_takes_a_batch_to_the_device(packed: bool) -> None:
+    """The meta device stands for a GPU; what the network reads of the layout is there as well."""
+    _, noised = noised_batch("joint", 3)
+    received = NoisedBatch.from_packed(PackedTensors.pack(noised.tensors()), noised.layout.lengths, 3)
+    with Copies() as copies:
+        moved = (received if packed else noised).to("meta")
+        on_device = tensors(moved)
+    assert copies.count == 1
+    stays = {"counts", "sample_ids"}
+    assert {name for name, tensor in on_device.items() if tensor.device.type == "cpu"} == stays
+    assert {name: tensor.shape for name, tensor in on_device.items()} == {
+        name: tensor.shape for name, tensor in tensors(noised).items()
+    }
+    assert noised.to("cpu") is noised
+
+
+BATCH_TENSORS = ("tokens", "latents", "sample_ids", "slots")
+Setup = tuple[RunConfig, Objective, Callable[..., Loader]]
+
+
+@pytest.fixture
+def setup(tiny_store: Path) -> Setup:
+    config = load_config(None, [f"data.path={tiny_store}", "data.persistent_workers=false", "run.seed=3"])
+    store = Store.open(tiny_store)
+    objective = build_objective(config, store.manifest)
+
+    def loader(workers: int, device_type: str = "cpu") -> Loader:
+        data = load_config(None, [f"data.num_workers={workers}", "data.pin_memory=false"]).data
+        corrupt = partial(corrupt_in_loader, config, objective)
+        return Loader(store, "train", data, 3, constant_batch_size(16, 4), device_type=device_type, corrupt=corrupt)
+
+    return config, objective, loader
+
+
+def test_workers_corrupt_as_the_main_process_does(setup: Setup) -> None:
+    config, objective, loader = setup
+    for (step, batches), (_, plain) in zip(loader(2).steps(3, 6), loader(0).steps(3, 6), strict=True):
+        assert not any(isinstance(batch, CorruptedBatch) for batch in plain)
+        ours, theirs = (corrupt_step(config, objective, step, 16, each) for each in (batches, plain))
+        for batch, one, other in zip(batches, ours, theirs, strict=True):
+            assert isinstance(batch, CorruptedBatch) and one is batch.noised and one.packed is not None
+            assert_same(one, other)
+        for batch, other in zip(batches, plain, strict=True):
+            assert all(torch.equal(getattr(batch, name), getattr(other, name)) for name in BATCH_TENSORS)
+            assert {getattr(batch, name).untyped_storage().data_ptr() for name in BATCH_TENSORS} == {
+                batch.noised.positions.untyped_storage().data_ptr()
+            }, "more than one buffer came from the worker"
+
+
+def test_for_a_gpu_the_loader_corrupts_without_workers(setup: Setup) -> None:
+    config, objective, loader = setup
+    ((step, batches),), ((_, plain),) = (list(loader(0, device).steps(3, 4)) for device in ("cuda", "cpu"))
+    assert all(isinstance(batch, CorruptedBatch) for batch in batches)
+    ours, theirs = (corrupt_step(config, objective, step, 16, each) for each in (batches, plain))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same(one, other)
+
+
+def test_what_was_corrupted_for_another_step_is_corrupted_again(setup: Setup) -> None:
+    config, objective, loader = setup
+    ((step, batches),), ((_, plain),) = (list(loader(workers).steps(3, 4)) for workers in (1, 0))
+    for one, other in zip(
+        corrupt_step(config, objective, step + 1, 16, batches),
+        corrupt_step(config, objective, step + 1, 16, plain),
+        strict=True,
+    ):
+        assert_same(one, other)
+    first = corrupt_step(config, objective, step, 16, batches)[0]
+    assert not torch.equal(
+        first.latent_target, corrupt_step(config, objective, step + 1, 16, batches)[0].noised_latents
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_batches_reach_a_gpu_unchanged() -> None:
+    _, noised = noised_batch("joint", 3)
+    pinned = noised.pin_memory()
+    assert pinned.packed is not None and pinned.packed.buffer.is_pinned()
+    moved = pinned.to("cuda")
+    assert all(torch.equal(tensor.cpu(), tensors(noised)[name]) for name, tensor in tensors(moved).items())
