@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmldlm.batch import PackedLayout
 from mmldlm.errors import ConfigError
-from mmldlm.model.attention import Backend, joint_attention, resolve_backend
+from mmldlm.model.attention import Backend, joint_attention, resolve_backend, rows_to_attend
 from mmldlm.model.mmdit import MMDiT, Prediction
 from tests.helpers.padded_reference import padded_forward
 from tests.helpers.small_model import MASK, PAD, Inputs, random_inputs, small_model
@@ -132,15 +132,16 @@ def test_unavailable_backend_is_refused() -> None:
 @latent_tokens
 def test_varlen_equals_sdpa_on_cuda(latent_tokens: int) -> None:
     layout = PackedLayout(LENGTHS, latent_tokens, "cuda")
-    rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
+    streams = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
     generator = torch.Generator().manual_seed(0)
     leaves = [
-        torch.randn(count, 3, 2, 32, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for count in rows
+        torch.randn(rows, 3, 2, 32, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for rows in streams
     ]
-    weights = [torch.randn(count, 2, 32, generator=generator).to("cuda") for count in rows]
+    weights = [torch.randn(rows, 2, 32, generator=generator).to("cuda") for rows in streams]
 
     def attended(backend: Backend) -> list[Tensor]:
-        outputs = joint_attention(leaves[0], leaves[1], layout, backend)
+        attended_rows = rows_to_attend(backend, layout, layout.max_length)
+        outputs = joint_attention(leaves[0], leaves[1], attended_rows, backend)
         loss = sum((out.float() * weight).sum() for out, weight in zip(outputs, weights, strict=True))
         return [*outputs, *torch.autograd.grad(loss, leaves)]  # type: ignore[arg-type]
 
