@@ -12,6 +12,9 @@ All backends compute the same function:
 - `math`: one masked softmax over all rows. The reference for tests; quadratic in S.
 - `cpu_half`: `sdpa` in half precision on a CPU, in `cpu_half.py`; chosen automatically.
 
+`sdpa` and `cpu_half` read the lengths of the samples on the host. The others read tensors alone (`JointRows`), so that
+their calls can be compiled together with the operations around them.
+
 Shape letters: B samples, N text tokens, M latent tokens of a sample, H heads, K width of a head,
 S = B*M + N rows of the joint sequence.
 """
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,21 +120,44 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
+class JointRows(NamedTuple):
+    """Rows of the joint sequence, in which each sample's latents come before its tokens."""
+
+    order: Tensor  # int64 [S], indices into cat(latents, tokens)
+    inverse: Tensor  # int64 [S], the inverse permutation
+    offsets: Tensor  # int32 [B + 1], cumulative lengths of the samples
+    max_length: int  # no sample is longer; the same in all micro-batches, for kernels are compiled for it
+
+
+def rows_to_attend(backend: Backend, layout: PackedLayout, max_length: int) -> PackedLayout | JointRows:
+    """Return what `joint_attention` takes with this backend.
+
+    Args:
+        backend: See the module's docstring.
+        layout: Which rows belong to which sample.
+        max_length: Tokens of the longest sample that the network takes.
+    """
+    if backend not in JOINT_BACKENDS:
+        return layout
+    longest = max(max_length, layout.max_length) + layout.latent_tokens
+    return JointRows(layout.joint_order, layout.joint_inverse, layout.joint_offsets, longest)
+
+
 def joint_attention(
-    latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout, backend: Backend
+    latent_qkv: Tensor, text_qkv: Tensor, rows: PackedLayout | JointRows, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Attend from each row to the latents and tokens of its own sample.
 
     Args:
         latent_qkv: q, k and v of the latent stream [B*M, 3, H, K].
         text_qkv: q, k and v of the text stream [N, 3, H, K].
-        layout: Which rows belong to which sample.
+        rows: The result of `rows_to_attend`.
         backend: See the module's docstring.
 
     Returns:
         The outputs of latents [B*M, H, K] and text [N, H, K].
     """
-    return BACKENDS[backend](latent_qkv, text_qkv, layout)
+    return BACKENDS[backend](latent_qkv, text_qkv, rows)
 
 
 def heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
@@ -158,58 +184,54 @@ def _grouped_sdpa(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) ->
     return torch.cat(latent_out), torch.cat(text_out)
 
 
-def _varlen(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+def _varlen(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
 
-    q, k, v = _joint_rows(latent_qkv, text_qkv, layout)
-    offsets, max_length = layout.joint_offsets, layout.max_length + layout.latent_tokens
-    out = varlen_attn(q, k, v, offsets, offsets, max_length, max_length)
+    q, k, v = _joint_rows(latent_qkv, text_qkv, rows)
+    out = varlen_attn(q, k, v, rows.offsets, rows.offsets, rows.max_length, rows.max_length)
     assert isinstance(out, Tensor)
-    return _split_streams(out, layout)
+    return _split_streams(out, rows, len(latent_qkv))
 
 
-def _efficient(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    q, k, v = (rows[None] for rows in _joint_rows(latent_qkv, text_qkv, layout))  # [1, S, H, K]
-    offsets, max_length = layout.joint_offsets, layout.max_length + layout.latent_tokens
+def _efficient(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, Tensor]:
+    q, k, v = (part[None] for part in _joint_rows(latent_qkv, text_qkv, rows))  # [1, S, H, K]
     out, *_ = torch.ops.aten._efficient_attention_forward(
         q,
         k,
         v,
         bias=None,
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        max_seqlen_q=max_length,
-        max_seqlen_k=max_length,
+        cu_seqlens_q=rows.offsets,
+        cu_seqlens_k=rows.offsets,
+        max_seqlen_q=rows.max_length,
+        max_seqlen_k=rows.max_length,
         dropout_p=0.0,
         custom_mask_type=NO_MASK,
         compute_log_sumexp=torch.is_grad_enabled(),  # for backward
     )
-    return _split_streams(out[0], layout)
+    return _split_streams(out[0], rows, len(latent_qkv))
 
 
-def _math(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    q, k, v = _joint_rows(latent_qkv, text_qkv, layout)
-    lengths = layout.joint_offsets.diff().long()
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+def _math(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, Tensor]:
+    q, k, v = _joint_rows(latent_qkv, text_qkv, rows)
+    # The number of samples before each row's end.
+    sample = torch.bucketize(torch.arange(len(q), device=q.device, dtype=torch.int32), rows.offsets, right=True)
     # [H, S, S], in float32 under half precision as well.
     scores = torch.einsum("qhk,shk->hqs", q.float(), k.float()) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(sample[:, None] != sample[None, :], float("-inf"))
     out = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v.float()).to(q.dtype)
-    return _split_streams(out, layout)
+    return _split_streams(out, rows, len(latent_qkv))
 
 
-def _joint_rows(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
+def _joint_rows(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, ...]:
     """Return q, k and v, each [S, H, K], with each sample's latents before its tokens."""
-    rows = torch.cat([latent_qkv, text_qkv])
-    joint: Tensor = _Reorder.apply(rows, layout.joint_order, layout.joint_inverse)
+    joint: Tensor = _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse)
     return joint.unbind(1)
 
 
-def _split_streams(joint_SHK: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+def _split_streams(joint_SHK: Tensor, rows: JointRows, num_latents: int) -> tuple[Tensor, Tensor]:
     """Return the rows of latents [B*M, H, K] and of text [N, H, K]."""
-    rows: Tensor = _Reorder.apply(joint_SHK, layout.joint_inverse, layout.joint_order)
-    latent, text = rows.split([layout.num_samples * layout.latent_tokens, layout.num_tokens])
-    return latent, text
+    streams: Tensor = _Reorder.apply(joint_SHK, rows.inverse, rows.order)
+    return streams[:num_latents], streams[num_latents:]
 
 
 class _Reorder(torch.autograd.Function):
@@ -226,8 +248,8 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-Attend = Callable[[Tensor, Tensor, PackedLayout], tuple[Tensor, Tensor]]
-BACKENDS: dict[Backend, Attend] = {
+JOINT_BACKENDS: tuple[Backend, ...] = ("varlen", "efficient", "math")  # those that take `JointRows`
+BACKENDS: dict[Backend, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {
     "sdpa": _grouped_sdpa,
     "varlen": _varlen,
     "efficient": _efficient,

@@ -1,41 +1,46 @@
-"""Regional `torch.compile`: fused kernels for everything in a block but the attention.
+"""Regional `torch.compile`: fused kernels for what a block computes.
 
 All blocks share the compiled code, and its shapes are symbolic: neither the depth nor micro-batches of other lengths
-cause a recompilation. Attention is not compiled: on a CPU its shapes follow the lengths of the samples, and on a GPU it
-is one kernel in any case.
+cause a recompilation. A region is a whole block if its attention reads tensors alone (`attention.JOINT_BACKENDS`), as
+on GPUs. On a CPU the shapes of the attention follow the lengths of the samples: there the regions are what comes before
+and after it in each stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mmldlm.model.attention import JOINT_BACKENDS
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.settings.fields import require_effect, setting
 
-REGIONS = ("project", "normalize", "residual")  # methods of `BlockStream`
+BLOCK_REGIONS = ("update",)  # methods of `MMDiTBlock`
+STREAM_REGIONS = ("project", "normalize", "residual")  # methods of `BlockStream`
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     """Settings of `torch.compile`."""
 
-    scope: Literal["none", "regional"] = setting(
-        "none",
-        "torch.compile; regional: each block without its attention; takes a minute or two at the first step",
-        advice="For long runs. Also on CPUs with a C++ compiler: 1.15 x the speed in fp32, 1.3 x in bf16. Not under "
-        "ZeRO-3",
+    scope: Literal["auto", "none", "regional"] = setting(
+        "auto",
+        "torch.compile; regional: each block, on a CPU without its attention, which takes a minute or two at the first "
+        "step; auto: regional on GPUs, but none under ZeRO-3",
+        advice="none to debug. regional also on CPUs with a C++ compiler, for long runs: 1.15 x the speed in fp32, "
+        "1.3 x in bf16",
     )
     mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
         "default", "mode of torch.compile; max-autotune tries more kernels and takes far longer to start"
     )
 
     def __post_init__(self) -> None:
-        require_effect(self, "mode", "scope", "regional")
+        require_effect(self, "mode", "scope", "auto", "regional")
 
 
 class Region:
@@ -52,26 +57,40 @@ class Region:
         if not torch.is_grad_enabled():
             return self.function(*args)
         for leaf in tree_leaves(args):
-            if isinstance(leaf, torch.Tensor):
+            # All blocks get the same index tensors; each tensor is marked once.
+            if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "_dynamo_weak_dynamic_indices"):
                 self.mark_dynamic(leaf, 0)  # rows or samples; widths are fixed
         return self.compiled(*args)
 
 
-def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device) -> str:
+def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, is_supported: bool = True) -> str:
     """Compile the model's regions in place.
+
+    Args:
+        model: The network, whose `backend` determines the regions.
+        config: What to compile.
+        device: Device of the run.
+        is_supported: Whether the engine runs compiled regions; if not, scope `auto` compiles none.
 
     Returns:
         A description of what was compiled, with the reason if it is not what the config requests.
     """
-    if config.scope == "none":
+    if config.scope == "none" or (config.scope == "auto" and (device.type == "cpu" or not is_supported)):
         return "none"
     try:
         torch.compile(lambda x: (x * 2).relu() + 1)(torch.ones(8, device=device))
     except Exception as error:  # a missing compiler raises errors of many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f"none, though regional was requested: torch.compile does not run here ({reason})"
+        return f"none, though {config.scope} was requested: torch.compile does not run here ({reason})"
     for block in model.blocks:
-        for stream in (block.text, block.latent):
-            for name in REGIONS:
-                setattr(stream, name, Region(getattr(stream, name), config.mode))
+        if model.backend in JOINT_BACKENDS:
+            _compile(block, BLOCK_REGIONS, config.mode)
+        else:
+            _compile(block.text, STREAM_REGIONS, config.mode)
+            _compile(block.latent, STREAM_REGIONS, config.mode)
     return f"regional, mode {config.mode}"
+
+
+def _compile(module: nn.Module, methods: Iterable[str], mode: str) -> None:
+    for name in methods:
+        setattr(module, name, Region(getattr(module, name), mode))

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mmldlm.model.ops import matmul_dtype, runs_on_cpu
 
 CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
+GPU_CHUNK_ROWS = 4096  # kernels over fewer rows are too small for a GPU
+GPU_VOCAB_MULTIPLE = 128  # rows of logits are aligned, and fill the tiles of matrix products
 MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
+
+ChunkFormula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
     """Return -log p(target) [P] of a linear head in float32, without materializing the logits [P, V]."""
-    if hidden_PD.shape[0] <= CHUNK_ROWS:
-        return _chunk_nll(hidden_PD, weight_VD, bias_V, targets_P)
-    full_precision = hidden_PD.dtype == torch.float32 and not torch.is_autocast_enabled(hidden_PD.device.type)
-    if full_precision and hasattr(F, "linear_cross_entropy"):  # PyTorch >= 2.13
+    full_precision, many_rows = matmul_dtype(weight_VD) == torch.float32, hidden_PD.shape[0] > CHUNK_ROWS
+    # PyTorch >= 2.13; never tried on a GPU.
+    if full_precision and many_rows and runs_on_cpu(hidden_PD) and hasattr(F, "linear_cross_entropy"):
         # Not reduced, since each token has a weight of its own.
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS)
         return F.linear_cross_entropy(
             hidden_PD, weight_VD, targets_P, linear_bias=bias_V, reduction="none", options=options
         )
-    # Under autocast and before PyTorch 2.13; saves far less memory (benchmarks/LOG.md).
     return _in_chunks(_chunk_nll, hidden_PD, weight_VD, bias_V, targets_P)
 
 
@@ -35,21 +41,72 @@ def chunked_token_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, ta
     The terms are -log p(target), the log of the softmax's denominator, and the mean of -log p over all tokens whose
     probability is not fixed to zero (those with `bias_V` 0).
     """
-    if hidden_PD.shape[0] <= CHUNK_ROWS:
-        return _chunk_terms(hidden_PD, weight_VD, bias_V, targets_P)
     return _in_chunks(_chunk_terms, hidden_PD, weight_VD, bias_V, targets_P)
 
 
 def _in_chunks(
-    function: Callable[..., Tensor], hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
+    formula: ChunkFormula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
 ) -> Tensor:
-    """Return `function` of all rows, computed by chunks whose logits the backward pass computes again."""
-    return torch.cat(
-        [
-            checkpoint(function, hidden, weight_VD, bias_V, targets, use_reentrant=False, preserve_rng_state=False)
-            for hidden, targets in zip(hidden_PD.split(CHUNK_ROWS), targets_P.split(CHUNK_ROWS), strict=True)
-        ]
-    )
+    """Return `formula` of all rows."""
+    if runs_on_cpu(hidden_PD) and hidden_PD.shape[0] <= CHUNK_ROWS:
+        return formula(hidden_PD, weight_VD, bias_V, targets_P)
+    out: Tensor = _Chunks.apply(formula, hidden_PD, weight_VD, bias_V, targets_P)
+    return out
+
+
+class _Chunks(Function):
+    """A formula of chunks of rows, whose logits the backward pass computes again.
+
+    The chunks' gradients of the weight are added up in float32. Autograd would add them in the type of the products: in
+    bf16, 128 chunks have an error of 1.6 % then, and 0.3 % here, as a single one (benchmarks/LOG.md).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, formula: ChunkFormula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
+    ) -> Tensor:
+        dtype = matmul_dtype(weight_VD)
+        hidden = hidden_PD.to(dtype)
+        ctx.formula, ctx.dtype, ctx.hidden_dtype = formula, dtype, hidden_PD.dtype
+        ctx.save_for_backward(hidden, weight_VD, bias_V, targets_P)
+        weight, bias = _product_weight(weight_VD, bias_V, dtype)
+        return torch.cat([formula(rows, weight, bias, targets) for rows, targets in _row_chunks(hidden, targets_P)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_PD, weight_VD, bias_V, targets_P = ctx.saved_tensors
+        weight, bias = _product_weight(weight_VD, bias_V, ctx.dtype)
+        weight = weight.detach().requires_grad_(ctx.needs_input_grad[2])
+        hidden_grad = torch.empty_like(hidden_PD, dtype=ctx.hidden_dtype)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        for rows, targets, rows_grad, out in _row_chunks(hidden_PD, targets_P, grad, hidden_grad):
+            leaf = rows.detach().requires_grad_()
+            with torch.enable_grad():
+                values = ctx.formula(leaf, weight, bias, targets)
+            leaf_grad, *grads = torch.autograd.grad(values, [leaf, weight][: 1 + weight.requires_grad], rows_grad)
+            out.copy_(leaf_grad)
+            if weight_grad is not None:
+                weight_grad.add_(grads[0])
+        if weight_grad is not None:
+            weight_grad = weight_grad[: len(weight_VD)].to(weight_VD.dtype)
+        return None, hidden_grad, weight_grad, None, None
+
+
+def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of all tensors, chunk by chunk."""
+    rows = CHUNK_ROWS if runs_on_cpu(tensors[0]) else GPU_CHUNK_ROWS
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def _product_weight(weight_VD: Tensor, bias_V: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of the head's products; on a GPU with tokens of probability zero as padding."""
+    padding = 0 if runs_on_cpu(weight_VD) else -len(weight_VD) % GPU_VOCAB_MULTIPLE
+    if not padding:
+        return weight_VD.to(dtype), bias_V
+    weight = weight_VD.new_zeros(len(weight_VD) + padding, weight_VD.shape[1], dtype=dtype)
+    weight[: len(weight_VD)] = weight_VD
+    return weight, F.pad(bias_V, (0, padding), value=MASKED_LOGIT)
 
 
 def _chunk_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.ops import modulated_linear, normalize_heads, swiglu_linear
+from mmldlm.model.ops import SampleRows, modulated_linear, normalize_heads, swiglu_linear
 
 TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
 
@@ -91,9 +91,9 @@ class Modulation(nn.Module):
 class ModulatedLinear(nn.Linear):
     """Layer norm, scaled and shifted by the modulation, then a linear layer."""
 
-    def forward(self, x_TD: Tensor, mod: ModulationOut, rows_T: Tensor | None) -> Tensor:  # type: ignore[override]
-        """Return [T, O]; `rows_T` int64 [T] is the sample of each row, None if rows are samples."""
-        return modulated_linear(x_TD, mod.shift, mod.scale, rows_T, self.weight, self.bias)
+    def forward(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:  # type: ignore[override]
+        """Return [T, O]; `rows` are the samples of the rows, None if row i belongs to sample i."""
+        return modulated_linear(x_TD, mod.shift, mod.scale, rows, self.weight, self.bias)
 
 
 class ActivatedLinear(nn.Linear):
@@ -121,6 +121,6 @@ class FeedForward(nn.Module):
         self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
         self.down = ActivatedLinear(hidden, width, kind)
 
-    def forward(self, x_TD: Tensor, mod: ModulationOut, rows_T: Tensor | None) -> Tensor:
-        """Return [T, D] from the stream [T, D], modulated; `rows_T` as in `ModulatedLinear`."""
-        return self.down(self.up(x_TD, mod, rows_T))
+    def forward(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:
+        """Return [T, D] from the stream [T, D], modulated; `rows` as in `ModulatedLinear`."""
+        return self.down(self.up(x_TD, mod, rows))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmldlm.batch import PackedLayout
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, checkpoint_blocks
-from mmldlm.model.attention import Backend, joint_attention
+from mmldlm.model.attention import Backend, JointRows, joint_attention, rows_to_attend
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
 from mmldlm.model.initial_weights import InitialWeights, Normal
 from mmldlm.model.layers import (
@@ -30,7 +30,7 @@ from mmldlm.model.layers import (
     TimeEmbedding,
     rotary_angles,
 )
-from mmldlm.model.ops import add_gated, gather_rows, modulate
+from mmldlm.model.ops import SampleRows, add_gated, gather_rows, modulate
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.fields import setting
 
@@ -131,7 +131,7 @@ class BlockStream(nn.Module):
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
         self.dropout = nn.Dropout(config.dropout)
 
-    def project(self, x_TD: Tensor, mod: ModulationOut, rows: Tensor | None) -> Tensor:
+    def project(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:
         """Return q, k and v [T, 3, H, K] of the modulated stream."""
         return self.qkv(x_TD, mod, rows).unflatten(-1, (3, self.heads, -1))
 
@@ -140,11 +140,26 @@ class BlockStream(nn.Module):
         return self.head_norm(qkv_T3HK, rotary)
 
     def residual(
-        self, x_TD: Tensor, attn_THK: Tensor, attn_mod: ModulationOut, mlp_mod: ModulationOut, rows: Tensor | None
+        self, x_TD: Tensor, attn_THK: Tensor, attn_mod: ModulationOut, mlp_mod: ModulationOut, rows: SampleRows | None
     ) -> Tensor:
         """Add the gated outputs of attention and feed-forward to the stream; [T, D]."""
         x_TD = add_gated(x_TD, attn_mod.gate, self.dropout(self.out(attn_THK.flatten(1))), rows)
         return add_gated(x_TD, mlp_mod.gate, self.dropout(self.mlp(x_TD, mlp_mod, rows)), rows)
+
+
+class StreamRows(NamedTuple):
+    """Samples of the rows of both streams, and of the text rows that the last block and the text head compute."""
+
+    text: SampleRows
+    latent: SampleRows | None  # None if a sample has one latent token: row i belongs to sample i
+    predicted: SampleRows
+
+    @classmethod
+    def of(cls, layout: PackedLayout, positions_P: Tensor) -> StreamRows:
+        """Return the rows of a micro-batch, whose tokens at `positions_P` are predicted."""
+        count, latents = layout.num_samples, layout.sample_of_latent
+        text = SampleRows.of(layout.sample_of_token, count)
+        return cls(text, None if latents is None else SampleRows.of(latents, count), text.select(positions_P, count))
 
 
 class MMDiTBlock(nn.Module):
@@ -161,7 +176,8 @@ class MMDiTBlock(nn.Module):
         latent_TE: Tensor,
         conditioning_BT: Tensor,
         rotary: tuple[Tensor, Tensor],
-        layout: PackedLayout,
+        rows: StreamRows,
+        attended: PackedLayout | JointRows,
         backend: Backend,
         positions_P: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -172,7 +188,8 @@ class MMDiTBlock(nn.Module):
             latent_TE: Latent stream [B*M, E].
             conditioning_BT: Embedded noise times [B, T].
             rotary: Cosine and sine [N, K/2] of the tokens' positions.
-            layout: Which rows belong to which sample.
+            rows: Which rows belong to which sample.
+            attended: The result of `rows_to_attend`.
             backend: Kernel of the joint attention.
             positions_P: Tokens to return, for the last block. All tokens are attended to in any case, but what follows
                 the attention is computed for these alone.
@@ -180,22 +197,36 @@ class MMDiTBlock(nn.Module):
         Returns:
             Text [N, D], or [P, D] with `positions_P`, and latents [B*M, E].
         """
-        text_rows, latent_rows = layout.sample_of_token, layout.sample_of_latent
+        return self.update(text_ND, latent_TE, conditioning_BT, rotary, rows, attended, backend, positions_P)
+
+    def update(
+        self,
+        text_ND: Tensor,
+        latent_TE: Tensor,
+        conditioning_BT: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        rows: StreamRows,
+        attended: PackedLayout | JointRows,
+        backend: Backend,
+        positions_P: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `forward`, within the hooks of engines and activation checkpointing; compiled as a whole on GPUs."""
         text_attn_mod, text_mlp_mod = self.text.modulation(conditioning_BT)
         latent_attn_mod, latent_mlp_mod = self.latent.modulation(conditioning_BT)
         text_attn, latent_attn = self.attention(
-            self.text.project(text_ND, text_attn_mod, text_rows),
-            self.latent.project(latent_TE, latent_attn_mod, latent_rows),
+            self.text.project(text_ND, text_attn_mod, rows.text),
+            self.latent.project(latent_TE, latent_attn_mod, rows.latent),
             rotary,
-            layout,
+            attended,
             backend,
         )
+        text_rows = rows.text
         # Nothing attends to the last block's outputs, so only predicted tokens continue.
         if positions_P is not None:
             text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
-            text_rows = text_rows.index_select(0, positions_P)
+            text_rows = rows.predicted
         text_ND = self.text.residual(text_ND, text_attn, text_attn_mod, text_mlp_mod, text_rows)
-        latent_TE = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, latent_rows)
+        latent_TE = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, rows.latent)
         return text_ND, latent_TE
 
     def attention(
@@ -203,7 +234,7 @@ class MMDiTBlock(nn.Module):
         text_qkv: Tensor,
         latent_qkv: Tensor,
         rotary: tuple[Tensor, Tensor],
-        layout: PackedLayout,
+        attended: PackedLayout | JointRows,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         """Return the joint attention's outputs for text [N, H, K] and latents [B*M, H, K], with QK-norm.
@@ -211,7 +242,7 @@ class MMDiTBlock(nn.Module):
         Text positions are rotary; latent tokens have learned positions (`MMDiT.latent_position`).
         """
         text_qkv, latent_qkv = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, None)
-        latent_out, text_out = joint_attention(latent_qkv, text_qkv, layout, backend)
+        latent_out, text_out = joint_attention(latent_qkv, text_qkv, attended, backend)
         return text_out, latent_out
 
 
@@ -333,35 +364,36 @@ class MMDiT(nn.Module):
             length_logits = self.length_head(latent_BME, latent_time_BT)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
             rotary = rotary_angles(layout.position, self.config.head_width, self.config.rope_base)
+            rows = StreamRows.of(layout, positions)
+            attended = rows_to_attend(self.backend, layout, self.shape.max_length)
             *blocks, last_block = self.blocks
             for block in blocks:
-                text, latent = block(text, latent, conditioning_BT, rotary, layout, self.backend)
-            text, latent = last_block(text, latent, conditioning_BT, rotary, layout, self.backend, positions)
+                text, latent = block(text, latent, conditioning_BT, rotary, rows, attended, self.backend)
+            text, latent = last_block(text, latent, conditioning_BT, rotary, rows, attended, self.backend, positions)
 
-            text_rows = layout.sample_of_token.index_select(0, positions)
-            text_pred = self._predict_text(text, conditioning_BT, text_rows, targets)
-            latent_pred = self._predict_latents(latent, conditioning_BT, layout.sample_of_latent, noised_latents)
+            text_pred = self._predict_text(text, conditioning_BT, rows.predicted, targets)
+            latent_pred = self._predict_latents(latent, conditioning_BT, rows.latent, noised_latents)
             log_variances = None if self.loss_weights is None or not self.training else self.loss_weights()
             return Prediction(text_pred, latent_pred, length_logits, log_variances)
 
     # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
 
     def _predict_text(
-        self, text_PD: Tensor, conditioning_BT: Tensor, rows_P: Tensor, targets_P: Tensor | None
+        self, text_PD: Tensor, conditioning_BT: Tensor, rows: SampleRows, targets_P: Tensor | None
     ) -> Tensor:
-        """Return `Prediction.text`; `rows_P` is the sample of each token to predict."""
+        """Return `Prediction.text`; `rows` are the samples of the tokens to predict."""
         (final,) = self.text_final(conditioning_BT)
-        hidden_PD = self.text_out(text_PD, final, rows_P) * gather_rows(1 + final.gate, rows_P)
+        hidden_PD = self.text_out(text_PD, final, rows) * gather_rows(1 + final.gate, rows)
         # Validation's objective takes likelihoods alone (`Objective.for_validation`).
         terms = self.training and self.text_terms
         return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
 
     def _predict_latents(
-        self, latent_TE: Tensor, conditioning_BT: Tensor, rows_T: Tensor | None, noised_BMC: Tensor
+        self, latent_TE: Tensor, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor
     ) -> Tensor:
-        """Return `Prediction.latent`; `rows_T` is the sample of each latent token."""
+        """Return `Prediction.latent`; `rows` are the samples of the latent tokens."""
         (final,) = self.latent_final(conditioning_BT)
-        hidden_TE = modulate(latent_TE, final.shift, final.scale, rows_T) * gather_rows(1 + final.gate, rows_T)
+        hidden_TE = modulate(latent_TE, final.shift, final.scale, rows) * gather_rows(1 + final.gate, rows)
         # A copy: outputs that are views would lose FSDP2's hook, which starts the backward pass, if changed in place.
         latent_BMC: Tensor = self.latent_head(hidden_TE).unflatten(0, noised_BMC.shape[:2]).to(torch.float32, copy=True)
         if self.latent_skip is None:

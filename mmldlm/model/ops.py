@@ -7,17 +7,16 @@ inputs; SwiGLU rounds SiLU to the type of its input before the product. On a CPU
 in chunks that fit into a core's cache together with their results.
 
 Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
-width.
+width, S segments of rows.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,9 @@ from torch.autograd.function import once_differentiable
 
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
-_max_row_chunks = ContextVar("max_row_chunks", default=sys.maxsize)
+MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
+SEGMENT_ROWS = 32  # rows that a GPU thread adds up one after the other
+_assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
 P = ParamSpec("P")
 
 
@@ -48,36 +49,106 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
 
 
 @contextmanager
-def limit_row_chunks(max_chunks: int) -> Iterator[None]:
-    """Limit the chunks per tensor. For tensors without memory, where chunks only cost time; 1: as on a GPU."""
-    token = _max_row_chunks.set(max_chunks)
+def assume_device(device_type: str) -> Iterator[None]:
+    """Compute on fake tensors, which are on the CPU, with the operators that a device of `device_type` would run."""
+    token = _assumed_device.set(device_type)
     try:
         yield
     finally:
-        _max_row_chunks.reset(token)
+        _assumed_device.reset(token)
 
 
-def gather_rows(table_BD: Tensor, rows_T: Tensor | None) -> Tensor:
-    """Return the table entry of each row's sample, [T, D]. `rows_T` None: row i belongs to sample i."""
-    return table_BD if rows_T is None else table_BD.index_select(0, rows_T)
+def runs_on_cpu(x: Tensor) -> bool:
+    """Return whether computations with `x` are on a CPU; on the assumed device within `assume_device`."""
+    return (_assumed_device.get() or x.device.type) == "cpu"
 
 
-def _scatter_to_samples(sums_BD: Tensor, rows_T: Tensor | None, values_TD: Tensor) -> None:
-    """Add each row's values to its sample's sums, in place: the adjoint of `gather_rows`."""
-    if rows_T is None:
-        sums_BD.add_(values_TD)
-    else:
-        sums_BD.index_add_(0, rows_T, values_TD)
+class SampleRows(NamedTuple):
+    """Sample of each row of a stream, in ascending order, and how a GPU adds up the rows of each sample.
+
+    `index_add_` on a GPU adds the rows of a sample by atomic operations on the same memory, in an order that differs
+    between runs. Sums over segments of at most `SEGMENT_ROWS` rows, then over the segments of each sample, run in
+    parallel and always in the same order.
+    """
+
+    index: Tensor  # int64 [T], the sample of each row
+    segments: Tensor | None = None  # int64 [S + 1], first rows of segments within a sample, then T; None on a CPU
+    samples: Tensor | None = None  # int64 [B + 1], first segments of the samples, then S; None on a CPU
+
+    @classmethod
+    def of(cls, index_T: Tensor, num_samples: int) -> SampleRows:
+        """Return the rows whose samples are `index_T`, without waiting for the device."""
+        if runs_on_cpu(index_T):
+            return cls(index_T)
+        rows, samples = len(index_T), torch.arange(num_samples + 1, device=index_T.device)
+        first_rows = torch.searchsorted(index_T, samples)
+        # A segment may be empty: where a sample begins at a multiple of SEGMENT_ROWS, or has no rows.
+        segments = torch.cat([first_rows, torch.arange(0, rows, SEGMENT_ROWS, device=index_T.device)]).sort().values
+        return cls(index_T, segments, torch.searchsorted(segments, first_rows))
+
+    def select(self, positions_P: Tensor, num_samples: int) -> SampleRows:
+        """Return the rows at ascending positions."""
+        return self.of(self.index.index_select(0, positions_P), num_samples)
+
+    def sums(self, values_TD: Tensor) -> Tensor:
+        """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""
+        assert self.segments is not None and self.samples is not None
+        partial_SD = _segment_sums(values_TD.float(), self.segments)
+        return _segment_sums(partial_SD, self.samples)
+
+
+def _segment_sums(values_TD: Tensor, offsets: Tensor) -> Tensor:
+    # Unchecked, since a check of the offsets would wait for the device.
+    return torch.segment_reduce(values_TD, "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
+
+
+class _GatherRows(Function):
+    @staticmethod
+    def forward(ctx: Any, table_BD: Tensor, index_T: Tensor, segments: Tensor | None, samples: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index_T, segments, samples)
+        return table_BD.index_select(0, index_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        return SampleRows(*ctx.saved_tensors).sums(grad_TD).to(grad_TD.dtype), None, None, None
+
+
+def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
+    """Return the table entry of each row's sample, [T, D]. `rows` None: row i belongs to sample i."""
+    if rows is None:
+        return table_BD
+    if rows.segments is None:
+        return table_BD.index_select(0, rows.index)
+    out: Tensor = _GatherRows.apply(table_BD, *rows)
+    return out
+
+
+def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: Tensor, num_samples: int) -> Tensor:
+    """Return the samples' sums, None for zeros, with each row's values added: the adjoint of `gather_rows`."""
+    if rows is not None and rows.segments is not None:
+        return rows.sums(values_TD) if sums_BD is None else sums_BD.add_(rows.sums(values_TD))
+    if sums_BD is None:
+        sums_BD = values_TD.new_zeros(num_samples, values_TD.shape[1], dtype=torch.float32)
+    return sums_BD.add_(values_TD) if rows is None else sums_BD.index_add_(0, rows.index, values_TD)
 
 
 def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     """Yield the same rows of all tensors, chunk by chunk on a CPU; all at once elsewhere, or if one of them is None."""
     first = tensors[0]
-    size = max(CHUNK_NUMEL * torch.get_num_threads(), first.numel() // _max_row_chunks.get())
-    if first.device.type != "cpu" or first.numel() <= size or any(tensor is None for tensor in tensors):
+    if not runs_on_cpu(first) or any(tensor is None for tensor in tensors):
+        return [tensors]
+    size = CHUNK_NUMEL * torch.get_num_threads()
+    if _assumed_device.get() is not None:
+        size = max(size, first.numel() // MAX_FAKE_CHUNKS)
+    if first.numel() <= size:
         return [tensors]
     rows = max(1, size * len(first) // first.numel())
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    return zip(*(_split_rows(tensor, rows) for tensor in tensors), strict=True)
+
+
+def _split_rows(values: Tensor | SampleRows, rows: int) -> Iterable[Any]:
+    return map(SampleRows, values.index.split(rows)) if isinstance(values, SampleRows) else values.split(rows)
 
 
 def _layer_norm(x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,25 +158,25 @@ def _layer_norm(x_TD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_and_shift(
-    normal_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None, dtype: torch.dtype
+    normal_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows: SampleRows | None, dtype: torch.dtype
 ) -> Tensor:
     """Return normal * scale + shift of each row's sample, in `dtype`."""
     out_TD = torch.empty_like(normal_TD, dtype=dtype)
-    for normal, rows, out in _row_chunks(normal_TD, rows_T, out_TD):
-        torch.addcmul(gather_rows(shift_BD, rows), normal, gather_rows(scale_BD, rows), out=out)
+    for normal, chunk_rows, out in _row_chunks(normal_TD, rows, out_TD):
+        torch.addcmul(gather_rows(shift_BD, chunk_rows), normal, gather_rows(scale_BD, chunk_rows), out=out)
     return out_TD
 
 
-def _matmul_dtype(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Return the type that a matrix product with `x` is computed in."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows_T: Tensor | None) -> Tensor:
+def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows: SampleRows | None) -> Tensor:
     """Return layer_norm(x) * (1 + scale) + shift, with scale and shift of each row's sample; [T, D] in float32."""
     normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
-    return normal * gather_rows(scale_BD.float() + 1, rows_T) + gather_rows(shift_BD.float(), rows_T)
+    return normal * gather_rows(scale_BD.float() + 1, rows) + gather_rows(shift_BD.float(), rows)
 
 
 class _ModulatedLinear(Function):
@@ -115,22 +186,22 @@ class _ModulatedLinear(Function):
         x_TD: Tensor,
         shift_BD: Tensor,
         scale_BD: Tensor,
-        rows_T: Tensor | None,
+        rows: SampleRows | None,
         weight_OD: Tensor,
         bias_O: Tensor | None,
     ) -> Tensor:
         normal, rstd = _layer_norm(x_TD)
         shift, scale = shift_BD.float(), scale_BD.float() + 1
-        ctx.save_for_backward(normal, rstd, shift, scale, rows_T, weight_OD)
-        ctx.dtypes = x_TD.dtype, shift_BD.dtype, scale_BD.dtype
-        modulated = _scale_and_shift(normal, shift, scale, rows_T, _matmul_dtype(weight_OD))
+        ctx.save_for_backward(normal, rstd, shift, scale, weight_OD)
+        ctx.rows, ctx.dtypes = rows, (x_TD.dtype, shift_BD.dtype, scale_BD.dtype)
+        modulated = _scale_and_shift(normal, shift, scale, rows, matmul_dtype(weight_OD))
         return F.linear(modulated, weight_OD, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        normal, rstd, shift, scale, rows, weight = ctx.saved_tensors
-        x_dtype, shift_dtype, scale_dtype = ctx.dtypes
+        normal, rstd, shift, scale, weight = ctx.saved_tensors
+        rows, (x_dtype, shift_dtype, scale_dtype) = ctx.rows, ctx.dtypes
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[4]:
             # The layer's input is recomputed from `normal`, so that it need not be saved as well.
@@ -144,16 +215,17 @@ class _ModulatedLinear(Function):
 
 
 def _modulation_backward(
-    grad_TD: Tensor, normal_TD: Tensor, rstd_T1: Tensor, scale_BD: Tensor, rows_T: Tensor | None
+    grad_TD: Tensor, normal_TD: Tensor, rstd_T1: Tensor, scale_BD: Tensor, rows: SampleRows | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, shift and scale from the gradient of the modulated layer norm."""
     x_grad_TD = torch.empty_like(normal_TD)
-    shift_grad, scale_grad = torch.zeros_like(scale_BD), torch.zeros_like(scale_BD)
-    for grad_chunk, normal, rstd, rows, out in _row_chunks(grad_TD, normal_TD, rstd_T1, rows_T, x_grad_TD):
+    shift_grad = scale_grad = None
+    for grad_chunk, normal, rstd, chunk_rows, out in _row_chunks(grad_TD, normal_TD, rstd_T1, rows, x_grad_TD):
         grad = grad_chunk.float()
-        _scatter_to_samples(shift_grad, rows, grad)
-        _scatter_to_samples(scale_grad, rows, grad * normal)
-        torch.mul(_unit_layer_norm_backward(grad * gather_rows(scale_BD, rows), normal), rstd, out=out)
+        shift_grad = _add_to_samples(shift_grad, chunk_rows, grad, len(scale_BD))
+        scale_grad = _add_to_samples(scale_grad, chunk_rows, grad * normal, len(scale_BD))
+        torch.mul(_unit_layer_norm_backward(grad * gather_rows(scale_BD, chunk_rows), normal), rstd, out=out)
+    assert shift_grad is not None and scale_grad is not None
     return x_grad_TD, shift_grad, scale_grad
 
 
@@ -177,40 +249,41 @@ def modulated_linear(
     x_TD: Tensor,
     shift_BD: Tensor,
     scale_BD: Tensor,
-    rows_T: Tensor | None,
+    rows: SampleRows | None,
     weight_OD: Tensor,
     bias_O: Tensor | None,
 ) -> Tensor:
     """Return the linear layer [T, O] of `modulate`, saving one [T, D] for both backward passes."""
-    return F.linear(modulate(x_TD, shift_BD, scale_BD, rows_T), weight_OD, bias_O)
+    return F.linear(modulate(x_TD, shift_BD, scale_BD, rows), weight_OD, bias_O)
 
 
 class _AddGated(Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate_BD, branch_TD, rows_T)
-        gate = gate_BD.float()
+    def forward(ctx: Any, x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows: SampleRows | None) -> Tensor:
+        ctx.save_for_backward(gate_BD, branch_TD)
+        ctx.rows, gate = rows, gate_BD.float()
         out_TD = torch.empty_like(x_TD)
-        for x, branch, rows, out in _row_chunks(x_TD, branch_TD, rows_T, out_TD):
-            torch.addcmul(x, gather_rows(gate, rows), branch.float(), out=out)
+        for x, branch, chunk_rows, out in _row_chunks(x_TD, branch_TD, rows, out_TD):
+            torch.addcmul(x, gather_rows(gate, chunk_rows), branch.float(), out=out)
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        gate_BD, branch_TD, rows_T = ctx.saved_tensors
+        gate_BD, branch_TD = ctx.saved_tensors
         gate = gate_BD.float()
-        gate_grad, branch_grad = torch.zeros_like(gate), torch.empty_like(branch_TD)
-        for grad_chunk, branch, rows, out in _row_chunks(grad, branch_TD, rows_T, branch_grad):
-            _scatter_to_samples(gate_grad, rows, grad_chunk * branch)
+        gate_grad, branch_grad = None, torch.empty_like(branch_TD)
+        for grad_chunk, branch, rows, out in _row_chunks(grad, branch_TD, ctx.rows, branch_grad):
+            gate_grad = _add_to_samples(gate_grad, rows, grad_chunk * branch, len(gate))
             torch.mul(grad_chunk, gather_rows(gate, rows), out=out)
+        assert gate_grad is not None
         return grad, gate_grad.to(gate_BD.dtype), branch_grad, None
 
 
 @memory_saving(_AddGated)
-def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows_T: Tensor | None) -> Tensor:
+def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows: SampleRows | None) -> Tensor:
     """Return x + gate * branch, with the gate of each row's sample; x and result are [T, D] in float32."""
-    return x_TD + gather_rows(gate_BD.float(), rows_T) * branch_TD.float()
+    return x_TD + gather_rows(gate_BD.float(), rows) * branch_TD.float()
 
 
 class _SwiGLULinear(Function):

@@ -29,7 +29,7 @@ from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
 from mmldlm.model.cpu_half import KernelCache
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.model.ops import limit_row_chunks
+from mmldlm.model.ops import assume_device
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.optim.param_groups import muon_matrices
@@ -41,7 +41,6 @@ from mmldlm.trainer.setup import requested_features
 
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20
-MAX_ROW_CHUNKS = 16  # of element-wise operations on a CPU: more only cost time, and the memory of one is small
 SIZED_STEPS = 64  # of a stage whose micro-batches are measured
 GPU_TOKENS = 16_384  # of a micro-batch, below which a GPU of the present waits for the host
 GPU_BUDGET = 32_768  # of train.micro_batch_tokens, which the dry run then advises
@@ -150,7 +149,7 @@ def estimate(
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
             kernels.add_tried(_row_counts(noised))
-            with limit_row_chunks(1 if device == "cuda" else MAX_ROW_CHUNKS):
+            with assume_device(device):
                 step_flops = tracker.micro_batches(noised)
             tracker.update(optimizer, config.optim.clip_norm)
             if step < start + tried:  # mean over the stage, weighted by its share of the run

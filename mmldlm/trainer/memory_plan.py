@@ -15,7 +15,7 @@ from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.launcher import FSDP2
 from mmldlm.model.mmdit import count_parameters
-from mmldlm.model.ops import limit_row_chunks
+from mmldlm.model.ops import assume_device
 from mmldlm.run.factory import build_fake_model
 from mmldlm.telemetry import free_memory_mib
 from mmldlm.trainer.memory_tracker import StepCostTracker
@@ -52,7 +52,7 @@ class MemoryPlan:
     def needed_mib(self, noised: NoisedBatch, accumulating: bool) -> float:
         """Return what a step takes at its peak if `noised` is its largest micro-batch, of several if `accumulating`."""
         tracker = StepCostTracker(self._model, self.objective)
-        with limit_row_chunks(1):
+        with assume_device(self.engine.device.type):
             tracker.micro_batches([noised])
         self._model.zero_grad(set_to_none=True)
         activations = sum(tracker.costs.peak("activations", "batches").values())

@@ -48,6 +48,7 @@ from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
 from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.garbage import ScheduledCollection
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
 
@@ -192,6 +193,7 @@ class Trainer:
             notes = [*notes, *plans]
         self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
         self._stack.callback(self._profiler.close)
+        self._garbage = self._stack.enter_context(ScheduledCollection())
         if engine.is_main:
             self._notices.write = self.tracker.message
             write_config(config, self.run_dir)
@@ -394,6 +396,7 @@ class Trainer:
         # The last step's checkpoint is saved by `steps`, which also waits for it.
         if (self.checkpointer.due(state.step) or totals["save"]) and state.step < config.train.steps:
             self.save()
+        self._garbage.end_step(state.step)
         if totals["stop"]:
             self._stop()
 

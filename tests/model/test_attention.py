@@ -16,7 +16,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
-from mmldlm.model.attention import Backend, joint_attention, resolve_backend
+from mmldlm.model.attention import Backend, joint_attention, resolve_backend, rows_to_attend
 from mmldlm.model.mmdit import MMDiT, Prediction
 from mmldlm.run.factory import build_meta_model
 from tests.helpers.padded_reference import padded_forward
@@ -229,7 +229,8 @@ def test_efficient_attention_is_one_call_of_its_operator(dtype: torch.dtype) -> 
         layout = PackedLayout(LENGTHS, 3)
         rows = (len(LENGTHS) * 3, sum(LENGTHS))
         leaves = [torch.randn(count, 3, heads, width, dtype=dtype, requires_grad=True) for count in rows]
-        outputs = joint_attention(leaves[0], leaves[1], layout, "efficient")
+        attended_rows = rows_to_attend("efficient", layout, max(LENGTHS))
+        outputs = joint_attention(leaves[0], leaves[1], attended_rows, "efficient")
         gradients = torch.autograd.grad([out.sum() for out in outputs], leaves)
         assert [tuple(out.shape) for out in outputs] == [(count, heads, width) for count in rows]
         assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves]
@@ -245,7 +246,7 @@ def test_efficient_attention_is_one_call_of_its_operator(dtype: torch.dtype) -> 
         assert (call["bias"], call["dropout_p"], call["custom_mask_type"]) == (None, 0.0, 0)
         assert call["compute_log_sumexp"] is True and call.get("scale") is None
         with torch.no_grad():
-            joint_attention(leaves[0], leaves[1], layout, "efficient")
+            joint_attention(leaves[0], leaves[1], attended_rows, "efficient")
         assert not recorder.calls[-1].get("compute_log_sumexp")
 
 
@@ -277,7 +278,9 @@ def test_efficient_attention_stays_within_samples(latent_tokens: int, efficient_
     rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
     latent, text = (torch.randn(count, 3, 2, 16, generator=generator) for count in rows)
     with torch.no_grad():
-        outputs, expected = (joint_attention(latent, text, layout, name) for name in ("efficient", "sdpa"))
+        outputs, expected = (
+            joint_attention(latent, text, rows_to_attend(name, layout, 100), name) for name in ("efficient", "sdpa")
+        )
     for one, other in zip(outputs, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -290,13 +293,14 @@ def test_efficient_attention_stays_within_samples(latent_tokens: int, efficient_
 )
 def test_kernels_for_offsets_equal_sdpa_on_cuda(kernel: Backend, dtype: torch.dtype, latent_tokens: int) -> None:
     layout = PackedLayout(LENGTHS, latent_tokens, "cuda")
-    rows = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
+    streams = (len(LENGTHS) * latent_tokens, sum(LENGTHS))
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(count, 3, 2, 32, generator=generator).to("cuda", dtype).requires_grad_() for count in rows]
-    weights = [torch.randn(count, 2, 32, generator=generator).to("cuda") for count in rows]
+    leaves = [torch.randn(rows, 3, 2, 32, generator=generator).to("cuda", dtype).requires_grad_() for rows in streams]
+    weights = [torch.randn(rows, 2, 32, generator=generator).to("cuda") for rows in streams]
 
     def attended(backend: Backend) -> list[Tensor]:
-        outputs = joint_attention(leaves[0], leaves[1], layout, backend)
+        attended_rows = rows_to_attend(backend, layout, layout.max_length)
+        outputs = joint_attention(leaves[0], leaves[1], attended_rows, backend)
         loss = sum((out.float() * weight).sum() for out, weight in zip(outputs, weights, strict=True))
         return [*outputs, *torch.autograd.grad(loss, leaves)]  # type: ignore[arg-type]
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,13 +17,16 @@ from torch._dynamo.utils import counters
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
-from mmldlm.model.compile import REGIONS, CompileConfig, compile_regions
+from mmldlm.model.attention import Backend
+from mmldlm.model.compile import BLOCK_REGIONS, STREAM_REGIONS, CompileConfig, Region, compile_regions
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from mmldlm.model.ops import assume_device
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
+from tests.helpers.small_model import random_inputs, small_model
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
-REGIONAL = CompileConfig("regional")
+SHAPE = DataShape(20, 0, 1, 8, 1, 4)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 
 
@@ -34,18 +38,53 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.quick
 def test_unused_compile_settings_are_refused(tiny_config: Path) -> None:
     with pytest.raises(ConfigError, match=r"compile\.mode: does nothing under scope: none, expected default"):
-        load_config(tiny_config, ["compile.mode=max-autotune-no-cudagraphs"])
+        load_config(tiny_config, ["compile={scope: none, mode: max-autotune-no-cudagraphs}"])
 
 
 @pytest.mark.setting("compile.mode")
 @pytest.mark.quick
-def test_compile_mode_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "regions"),
+    [("sdpa", 2 * len(STREAM_REGIONS)), ("math", len(BLOCK_REGIONS)), ("varlen", len(BLOCK_REGIONS))],
+)
+def test_compile_mode_reaches_the_compiler(backend: Backend, regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options.get("mode")) or function)
-    model = MMDiT(ModelConfig(depth=2, width=16, num_heads=2), DataShape(20, 0, 1, 8, 1, 4))
-    mode = "max-autotune-no-cudagraphs"
-    assert compile_regions(model, CompileConfig("regional", mode), torch.device("cpu")) == f"regional, mode {mode}"
-    assert asked == [None, *[mode] * (2 * 2 * len(REGIONS))], "a trial, and the regions of both streams of each block"
+
+    def record(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        asked.append(options.get("mode"))
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    model = MMDiT(ModelConfig(depth=2, width=16, num_heads=2), SHAPE, backend)
+    config = CompileConfig("regional", "max-autotune-no-cudagraphs")
+    assert compile_regions(model, config, torch.device("cpu")) == f"regional, mode {config.mode}"
+    assert asked == [None, *[config.mode] * (2 * regions)], "a trial, and the regions of each block"
+
+
+@pytest.mark.setting("compile.scope")
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("scope", "device", "is_supported", "compiled"),
+    [
+        ("auto", "meta", True, True),
+        ("auto", "meta", False, False),
+        ("auto", "cpu", True, False),
+        ("regional", "cpu", True, True),
+        ("none", "meta", True, False),
+    ],
+)
+def test_devices_but_cpus_compile_by_default(
+    scope: Literal["auto", "none", "regional"],
+    device: str,
+    is_supported: bool,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = MMDiT(ModelConfig(depth=2, width=16, num_heads=2), SHAPE)
+    described = compile_regions(model, CompileConfig(scope), torch.device(device), is_supported)
+    assert described == ("regional, mode default" if compiled else "none")
+    assert isinstance(model.blocks[0].text.project, Region) == compiled
 
 
 @pytest.mark.setting("compile.scope")
@@ -62,17 +101,27 @@ def test_missing_compiler_is_reported(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "setting",
+    ("backend", "setting"),
     [
-        "memory.activation_checkpointing=none",
-        pytest.param("memory.activation_checkpointing=selective", marks=pytest.mark.slow),
-        pytest.param("memory.activation_checkpointing=full", marks=pytest.mark.slow),
-        pytest.param("train.micro_batch_tokens=100", marks=pytest.mark.slow),
+        ("sdpa", "memory.activation_checkpointing=none"),
+        ("math", "memory.activation_checkpointing=selective"),
+        *(
+            pytest.param(backend, setting, marks=pytest.mark.slow)
+            for backend, setting in (
+                ("sdpa", "memory.activation_checkpointing=selective"),
+                ("sdpa", "memory.activation_checkpointing=full"),
+                ("sdpa", "train.micro_batch_tokens=100"),
+                ("math", "memory.activation_checkpointing=none"),
+                ("math", "memory.activation_checkpointing=full"),
+            )
+        ),
     ],
 )
-def test_compiled_curve_is_equal_without_recompilation(tiny_config: Path, tmp_path: Path, setting: str) -> None:
+def test_compiled_curve_is_equal_without_recompilation(
+    tiny_config: Path, tmp_path: Path, backend: str, setting: str
+) -> None:
     """Samples of 4 to 32 tokens: each step has other shapes, validation included, and with a budget other samples."""
-    given = [setting, "train.steps=12", "validation.every=6"]
+    given = [setting, f"attention.backend={backend}", "train.steps=12", "validation.every=6"]
     assert train.main([str(tiny_config), *given]) == 0
     shutil.move(tmp_path / "run", tmp_path / "plain")
     torch._dynamo.reset()
@@ -87,6 +136,33 @@ def test_compiled_curve_is_equal_without_recompilation(tiny_config: Path, tmp_pa
     assert len(shapes) > 6
     assert graphs[1] == graphs[-1] > 0, graphs
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+@needs_compiler
+def test_a_block_is_one_region_that_compiles_once() -> None:
+    """200 micro-batches of other shapes, as on a GPU: rows by segments, attention inside of the region."""
+    torch._dynamo.reset()
+    random = torch.Generator().manual_seed(0)
+    model, compiled = (small_model(latent_tokens=2, backend="math") for _ in range(2))
+    compile_regions(compiled, CompileConfig("regional"), torch.device("cpu"))
+    graphs = []
+    with assume_device("cuda"):
+        for batch in range(200):
+            count = int(torch.randint(2, 6, (), generator=random))
+            lengths = tuple(torch.randint(1, 80, (count,), generator=random).tolist())
+            inputs = random_inputs(lengths, latent_tokens=2, seed=batch)
+            results = []
+            for network in (model, compiled)[batch % 50 > 0 :]:
+                network.zero_grad()
+                prediction = inputs.run(network)
+                (prediction.text.square().mean() + prediction.latent.square().mean()).backward()
+                results.append([prediction.text, prediction.latent, *(p.grad for p in network.parameters())])
+            graphs.append(counters["stats"]["unique_graphs"])
+            for eager, fused in zip(*results, strict=True) if len(results) == 2 else ():
+                if eager is not None:
+                    assert (fused - eager).norm() <= 1e-4 * eager.norm() + 1e-6
+    # The last block's region differs: it computes predicted tokens alone.
+    assert graphs[0] - graphs[-1] == 0, graphs
 
 
 @needs_compiler

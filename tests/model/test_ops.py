@@ -11,9 +11,14 @@ from torch import Tensor
 
 from mmldlm.model.layers import rotary_angles
 from mmldlm.model.ops import (
+    MAX_FAKE_CHUNKS,
+    SEGMENT_ROWS,
+    SampleRows,
     _row_chunks,
     add_gated,
-    limit_row_chunks,
+    assume_device,
+    gather_rows,
+    modulate,
     modulated_linear,
     normalize_heads,
     swiglu_linear,
@@ -23,6 +28,13 @@ pytestmark = pytest.mark.quick
 
 ROWS = torch.tensor([0, 0, 0, 1, 2, 2, 2])
 SAMPLES, WIDTH, HEADS = 3, 8, 2
+
+
+devices = pytest.mark.parametrize("device", ["cpu", "cuda"])
+
+
+def sample_rows() -> SampleRows:
+    return SampleRows.of(ROWS, SAMPLES)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -48,7 +60,7 @@ ROTARY = rotary_angles(torch.arange(len(ROWS)), WIDTH, 100.0)
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 CASES: dict[str, Case] = {
     "modulated linear": (
-        lambda x, shift, scale, weight, bias: modulated_linear(x, shift, scale, ROWS, weight, bias),
+        lambda x, shift, scale, weight, bias: modulated_linear(x, shift, scale, sample_rows(), weight, bias),
         lambda x, shift, scale, weight, bias: F.linear(plain_modulate(x, shift[ROWS], scale[ROWS]), weight, bias),
         [
             draw(len(ROWS), WIDTH),
@@ -64,7 +76,7 @@ CASES: dict[str, Case] = {
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2), draw(WIDTH + 3, WIDTH)],
     ),
     "add_gated": (
-        lambda x, gate, branch: add_gated(x, gate, branch, ROWS),
+        lambda x, gate, branch: add_gated(x, gate, branch, sample_rows()),
         lambda x, gate, branch: x + gate[ROWS] * branch,
         [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(len(ROWS), WIDTH, seed=1)],
     ),
@@ -72,6 +84,11 @@ CASES: dict[str, Case] = {
         lambda x, gate, branch: add_gated(x, gate, branch, None),
         lambda x, gate, branch: x + gate * branch,
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
+    ),
+    "modulate": (
+        lambda x, shift, scale: modulate(x, shift, scale, sample_rows()),
+        lambda x, shift, scale: plain_modulate(x, shift[ROWS], scale[ROWS]),
+        [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1)],
     ),
     "swiglu, linear": (
         swiglu_linear,
@@ -98,10 +115,12 @@ def values_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) 
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
+@devices
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_plain_formula_and_its_gradient(case: str) -> None:
+def test_equals_the_plain_formula_and_its_gradient(case: str, device: str) -> None:
     fused, plain, inputs = CASES[case]
-    result, expected = values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
+    with assume_device(device):
+        result, expected = values_and_gradients(fused, inputs), values_and_gradients(plain, inputs)
     for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -115,8 +134,33 @@ def test_row_chunks_give_the_same_result(case: str, monkeypatch: pytest.MonkeyPa
     assert len(list(_row_chunks(inputs[0]))) == (len(inputs[0]) + 1) // 2
     for one, other in zip(values_and_gradients(fused, inputs), whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    with limit_row_chunks(1):
+    with assume_device("cuda"):
         assert list(_row_chunks(inputs[0])) == [(inputs[0],)]
+
+
+@devices
+@pytest.mark.parametrize("lengths", [(1,), (3, 1, 4), (SEGMENT_ROWS, 2 * SEGMENT_ROWS, 1), (0, 200, 0, 0, 45, 0)])
+def test_sums_by_sample(lengths: tuple[int, ...], device: str) -> None:
+    """The gradient of a gather, with samples of a segment, of many, and without rows; exact, to show every row once."""
+    index, table = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)), draw(len(lengths), WIDTH)
+    values = torch.randint(-100, 100, (len(index), WIDTH), generator=torch.Generator().manual_seed(0)).float()
+    with assume_device(device):
+        rows = SampleRows.of(index, len(lengths))
+        assert (rows.segments is None) == (device == "cpu")
+        odd = torch.arange(1, len(index), 2)
+        for chosen, chosen_rows in ((torch.arange(len(index)), rows), (odd, rows.select(odd, len(lengths)))):
+            leaf = table.clone().requires_grad_()
+            gathered = gather_rows(leaf, chosen_rows)
+            assert torch.equal(gathered, table[index[chosen]])
+            (gradient,) = torch.autograd.grad(gathered, leaf, values[chosen])
+            parts = values[chosen].split(torch.bincount(index[chosen], minlength=len(lengths)).tolist())
+            assert torch.equal(gradient, torch.stack([part.sum(0) for part in parts]))
+
+
+def test_chunks_of_fake_tensors_are_few() -> None:
+    with assume_device("cpu"):
+        chunks = list(_row_chunks(torch.empty(2**20, 64, device="meta")))
+    assert len(chunks) == MAX_FAKE_CHUNKS and sum(len(rows) for (rows,) in chunks) == 2**20
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -331,7 +331,8 @@ def test_a_gpu_has_whole_temporaries_and_no_kernels_of_a_cpu(tiny_store: Path) -
 
     cpu, gpu = on("cpu"), on("cuda")
     assert gpu.activations_mib > cpu.activations_mib
-    assert gpu.flops_per_step == cpu.flops_per_step
+    # A GPU has columns of logits that pad the vocabulary.
+    assert cpu.flops_per_step <= gpu.flops_per_step == pytest.approx(cpu.flops_per_step, rel=0.05)
     assert on("cuda", "precision=bf16").kernels_mib == 0
     few = ("optim.fused=false", "train.global_batch_size=1")  # so that the update needs the most
     copies = on("cuda", *few).peak_mib["update"]  # for each operation of all tensors at once

@@ -1,0 +1,34 @@
+"""Garbage collection at chosen steps: one that Python starts by itself stalls one rank, and all others wait for it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Self
+
+COLLECT_EVERY = 50  # steps; what a step leaves in reference cycles waits as long
+
+
+class ScheduledCollection:
+    """Context in which garbage is collected at the same steps on all ranks and at no other time.
+
+    What exists after the first step, among it everything that was imported, is no garbage before the end of the run:
+    later collections leave it out and thus take milliseconds.
+    """
+
+    def __enter__(self) -> Self:
+        self._was_enabled, self._is_first_step = gc.isenabled(), True
+        gc.disable()
+        return self
+
+    def end_step(self, step: int) -> None:
+        """Collect garbage if it is due after `step` steps."""
+        if self._is_first_step or step % COLLECT_EVERY == 0:
+            gc.collect()
+        if self._is_first_step:
+            gc.freeze()
+            self._is_first_step = False
+
+    def __exit__(self, *exception: object) -> None:
+        gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

@@ -1,0 +1,62 @@
+"""Garbage is collected at known steps, and a step leaves none that holds memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmldlm.config import load_config
+from mmldlm.train import train_step
+from mmldlm.trainer.trainer import Trainer
+from mmldlm.utils.garbage import COLLECT_EVERY, ScheduledCollection
+
+pytestmark = pytest.mark.quick
+
+
+class Cycle:
+    """An object that only the garbage collector frees."""
+
+    freed = 0
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        type(self).freed += 1
+
+
+def test_garbage_is_collected_at_its_steps_alone() -> None:
+    Cycle.freed = 0
+    freed = []
+    with ScheduledCollection() as collection:
+        for step in range(1, COLLECT_EVERY + 2):
+            for _ in range(3000):  # more than Python waits for by itself
+                Cycle()
+            collection.end_step(step)
+            freed.append(Cycle.freed)
+        assert gc.get_freeze_count() > 0
+    assert set(freed[:-2]) == {3000} and set(freed[-2:]) == {3000 * COLLECT_EVERY}
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_step_leaves_no_tensors_in_cycles(tiny_config: Path, checkpointing: str) -> None:
+    """They would hold their memory until the next collection."""
+    overrides = (
+        f"memory.activation_checkpointing={checkpointing}",
+        "train.steps=12",
+        "validation.every=0",
+        "checkpoint.every_steps=0",
+    )
+    alive = []
+    with Trainer(load_config(tiny_config, list(overrides))) as run:
+        for step, batches in run.steps():
+            train_step(run, step, batches)
+            del batches
+            assert not gc.isenabled()
+            if step > 0:  # the first one ends with a collection
+                alive.append(sum(isinstance(value, torch.Tensor) for value in gc.get_objects()))
+    assert max(alive[1:]) <= alive[0] + 5, alive
