@@ -55,7 +55,7 @@ UPDATE_BYTES = 28 + 12
 Phase = Literal["forward", "backward"]
 Kind = Literal["product", "attention", "other"]
 
-_INDEXED = {"index_select": 0, "embedding": 0, "nll_loss_forward": 0}  # position of the table among the inputs
+_INDEXED = {"index_select", "embedding", "nll_loss_forward"}  # read as much of their table as they have indices for
 _NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach"}
 
 
@@ -136,9 +136,8 @@ class Recorder(TorchDispatchMode):
         elif packet in flop_registry:
             kind, flops = "product", flop_registry[packet](*args, **kwargs, out_val=out)
         reads, writes = ([*dict.fromkeys(map(Access.of, part))] for part in (tensors, results))
-        if name in _INDEXED:  # reads as much of its table as it has indices for
-            table = _INDEXED[name]
-            reads[table] = replace(reads[table], size=min(reads[table].size, writes[0].size))
+        if name in _INDEXED:
+            reads[0] = replace(reads[0], size=min(reads[0].size, writes[0].size))
         self.kernels.append(Kernel(self.phase, kind, name, flops, tuple(reads), tuple(writes)))  # type: ignore[arg-type]
         return out
 
