@@ -238,6 +238,37 @@ def test_no_step_waits_for_the_device(
     assert len(counts) == config.steps and counts[0] == counts[-1] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_step_synchronizes_a_gpu(config: SamplingConfig) -> None:
+    model = MMDiT(ModelConfig(depth=1, width=32, num_heads=2), DataShape(VOCAB, MASK, PAD, 40, 1, 16))
+    model.init_weights().eval().to("cuda")
+
+    def on_step(t: float, tokens: Tensor) -> None:
+        # The first step makes what later ones keep, and the result is read after the last one.
+        torch.cuda.set_sync_debug_mode("error" if t > 0 else "default")
+
+    streams, latents = SampleStreams(0, 0, torch.arange(3)), torch.zeros(3, 1, 16, device="cuda")
+    try:
+        made = generate(model, TEXT, LATENT, "joint", config, streams, latents, (9, 4, 40), on_step=on_step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not (made.tokens == MASK).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_equal_logits_give_equal_tokens_on_a_gpu(top_p: float) -> None:
+    logits, numbers = 4 * torch.randn(4096, 30_522, generator=seeded()), uniforms(4096)
+    (here, here_p), (there, there_p) = (
+        draw_tokens(logits.to(device), numbers.to(device), 0.8, top_p) for device in ("cpu", "cuda")
+    )
+    assert torch.equal(here, there.cpu())
+    torch.testing.assert_close(here_p, there_p.cpu())
+
+
 def test_numbers_are_those_of_the_sample() -> None:
     """Whatever the other samples are, and the same for one step as for the first of several."""
     both = SampleStreams(1, 2, torch.tensor([4, 9])).uniform(3, (5, 2))
