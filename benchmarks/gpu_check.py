@@ -190,7 +190,8 @@ def train(options: Options, *settings: str, engine: str = "", limit: float = 150
             command += ["-c", TRAIN]
         start = time.perf_counter()
         code, text = run([*command, f"run.dir={folder}", *settings], limit)
-        found: Result = {"exit": code, "wall_s": round(time.perf_counter() - start, 1), "settings": settings}
+        named = [setting.replace(f"{options.stores.resolve()}/", "") for setting in settings]
+        found: Result = {"exit": code, "wall_s": round(time.perf_counter() - start, 1), "settings": named}
         metrics = folder / "metrics.jsonl"
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         for trace in sorted(folder.glob("profile/*.json.gz")) if traces else []:
