@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu_check
+from benchmarks.common.report import ROOT
 from benchmarks.gpu_bars import BARS, Bar, committed, measured_mfu, rows
 from benchmarks.gpu_check import STAGES, kernel_table
 
@@ -89,7 +91,7 @@ def test_the_table_shows_what_was_measured() -> None:
     assert measured_mfu(planted(bar, 0.418)) == {"24 x 1024": {"compiled": pytest.approx(0.418)}}
 
 
-# --- parts of the stages --------------------------------------------------------------------------
+# --- the stages --------------------------------------------------------------------------
 
 
 def test_kernels_of_a_trace(tmp_path: Path) -> None:
@@ -121,3 +123,13 @@ def test_a_stage_writes_after_each_part_and_reports_failures(tmp_path: Path, mon
     assert (
         result["tiny"] and result["good"] == {"answer": 1} and result["bad"]["error"] == "RuntimeError: no kernel image"
     )
+
+
+def test_prepare_fetches_the_versions_that_the_tests_pass_with() -> None:
+    def versions(path: Path) -> dict[str, str]:
+        return dict(re.findall(r"(?m)(?:^|\s)([\w-]+)==([\w.]+)", path.read_text(encoding="utf-8")))
+
+    fetched, pinned = versions(ROOT / "scripts" / "gpu_check.sh"), versions(ROOT / "constraints.txt")
+    shared = fetched.keys() & pinned.keys()
+    assert shared >= {"deepspeed", "pydantic", "mmdit"}
+    assert {name: fetched[name] for name in shared} == {name: pinned[name] for name in shared}
