@@ -40,9 +40,12 @@ BUDGET_S = 555.0  # of a stage, where a command may take 600
 STARTED = time.perf_counter()
 TRAIN = """
 import sys
+import torch
 from benchmarks.memory import train
 from mmldlm.config import load_config
 train(load_config(None, sys.argv[1:]))
+if torch.cuda.is_available():
+    print("peaks", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 """
 LEFT_OUT = "left out: no time"
 Result = dict[str, Any]
@@ -83,13 +86,13 @@ def synchronize() -> None:
 
 def environment(_: Options) -> Result:
     """Tools and packages of the machine."""
-    found: Result = {tool: shutil.which(tool) or "" for tool in ("nvcc", "g++", "cc", "ninja", "nvidia-smi", "ncu")}
+    tools: Result = {tool: shutil.which(tool) or "" for tool in ("nvcc", "g++", "cc", "ninja", "nvidia-smi", "ncu")}
     for package in ("deepspeed", "accelerate", "triton", "mmdit", "pydantic", "tokenizers"):
         code, text = run([sys.executable, "-c", f"import {package}; print(getattr({package}, '__version__', '?'))"], 60)
-        found[package] = text.strip().splitlines()[-1][:120] if text.strip() else f"exit {code}"
+        tools[package] = text.strip().splitlines()[-1][:120] if text.strip() else f"exit {code}"
     if torch.cuda.is_available():
-        found["nccl"], found["capability"] = torch.cuda.nccl.version(), torch.cuda.get_device_capability()
-    return found
+        tools["nccl"], tools["capability"] = torch.cuda.nccl.version(), torch.cuda.get_device_capability()
+    return tools
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
@@ -112,7 +115,7 @@ def ceilings(options: Options) -> Result:
     make = partial(torch.randn, device=kind, dtype=torch.bfloat16)
     source = torch.zeros(2**30 // scale, device=kind)
     target = torch.empty_like(source)
-    found: Result = {"copy_tb_per_s": 8 * len(source) / milliseconds(partial(target.copy_, source)) / 1e9}
+    rates: Result = {"copy_tb_per_s": 8 * len(source) / milliseconds(partial(target.copy_, source)) / 1e9}
     del source, target
     rows = 16384 // scale
     products = {
@@ -126,7 +129,7 @@ def ceilings(options: Options) -> Result:
         "head, 4,096 rows": (4096 // scale, 1024, 30522),
         "square": (8192 // scale,) * 3,
     }
-    found["products_tflop_per_s"] = {
+    rates["products_tflop_per_s"] = {
         name: 2 * m * k * n / milliseconds(partial(torch.mm, make(m, k), make(k, n))) / 1e9
         for name, (m, k, n) in products.items()
     }
@@ -135,12 +138,12 @@ def ceilings(options: Options) -> Result:
     start = time.perf_counter()
     for _ in range(10_000):
         small.add_(1)
-    found["launch_us_host"] = (time.perf_counter() - start) * 100
+    rates["launch_us_host"] = (time.perf_counter() - start) * 100
     synchronize()
-    found["launch_us"] = (time.perf_counter() - start) * 100
+    rates["launch_us"] = (time.perf_counter() - start) * 100
     if kind == "cuda":
-        found["attention"] = {str(length): _attention(rows, length) for length in (128, 512, 2048)}
-    return found
+        rates["attention"] = {str(length): _attention(rows, length) for length in (128, 512, 2048)}
+    return rates
 
 
 def _attention(rows: int, length: int) -> Result:
@@ -191,33 +194,33 @@ def train(options: Options, *settings: str, engine: str = "", limit: float = 150
         start = time.perf_counter()
         code, text = run([*command, f"run.dir={folder}", *settings], limit)
         named = [setting.replace(f"{options.stores.resolve()}/", "") for setting in settings]
-        found: Result = {"exit": code, "wall_s": round(time.perf_counter() - start, 1), "settings": named}
+        result: Result = {"exit": code, "wall_s": round(time.perf_counter() - start, 1), "settings": named}
         metrics = folder / "metrics.jsonl"
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         for trace in sorted(folder.glob("profile/*.json.gz")) if traces else []:
             shutil.copy(trace, options.out / f"{traces}-trace.json.gz")
     if code:
-        return found | {"tail": text[-1500:]}
-    return found | _numbers(records)
+        return result | {"tail": text[-1500:]}
+    if peaks := re.search(r"(?m)^peaks (\d+) (\d+)$", text):
+        allocated, reserved = map(int, peaks.groups())
+        result |= {"peak_bytes": allocated, "reserved_share": reserved / allocated}
+    return result | _numbers(records)
 
 
 def _numbers(records: Sequence[Result]) -> Result:
     """Return the curve of a run, and the numbers of its last full record."""
     steps = [record for record in records if "loss/total" in record]
     last = steps[-2 if len(steps) > 1 else -1]  # the last one may be of few steps, and of traced ones
-    found: Result = {"curve": [(record["step"], record["loss/total"]) for record in steps]}
+    numbers: Result = {"curve": [(record["step"], record["loss/total"]) for record in steps]}
     names = {"step_s": "speed/step_s", "tokens_per_s": "speed/tokens_per_s", "mfu": "speed/mfu"}
-    found |= {name: last[key] for name, key in names.items() if key in last}
-    found["data_wait_share"] = last["speed/data_wait_s"] / last["speed/step_s"]
-    found |= {key.replace("/", "_"): value for key, value in last.items() if key.startswith("memory/cuda")}
-    if "memory/cuda_reserved_mib" in last:
-        found["reserved_share"] = last["memory/cuda_reserved_mib"] / last["memory/cuda_allocated_mib"]
+    numbers |= {name: last[key] for name, key in names.items() if key in last}
+    numbers["data_wait_share"] = last["speed/data_wait_s"] / last["speed/step_s"]
     stalls = [record["stall_s"] for record in records if record.get("kind") == "checkpoint"]
     if stalls:
-        found["first_stall_s"] = stalls[0]
+        numbers["first_stall_s"] = stalls[0]
     if len(stalls) > 1:
-        found["later_stall_s"] = max(stalls[1:])
-    return found
+        numbers["later_stall_s"] = max(stalls[1:])
+    return numbers
 
 
 def data(options: Options, kind: Kind) -> str:
@@ -299,7 +302,7 @@ def plain(options: Options) -> Result:
     """Speed of `Plain`, with half of its tokens in the loss as ours; eager and compiled."""
     shape = SHAPES["tiny" if options.tiny else "gpu"]
     batch, steps = (2, 3) if options.tiny else (32, 30)
-    found = {}
+    speeds = {}
     for mode in MODES:
         torch.manual_seed(0)
         network = Plain(shape.depth, shape.width, shape.heads, shape.vocab_size).to(device())
@@ -326,12 +329,12 @@ def plain(options: Options) -> Result:
         # Products with all matrices, logits of half of the tokens, attention.
         per_token = 2 * matrices + shape.width * (shape.vocab_size + 4 * shape.positions * shape.depth)
         peak = peak_flops(torch.cuda.get_device_name() if torch.cuda.is_available() else "", "bf16")
-        found[mode] = {
+        speeds[mode] = {
             "step_s": seconds,
             "tokens_per_s": tokens.numel() / seconds,
             "mfu": 3 * per_token * tokens.numel() / seconds / peak if peak else None,
         }
-    return found
+    return speeds
 
 
 def runs(options: Options) -> Result:
@@ -340,16 +343,16 @@ def runs(options: Options) -> Result:
     wanted += [(size, "full", 32, "eager") for size in SIZES]
     wanted += [(size, "documents", 64, mode) for size in ("24x1024", "12x768") for mode in ("compiled", "eager")]
     wanted += [("24x1024", "full", 8, mode) for mode in ("compiled", "eager")]
-    found: Result = {}
+    results: Result = {}
     for size, kind, samples, mode in wanted:
         name = f"{size}-{kind}-{samples}-{mode}"
         if left() < MIN_RUN_S:
-            found.setdefault(LEFT_OUT, []).append(name)
+            results.setdefault(LEFT_OUT, []).append(name)
             continue
         steps = steps_of(options, 60, samples)
-        found[name] = train(options, model(options, size), steps, *QUIET, *MODES[mode], data(options, kind))
-        print_status(f"{name}: {found[name].get('tokens_per_s', 0):,.0f} tokens/s, exit {found[name]['exit']}")
-    return found
+        results[name] = train(options, model(options, size), steps, *QUIET, *MODES[mode], data(options, kind))
+        print_status(f"{name}: {results[name].get('tokens_per_s', 0):,.0f} tokens/s, exit {results[name]['exit']}")
+    return results
 
 
 # --- profile --------------------------------------------------------------------------------------
@@ -359,17 +362,17 @@ def profiled(mode: str, options: Options) -> Result:
     """Kernels of a step, and the share of an untraced step in which any runs."""
     steps = steps_of(options, TRACED[1], 32)
     traced = f"profile.steps=[{TRACED[0]}, {TRACED[1]}]"
-    found = train(
+    result = train(
         options, model(options, "24x1024"), steps, traced, *QUIET, *MODES[mode], data(options, "full"), traces=mode
     )
     trace = options.out / f"{mode}-trace.json.gz"
     if trace.exists():
         # Tracing makes steps longer, but not kernels: the step's time is from the record before.
         if table := kernel_table(trace):
-            found |= table | {"busy": table["busy_s"] / found["step_s"]}
+            result |= table | {"busy": table["busy_s"] / result["step_s"]}
         if trace.stat().st_size > MAX_TRACE_BYTES:
             trace.unlink()
-    return found
+    return result
 
 
 def kernel_table(trace: Path) -> Result:
@@ -433,16 +436,16 @@ def memory(options: Options) -> Result:
     """Estimates of memory against what was allocated."""
     store = SHAPES["tiny" if options.tiny else "gpu"].store(options.stores, "documents")
     settings = {"256 x 4, one step": SETTINGS["256 x 4, one step"]} if options.tiny else GPU_SETTINGS
-    found: Result = {"settings": {}}
+    table: Result = {"settings": {}}
     for name, given in settings.items():
         if left() < MIN_RUN_S:
-            found.setdefault(LEFT_OUT, []).append(name)
+            table.setdefault(LEFT_OUT, []).append(name)
             continue
         result = measure(store, given)
-        found["settings"][name] = {"measured": result.measured, "estimated": result.estimated, "error": result.error}
+        table["settings"][name] = {"measured": result.measured, "estimated": result.estimated, "error": result.error}
         print_status(f"{name}: {result.measured:,.0f} MiB, estimated {result.estimated:,.0f}, {result.error:+.1%}")
-    errors = [row["error"] for row in found["settings"].values()]
-    return found | {"lowest_error": min(errors), "highest_error": max(errors)}
+    errors = [row["error"] for row in table["settings"].values()]
+    return table | {"lowest_error": min(errors), "highest_error": max(errors)}
 
 
 # --- stages ---------------------------------------------------------------------------------------

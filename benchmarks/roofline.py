@@ -236,7 +236,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     rows = []
     for size, predictions in result["sizes"].items():
         for (name, row), mode in zip(predictions.items(), ("eager", "compiled"), strict=True):
-            seen = measured.get(size, {}).get(mode)
+            mfu = measured.get(size, {}).get(mode)
             rows.append(
                 {
                     "network": f"{size}, {row['parameters'] / 1e6:,.0f}M",
@@ -246,7 +246,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
                     "kernels": row["kernels"],
                     "tokens/s": row["tokens_per_s"],
                     "MFU": f"{row['mfu']:.0%}",
-                    "measured": "" if seen is None else f"{seen:.1%}",
+                    "measured": "" if mfu is None else f"{mfu:.1%}",
                 }
             )
     return {"roofline": markdown(rows)}
