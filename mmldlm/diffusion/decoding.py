@@ -21,6 +21,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.masked import MaskedDiffusion
 
 TextDecoding = Literal["ancestral", "confidence"]
+CHUNK_ROWS = 256  # rows of probabilities in memory at a time
 
 
 class TextDecoder(ABC):
@@ -138,7 +139,8 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
     The truncation is nucleus sampling (arXiv 1904.09751). At temperature 0, where `draw_tokens` returns the most likely
     token, the probabilities are those at temperature 1, which confidence-based decoding needs.
     """
-    p = (logits.double() / (temperature or 1.0)).softmax(-1)
+    scaled = logits.double() if temperature in (0, 1) else logits.double() / temperature
+    p = scaled.softmax(-1)
     if top_p >= 1:
         return p
     sorted_p, index = p.sort(-1, descending=True)
@@ -164,9 +166,15 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: flo
     Returns:
         Token ids [P] and their log probabilities, float64 [P].
     """
+    chunks = zip(logits.split(CHUNK_ROWS), uniforms.split(CHUNK_ROWS), strict=True)
+    drawn, log_p = zip(*(_draw(*chunk, temperature, top_p) for chunk in chunks), strict=True)
+    return torch.cat(drawn), torch.cat(log_p)
+
+
+def _draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     p = token_probabilities(logits, temperature, top_p)
     if temperature == 0:
-        drawn = p.argmax(-1)
+        drawn = logits.argmax(-1)
     else:
         mass = p.cumsum(-1)
         # right=True passes over tokens with probability 0. The bound is for rows of NaN, whose mass exceeds no number.
