@@ -9,9 +9,9 @@ any machine that the stage runs; its result is never committed. The bars are in 
 from __future__ import annotations
 
 import argparse
+import gc
 import gzip
 import json
-import math
 import os
 import re
 import shutil
@@ -167,7 +167,7 @@ def gpu_tests(_: Options) -> Result:
     return {"exit": code, "tail": text[-3000:]}
 
 
-def train(options: Options, *settings: str, engine: str = "", limit: float = 150, traces: str = "") -> Result:
+def train(options: Options, *settings: str, engine: str = "", limit: float = 200, traces: str = "") -> Result:
     """Run a training in one process, and return its exit code, curve and numbers.
 
     Without `engine`, and with checkpoints off, it does not save the last one either.
@@ -264,7 +264,8 @@ def engines(options: Options) -> Result:
         for (_, ours), (_, one) in zip(result.get("curve", ()), runs["single"].get("curve", ()), strict=False)
     ]
     failed = sum(result["exit"] != 0 for result in runs.values())
-    return {"runs": runs, "failed": failed, "largest_difference": max(differences, default=math.nan)}
+    largest = {"largest_difference": max(differences)} if differences else {}
+    return {"runs": runs, "failed": failed, **largest}
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -474,6 +475,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result[part.__name__] = part(options)
         except Exception as error:  # the other parts are worth having
             result[part.__name__], failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+        gc.collect()
+        torch.cuda.empty_cache()  # what the part held would be missing to the processes of the next one
         print_status(f"{part.__name__}: {time.perf_counter() - start:.0f} s")
         write_json(result, options.out, options.stage)
     print(json.dumps(result)[:9000])

@@ -6,6 +6,8 @@ import gzip
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,23 @@ def test_prepare_fetches_the_versions_that_the_tests_pass_with() -> None:
     shared = fetched.keys() & pinned.keys()
     assert shared >= {"deepspeed", "pydantic", "mmdit"}
     assert {name: fetched[name] for name in shared} == {name: pinned[name] for name in shared}
+
+
+ON_A_GPU = ("mfu", "kernels", "busy", "reserved_share")  # numbers that no CPU gives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_tiny_stage_measures_what_its_bars_need(stage: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", stage, "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run([*command, "--stores", str(tmp_path / "stores")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / f"{stage}.json").read_text())
+    for bar in BARS:
+        for path in (bar.path, bar.over):
+            if path and path[0] == stage:
+                *parents, key = path[1:]
+                node = result
+                for parent in parents:
+                    node = node[parent]
+                assert node.get("exit", 0) == 0 and (key in node or key in ON_A_GPU), bar
