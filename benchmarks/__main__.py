@@ -32,6 +32,11 @@ BENCHMARKS = {  # module, function and description by name
     "scale": ("scale", "main", "one rank of up to 1,024: state and traffic, work on the host, heartbeats; simulated"),
     "memory": ("memory", "main", "the dry run's estimate of memory against what a run takes"),
     "gpu_memory": ("memory", "gpu_main", "the largest micro-batches that fit a GPU, by that estimate; needs no GPU"),
+    "roofline": (
+        "roofline",
+        "main",
+        "kernels and time of a step on one H200, predicted; needs no GPU",
+    ),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),
     "characters": ("learning", "characters_main", "a small character-level model against bigrams"),
     "pages": ("learning", "pages_main", "write the results into the tables of README.md and docs/; measures nothing"),

@@ -40,11 +40,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import scale
+from benchmarks import gpu_bars, roofline, scale
 from benchmarks.common.report import (
     RESULTS,
     ROOT,
     circumstances,
+    markdown,
     plain_parser,
     positive,
     print_status,
@@ -349,6 +350,7 @@ _MAKERS = {
     "scale-step": scale.step_blocks,
     "scale-host": scale.host_blocks,
     "scale-heartbeats": scale.heartbeat_blocks,
+    "roofline": roofline.blocks,
 }
 
 
@@ -358,6 +360,7 @@ def all_blocks() -> dict[str, str]:
     for name, make in _MAKERS.items():
         path = RESULTS / f"{name}.json"
         made |= make(json.loads(path.read_text(encoding="utf-8")))
+    made["gpu-bars"] = markdown(gpu_bars.rows(gpu_bars.committed()))
     return made
 
 

@@ -83,6 +83,22 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "512 x 6, checkpoints": (WIDE, batch(4, steps=3), "checkpoint.every_steps=1"),
 }
 
+LARGE, SMALL, HUGE = (
+    f"model={{depth: {depth}, width: {width}, num_heads: {width // 64}}}"
+    for width, depth in ((1024, 24), (768, 12), (2048, 24))
+)
+GPU_SETTINGS: dict[str, tuple[str, ...]] = {  # of `scripts/gpu_check.sh state`: large, as the errors there are relative
+    "24 x 1024": (LARGE, batch(32), "precision=bf16"),
+    "24 x 1024, 4 micro-batches": (LARGE, batch(64, 16), "precision=bf16"),
+    "24 x 1024, selective": (LARGE, batch(32), "precision=bf16", checkpointing("selective")),
+    "24 x 1024, full": (LARGE, batch(64), "precision=bf16", checkpointing("full")),
+    "24 x 2048": (HUGE, batch(16), "precision=bf16"),
+    "12 x 768": (SMALL, batch(64), "precision=bf16"),
+    "12 x 768, fp32": (SMALL, batch(16)),
+    "24 x 1024, Muon": (LARGE, batch(16), "precision=bf16", "optim.name=muon"),
+    "24 x 1024, EMA": (LARGE, batch(32), "precision=bf16", "ema.decay=0.999"),
+}
+
 
 # --- peaks ----------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from benchmarks.common.report import (
 from benchmarks.common.task import Task, device, heads_of, lengths_of, random_store
 from mmldlm.data.loader import fixed_batches
 from mmldlm.data.store import Store
-from mmldlm.diffusion.masked import TextDecoding
+from mmldlm.diffusion.decoding import TextDecoding
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,7 +111,10 @@ def circumstances(on: torch.device) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = ""
+    if shutil.which("git"):
+        describe = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {
@@ -121,7 +125,7 @@ def circumstances(on: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
         "versions": versions,
-        "git": git.stdout.strip(),
+        "git": commit,
     }
 
 

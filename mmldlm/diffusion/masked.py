@@ -1,7 +1,6 @@
 """Masked (absorbing-state) diffusion of text: corruption, loss weights, reverse steps (MDLM, arXiv 2406.07524).
 
-Shape letters: B samples, N tokens of the whole unpadded micro-batch, L tokens of a sample, P predicted tokens,
-V vocabulary. Noise times t are [B].
+Shape letters: B samples, N tokens of the whole unpadded micro-batch, L tokens of a sample. Noise times t are [B].
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.noise import RandomSource, draw_uniform
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler
 from mmldlm.settings.fields import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]
-TextDecoding = Literal["ancestral", "confidence"]
 Masks = Literal["independent", "exact"]
 
 
@@ -129,110 +125,24 @@ class MaskedDiffusion:
         return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
 
     def select_tokens(
-        self,
-        noised: Tensor,
-        t: float,
-        s: float,
-        layout: PackedLayout,
-        decoding: TextDecoding,
-        remask: float,
-        generator: RandomSource,
+        self, is_masked: Tensor, uniforms: Tensor, t: float, s: float, remask: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a step from t to s may unmask, and those that it remasks; bool [N] each.
-
-        Called before the network, which then predicts the first ones only. `ancestral`: each masked token with the
-        probability of the reverse process. `confidence`: all masked tokens. At s = 0 no token stays masked.
-        """
-        is_masked = noised == self.mask_id
-        if s <= 0 or decoding == "confidence":
-            assert remask == 0 or decoding == "ancestral", "confidence-based decoding has no remasking"
-            return is_masked, torch.zeros_like(is_masked)
-        p_unmask, p_remask = self.unmask_probability(t, s, remask)
-        # One number serves both rules, since a token is either masked or not.
-        uniform = draw_uniform(generator, noised.shape, torch.float32, layout.sample_of_token).to(noised.device)
-        return is_masked & (uniform < p_unmask), ~is_masked & (uniform < p_remask)
-
-    def reverse_step(
-        self,
-        noised: Tensor,
-        proposal: Tensor,
-        confidence: Tensor,
-        selected: tuple[Tensor, Tensor],
-        s: float,
-        layout: PackedLayout,
-        decoding: TextDecoding,
-    ) -> Tensor:
-        """Return the tokens [N] at time s.
-
-        `confidence` decoding unmasks the most confident proposals, so many that round(s L) tokens stay masked (MaskGIT,
-        arXiv 2202.04200, section 3.2).
+        """Return the tokens that a step of the reverse process from t to s unmasks, and those that it masks again.
 
         Args:
-            noised: Tokens [N] before the step.
-            proposal: Tokens [N] drawn from the network, used where they may be unmasked.
-            confidence: Their log probabilities [N].
-            selected: Result of `select_tokens`.
-            s: Time after the step.
-            layout: Which tokens belong to which sample.
-            decoding: Order of unmasking.
-        """
-        unmask, remask = selected
-        if decoding == "confidence" and s > 0:
-            unmask = unmask & self._most_confident(unmask, confidence, s, layout)
-        return torch.where(unmask, proposal, noised).masked_fill(remask, self.mask_id)
+            is_masked: bool [N], the masked tokens at time t.
+            uniforms: [N], numbers in [0, 1). One serves both rules, since a token is either masked or not.
+            t: Time before the step.
+            s: Time after it. At s = 0 no token stays masked.
+            remask: See `unmask_probability`.
 
-    def _most_confident(self, is_masked: Tensor, confidence: Tensor, s: float, layout: PackedLayout) -> Tensor:
-        """Return the masked tokens to unmask, bool [N], so that round(s L) of each sample stay masked."""
-        choice = torch.zeros_like(is_masked)
-        start = 0
-        for length in layout.lengths:
-            part = slice(start, start + length)
-            masked = is_masked[part]
-            count = max(0, int(masked.sum()) - round(s * length))
-            indices = confidence[part].masked_fill(~masked, float("-inf")).topk(count).indices
-            choice[part][indices] = True
-            start += length
-        return choice
+        Returns:
+            bool [N] each.
+        """
+        p_unmask, p_remask = self.unmask_probability(t, s, remask)
+        return is_masked & (uniforms < p_unmask), ~is_masked & (uniforms < p_remask)
 
 
 def _exact_counts(t: Tensor, lengths: Tensor) -> Tensor:
     """Return the number of masked tokens of each sample, t x lengths rounded up; int64 [B]."""
     return (t.double() * lengths).ceil().long()
-
-
-def sharpen(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return log probabilities [P, V] at a temperature, truncated to the smallest set with mass `top_p`.
-
-    The truncation is nucleus sampling (arXiv 1904.09751). At temperature 0, where `draw_tokens` returns the most likely
-    token, the probabilities are those at temperature 1, which confidence-based decoding needs.
-    """
-    log_p = (logits.float() / (temperature or 1.0)).log_softmax(-1)
-    if top_p >= 1:
-        return log_p
-    sorted_log_p, index = log_p.sort(-1, descending=True)
-    # Mass before a token, not including it: the first token always stays.
-    mass_before = sorted_log_p.exp().cumsum(-1) - sorted_log_p.exp()
-    removed = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, index, mass_before >= top_p)
-    return log_p.masked_fill(removed, float("-inf")).log_softmax(-1)
-
-
-def draw_tokens(log_p: Tensor, temperature: float, generator: RandomSource, samples: Tensor | None = None) -> Tensor:
-    """Draw one token per row by the Gumbel-max trick, or take the most likely one at temperature 0.
-
-    The noise is float64: in lower precision Gumbel noise truncates the tails, which lowers the effective temperature
-    (arXiv 2409.02908).
-
-    Args:
-        log_p: Log probabilities [P, V].
-        temperature: Temperature of `log_p`; only whether it is 0 matters.
-        generator: Source of the noise.
-        samples: int64 [P], the sample of each row, sorted; required if `generator` has one stream per sample.
-
-    Returns:
-        Token ids [P].
-    """
-    if temperature == 0:
-        return log_p.argmax(-1)
-    # The bound keeps the logarithm of a 0 finite.
-    uniform = draw_uniform(generator, log_p.shape, torch.float64, samples).clamp_min(1e-300).to(log_p.device)
-    return (log_p.double() - (-uniform.log()).log()).argmax(-1)

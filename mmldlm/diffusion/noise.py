@@ -164,16 +164,10 @@ class SampleStreams:
         """Return standard normal numbers, float32 of `shape` [B, ...]."""
         return torch.from_numpy(np.stack([s.standard_normal(shape[1:], dtype=np.float32) for s in self._streams]))
 
-    def uniform(self, shape: Sequence[int], dtype: torch.dtype, samples: Tensor) -> Tensor:
-        """Return numbers in [0, 1) of `shape` [rows, ...]; `samples` int64 [rows] is the sorted sample of each row."""
-        rows = torch.bincount(samples, minlength=len(self._streams)).tolist()
-        parts = [
-            stream.random((count, *shape[1:]), dtype=np.float64 if dtype == torch.float64 else np.float32)
-            for stream, count in zip(self._streams, rows, strict=True)
-            if count
-        ]
-        # Rows are sorted by sample, so the parts are in the order of the rows.
-        return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(tuple(shape), dtype=dtype)
+    def uniform(self, steps: int, lengths: Sequence[int]) -> Tensor:
+        """Return numbers in [0, 1), float64 [steps, N], for N tokens of samples of the given lengths."""
+        parts = [stream.random((steps, length)) for stream, length in zip(self._streams, lengths, strict=True)]
+        return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
 RandomSource = torch.Generator | SampleStreams  # of a generation; on the host, so the same for any device
@@ -184,16 +178,8 @@ def draw_normal(source: RandomSource, shape: Sequence[int]) -> Tensor:
     return source.normal(shape) if isinstance(source, SampleStreams) else torch.randn(tuple(shape), generator=source)
 
 
-def draw_uniform(source: RandomSource, shape: Sequence[int], dtype: torch.dtype, samples: Tensor | None) -> Tensor:
-    """Return numbers in [0, 1) of `shape` [rows, ...], on the host.
-
-    Args:
-        source: A generator, or one stream per sample.
-        shape: [rows, ...].
-        dtype: float32 or float64.
-        samples: int64 [rows], the sample of each row, sorted; required by one stream per sample.
-    """
-    if isinstance(source, torch.Generator):
-        return torch.rand(tuple(shape), generator=source, dtype=dtype)
-    assert samples is not None, "one stream per sample needs the sample of each row"
-    return source.uniform(shape, dtype, samples.cpu())
+def draw_uniform(source: RandomSource, steps: int, lengths: Sequence[int]) -> Tensor:
+    """Return numbers in [0, 1), float64 [steps, N] on the host, for N tokens of samples of the given lengths."""
+    if isinstance(source, SampleStreams):
+        return source.uniform(steps, lengths)
+    return torch.rand(steps, sum(lengths), generator=source, dtype=torch.float64)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
+from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoder, TextDecoding, draw_tokens
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler
-from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
-from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal
+from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
 from mmldlm.diffusion.objective import Network
 from mmldlm.settings.fields import setting
 
@@ -98,11 +99,12 @@ class MaskedPositions:
 
     @classmethod
     def from_tokens(cls, tokens: Tensor, mask_id: int, layout: PackedLayout) -> MaskedPositions:
-        """Find [MASK] in `tokens` [N]."""
-        positions = (tokens == mask_id).nonzero().squeeze(1)
-        lengths = torch.bincount(layout.sample_of_token[positions], minlength=layout.num_samples).tolist()
-        fraction = torch.tensor(lengths, device=tokens.device) / torch.tensor(layout.lengths, device=tokens.device)
-        return cls(positions, PackedLayout(tuple(lengths), layout.latent_tokens, tokens.device), fraction)
+        """Find [MASK] in `tokens` [N], on the host; the result is on the device of `layout`."""
+        is_masked = tokens == mask_id
+        lengths = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
+        fraction = torch.tensor(lengths) / torch.tensor(layout.lengths)
+        masked_layout = PackedLayout(lengths, layout.latent_tokens, layout.device)
+        return cls(is_masked.nonzero().squeeze(1).to(layout.device), masked_layout, fraction.to(layout.device))
 
 
 @torch.no_grad()
@@ -137,14 +139,20 @@ def generate(
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     device, batch = latents.device, latents.shape[0]
     layout = PackedLayout(lengths, latents.shape[1], device)
-    decoding = config.resolve_decoding(mode)
+    grid = torch.linspace(1, 0, config.steps + 1).tolist()
     # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
     noise = draw_normal(generator, latents.shape).to(device)
     generates_text, generates_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if generates_latent else latents
     if generates_text:
-        x = (torch.full((layout.num_tokens,), text.mask_id) if template is None else template).to(device)
-        masked = MaskedPositions.from_tokens(x, text.mask_id, layout)
+        start = torch.full((layout.num_tokens,), text.mask_id) if template is None else template.cpu()
+        masked, x = MaskedPositions.from_tokens(start, text.mask_id, layout), start.to(device)
+        uniforms = draw_uniform(generator, config.steps, masked.layout.lengths)
+        decoder: TextDecoder = (
+            ConfidenceDecoder(text, grid, uniforms, masked.layout)
+            if config.resolve_decoding(mode) == "confidence"
+            else AncestralDecoder(text, grid, uniforms, config.remask, device)
+        )
     else:
         assert tokens is not None
         x = tokens.to(device)
@@ -153,14 +161,16 @@ def generate(
     def times(value: float) -> Tensor:
         return torch.full((batch,), value, device=device)
 
-    grid = torch.linspace(1, 0, config.steps + 1).tolist()
-    for t, s in pairwise(grid):
+    # No step waits for the device, and none exchanges data with it.
+    for step, (t, s) in enumerate(pairwise(grid)):
         positions = x.new_empty(0)
         if generates_text:
-            selected = text.select_tokens(x[masked.positions], t, s, masked.layout, decoding, config.remask, generator)
-            positions = masked.positions[selected[0]]
+            # Only tokens to generate take the reverse step: the rest of a template never changes.
+            before = x[masked.positions]
+            rows = decoder.rows(step, before)
+            positions = masked.positions[rows]
         t_text, t_latent = t * masked.fraction if generates_text else times(0.0), times(t if generates_latent else 0.0)
-        proposal, confidence = x, torch.zeros(x.shape, device=device)
+        drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
         if generates_latent or len(positions):  # otherwise the prediction is not used
             logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
             # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
@@ -174,17 +184,9 @@ def generate(
             if generates_latent:
                 z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
             if generates_text:
-                log_p = sharpen(logits, config.temperature, config.top_p)
-                drawn = draw_tokens(log_p, config.temperature, generator, layout.sample_of_token[positions])
-                proposal = proposal.index_copy(0, positions, drawn)
-                confidence = confidence.index_copy(0, positions, log_p.gather(1, drawn[:, None]).squeeze(1))
+                drawn, confidence = draw_tokens(logits, decoder.uniforms[step], config.temperature, config.top_p)
         if generates_text:
-            # Only tokens to generate take the reverse step: the rest of a template never changes.
-            index = masked.positions
-            updated = text.reverse_step(
-                x[index], proposal[index], confidence[index], selected, s, masked.layout, decoding
-            )
-            x = x.index_copy(0, index, updated)
+            x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:
                 on_step(s, x)
     return Generation(x.cpu(), lengths, z.float().cpu())

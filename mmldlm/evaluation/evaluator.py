@@ -229,14 +229,13 @@ class Evaluation:
 
         A baseline that knows the vocabulary and nothing else.
         """
-        slots, lengths = torch.arange(count), torch.from_numpy(self.lengths[:count])
-        samples = slots.repeat_interleave(lengths)
-        streams = SampleStreams(self.config.seed, _UNIGRAM, slots)
-        uniforms = streams.uniform(samples.shape, torch.float64, samples).numpy()
+        lengths = self.lengths[:count]
+        streams = SampleStreams(self.config.seed, _UNIGRAM, torch.arange(count))
+        uniforms = streams.uniform(1, lengths.tolist())[0].numpy()
         mass = self.run.store.token_counts.astype(np.float64).cumsum()
         # Inverse of the cumulative counts; "right" never returns a token with a count of 0.
         drawn = np.searchsorted(mass, uniforms * mass[-1], side="right")
-        return [part.tolist() for part in np.split(drawn, lengths.cumsum(0)[:-1])]
+        return [part.tolist() for part in np.split(drawn, lengths.cumsum()[:-1])]
 
     def unigram_nats(self) -> np.ndarray:
         """Return the nats of each document under the token frequencies of the training split (add-one smoothed),

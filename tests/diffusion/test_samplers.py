@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmldlm.diffusion.decoding import TextDecoding
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss, LatentSampler, PredictionType
-from mmldlm.diffusion.masked import MaskedDiffusion, TextDecoding, draw_tokens, sharpen
+from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.diffusion.schedule import Process
@@ -150,22 +151,6 @@ def test_lengths_are_drawn_from_the_length_head() -> None:
     assert set(drawn) == {3, 7}
     assert abs(drawn.count(3) / 5000 - 0.8) < 4.5 * (0.8 * 0.2 / 5000) ** 0.5
     assert draw_lengths(model, MASK, torch.zeros(3, 1, 4), 0.0, seeded()) == (3, 3, 3), "the median, given a latent"
-
-
-def test_drawn_tokens_follow_their_probabilities() -> None:
-    p = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
-    log_p = p.log().expand(100_000, 5)
-    drawn = draw_tokens(log_p, 1.0, seeded()).bincount(minlength=5) / 100_000
-    assert ((drawn - p).abs() <= 4.5 * (p * (1 - p) / 100_000).sqrt()).all()
-    assert (draw_tokens(log_p[:9], 0.0, seeded()) == 0).all()
-
-
-def test_top_p_and_temperature() -> None:
-    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
-    torch.testing.assert_close(sharpen(logits, 1.0, 0.6).exp(), torch.tensor([[0.0, 0.625, 0.0, 0.375]]))
-    torch.testing.assert_close(sharpen(logits, 1.0, 0.1).exp(), torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
-    squared = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).square()
-    torch.testing.assert_close(sharpen(logits, 0.5, 1.0).exp(), squared / squared.sum())
 
 
 def test_confidence_with_remasking_is_refused() -> None:

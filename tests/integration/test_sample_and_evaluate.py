@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from mmldlm import cli
-from mmldlm.diffusion.masked import draw_tokens, sharpen
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
 from mmldlm.run.load import LoadedRun, load_run
@@ -130,10 +128,3 @@ def test_guidance_needs_a_run_that_saw_no_condition(run: LoadedRun) -> None:
     narrow = replace(run, config=replace(run.config, mode="l2t"))
     with pytest.raises(UsageError, match="guidance"):
         sample(narrow, "l2t", SamplingConfig(guidance=2.0), 0, encode_texts(run, [TEXT]))
-
-
-def test_confidence_has_an_order_at_temperature_0() -> None:
-    logits = torch.tensor([[5.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
-    sure, unsure = sharpen(logits, temperature=0, top_p=1).max(-1).values
-    assert sure > unsure
-    assert torch.equal(draw_tokens(logits, 0, torch.Generator()), torch.tensor([0, 0]))

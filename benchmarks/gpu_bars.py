@@ -1,0 +1,151 @@
+"""Bars for the results of `scripts/gpu_check.sh`, in one table: for one H200, with a dense peak of 989 TFLOP/s.
+
+`tests/benchmarks/test_gpu_results.py` holds the committed results against them. What has not been measured is neither
+passed nor failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.report import RESULTS
+
+Results = Mapping[str, Any]  # a result by stage
+FOLDER = RESULTS / "gpu"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a number must be.
+
+    Attributes:
+        name: What is measured.
+        path: Keys of the number in the results, the stage first.
+        at_least: The smallest value that passes.
+        at_most: The largest value that passes.
+        stretch: What may be possible beyond that.
+        over: Keys of a number by which it is divided.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    stretch: float | None = None
+    over: tuple[str, ...] = ()
+
+    def measured(self, results: Results) -> float | None:
+        """Return the number; None if it was not measured, NaN if its measurement failed."""
+        values = [_find(results, path) for path in (self.path, self.over) if path]
+        if None in values:
+            return None
+        return values[0] / values[1] if self.over else values[0]  # type: ignore[operator]
+
+    def passes(self, value: float) -> bool:
+        """Return whether `value` is within the bar; NaN is not."""
+        return self.at_least <= value <= self.at_most
+
+
+def _find(results: Results, path: tuple[str, ...]) -> float | None:
+    """Return the number at `path`, None if nothing was measured there, NaN if that failed."""
+    node: Any = results
+    for key in path:
+        if key not in node:
+            failed = "error" in node or node.get("exit", 0) != 0
+            return math.nan if failed else None
+        node = node[key]
+    return float(node)
+
+
+def _run(name: str, key: str) -> tuple[str, ...]:
+    return "speed", "runs", name, key
+
+
+def _reference(variant: str) -> tuple[str, ...]:
+    return "reference", "ladder", variant, "tokens_per_s"
+
+
+# bf16, micro-batches of 32 samples of 512 tokens. docs/performance.md has the reasons for the figures.
+BARS = (
+    Bar("`pytest -m gpu`: exit code", ("smoke", "gpu_tests", "exit"), at_most=0),
+    Bar("engines at world size 1 over NCCL: runs that failed", ("smoke", "engines", "failed"), at_most=0),
+    Bar("their bf16 curves against one process: relative", ("smoke", "engines", "largest_difference"), at_most=5e-3),
+    Bar("MFU, 24 x 1024, eager", _run("24x1024-full-32-eager", "mfu"), at_least=0.30),
+    Bar("MFU, 24 x 1024, compiled", _run("24x1024-full-32-compiled", "mfu"), at_least=0.38, stretch=0.42),
+    Bar("MFU, 12 x 768, compiled", _run("12x768-full-32-compiled", "mfu"), at_least=0.28, stretch=0.34),
+    Bar("MFU, 24 x 2048, compiled", _run("24x2048-full-32-compiled", "mfu"), at_least=0.45, stretch=0.52),
+    Bar(
+        "tokens/s, 12 x 768, compiled",
+        _run("12x768-full-32-compiled", "tokens_per_s"),
+        at_least=570_000,
+    ),
+    Bar(
+        "tokens/s against plain compiled PyTorch, 24 x 1024",
+        _run("24x1024-full-32-compiled", "tokens_per_s"),
+        at_least=0.85,
+        stretch=0.95,
+        over=("speed", "plain", "compiled", "tokens_per_s"),
+    ),
+    Bar("share of a step that waits for data", _run("24x1024-full-32-compiled", "data_wait_share"), at_most=0.01),
+    Bar("memory reserved against allocated", _run("24x1024-full-32-compiled", "reserved_share"), at_most=1.15),
+    Bar("kernels of a step, 24 x 1024, eager", ("profile", "eager", "kernels"), at_most=3500, stretch=1500),
+    Bar(
+        "share of a step with the GPU busy, compiled",
+        ("profile", "compiled", "busy"),
+        at_least=0.97,
+        stretch=0.99,
+    ),
+    Bar("stall of the first checkpoint, 386M, s", ("profile", "saving", "first_stall_s"), at_most=1.0),
+    Bar("stall of later checkpoints, 386M, s", ("profile", "saving", "later_stall_s"), at_most=0.3),
+    Bar(
+        "tokens/s against mmdit with 2 streams",
+        _reference("trainer-compiled"),
+        at_least=5.0,
+        over=_reference("reference"),
+    ),
+    Bar(
+        "tokens/s against mmdit with 1 stream and PyTorch's attention",
+        _reference("trainer-compiled"),
+        at_least=2.0,
+        over=_reference("reference-1-flash"),
+    ),
+    Bar("estimate of memory, lowest error", ("state", "memory", "lowest_error"), at_least=-0.10),
+    Bar("estimate of memory, highest error", ("state", "memory", "highest_error"), at_most=0.05),
+)
+
+
+def committed(folder: Path = FOLDER) -> dict[str, Any]:
+    """Return the committed results by stage."""
+    paths = sorted(folder.glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def rows(results: Results) -> list[dict[str, Any]]:
+    """Return the table of bars: the bar, the stretch goal, and what was measured."""
+    table = []
+    for bar in BARS:
+        sign, limit = ("at least", bar.at_least) if bar.at_least > -math.inf else ("at most", bar.at_most)
+        value = bar.measured(results)
+        shown = "" if value is None else "failed" if math.isnan(value) else _number(value)
+        stretch = "" if bar.stretch is None else _number(bar.stretch)
+        table.append({"what": bar.name, "bar": f"{sign} {_number(limit)}", "stretch": stretch, "measured": shown})
+    return table
+
+
+def measured_mfu(results: Results) -> dict[str, dict[str, float]]:
+    """Return the measured MFU of the ladder's full micro-batches, by size and "eager" or "compiled"."""
+    table: dict[str, dict[str, float]] = {}
+    for name, run in results.get("speed", {}).get("runs", {}).items():
+        size, kind, _, mode = name.split("-")
+        if kind == "full" and name.endswith(f"-32-{mode}") and "mfu" in run:
+            table.setdefault(size.replace("x", " x "), {})[mode] = run["mfu"]
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

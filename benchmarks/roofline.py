@@ -1,0 +1,278 @@
+"""Roofline of a training step on one H200: its kernels, and the time that they take at the rates that the GPU reaches.
+
+    python -m benchmarks roofline [--out FOLDER]
+
+Needs no GPU. The operators of a step in bf16, forward and backward, are recorded on fake tensors, which have shapes but
+no memory, with the attention kernel and the element-wise operations of a GPU. A kernel takes as long as its products or
+its traffic, whichever takes longer, and at least a launch. Two predictions follow:
+
+    eager      one kernel for each operator
+    fused      whatever runs between two products or attention kernels is one kernel, which reads what enters and writes
+               what leaves it: what a perfect compiler would reach
+
+The rates are constants below: those of products, copies and launches as seen on that GPU, lowered by what kernels of
+these shapes usually lose. Time in which the GPU waits for the host is not included.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.common.report import RESULTS, markdown, plain_parser, print_status, write_json
+from benchmarks.common.task import CHANNELS, SHAPES
+from benchmarks.gpu_bars import committed, measured_mfu
+from mmldlm.batch import PackedLayout
+from mmldlm.model.flops import ModelFlops, peak_flops
+from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from mmldlm.model.ops import limit_row_chunks
+from mmldlm.utils.meta_device import materialize
+
+SIZES = {"24 x 1024": (24, 1024), "12 x 768": (12, 768), "24 x 2048": (24, 2048)}  # blocks, width
+SAMPLES, LENGTH = 32, 512  # 16,384 tokens, half of them masked
+VOCABULARY = SHAPES["gpu"].vocab_size
+GPU = "NVIDIA H200"
+PRODUCT_RATE = 0.80 * 790e12  # FLOP/s of large bf16 products: what 8,192 x 8,192 x 8,192 reaches, less partial tiles
+ATTENTION_RATE = {"forward": 330e12, "backward": 230e12}  # FLOP/s of FlashAttention-2 at head width 64
+TRAFFIC_RATE = 0.85 * 4.3e12  # bytes/s of element-wise kernels, of a copy's
+LAUNCH_S = 2.2e-6  # from one small kernel to the next
+SMALL_BYTES = 2**20  # a kernel whose largest tensor is smaller takes about a launch
+# Bytes for each parameter: fused AdamW reads and writes weight, gradient and moments, clipping the gradient.
+UPDATE_BYTES = 28 + 12
+
+Phase = Literal["forward", "backward"]
+Kind = Literal["product", "attention", "other"]
+
+_INDEXED = {"index_select", "embedding", "nll_loss_forward"}  # read as much of their table as they have indices for
+_NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach"}
+
+
+@dataclass(frozen=True)
+class Access:
+    """A tensor that a kernel reads or writes."""
+
+    storage: int
+    key: tuple[Any, ...]  # part of the storage
+    size: int  # bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Access:
+        numel = 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            numel *= length if stride else 1  # expanded dimensions are read once
+        key = (tensor.storage_offset(), tuple(tensor.shape))
+        return cls(tensor.untyped_storage()._cdata, key, numel * tensor.element_size())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operator, or several in one pass over memory."""
+
+    phase: Phase
+    kind: Kind
+    name: str
+    flops: float
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that it reads and writes."""
+        return sum(access.size for access in (*self.reads, *self.writes))
+
+    @property
+    def is_small(self) -> bool:
+        return self.kind == "other" and all(access.size < SMALL_BYTES for access in (*self.reads, *self.writes))
+
+    @property
+    def seconds(self) -> float:
+        """Its time by the roofline."""
+        rate = ATTENTION_RATE[self.phase] if self.kind == "attention" else PRODUCT_RATE
+        return max(self.flops / rate, self.traffic / TRAFFIC_RATE, LAUNCH_S)
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that records the kernels of a step on fake tensors.
+
+    Args:
+        attention_flops: FLOPs of a forward call of the attention.
+    """
+
+    def __init__(self, attention_flops: float):
+        super().__init__()
+        self.attention_flops, self.phase, self.kernels = attention_flops, "forward", list[Kernel]()
+        self._alive: list[Tensor] = []  # so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet, name = func.overloadpacket, func.overloadpacket.__name__
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func.is_view or name in _NO_KERNEL or not results:
+            return out
+        inputs = args[1:] if name in ("copy_", "fill_", "zero_") else args
+        given = {key: value for key, value in kwargs.items() if key not in ("out", "grad_input")}
+        tensors = [leaf for leaf in tree_leaves((inputs, given)) if isinstance(leaf, Tensor)]
+        if name.endswith(("zeros_like", "ones_like", "full_like")) or name.startswith("new_"):
+            tensors = []
+        self._alive += tensors + results
+        kind: Kind = "other"
+        flops = 0.0
+        if "attn" in name or "attention" in name:
+            # Backward computes the scores again: five products for two (FlashAttention-2, arXiv 2307.08691).
+            kind, flops = "attention", self.attention_flops * (1.0 if self.phase == "forward" else 2.5)
+        elif packet in flop_registry:
+            kind, flops = "product", flop_registry[packet](*args, **kwargs, out_val=out)
+        reads, writes = ([*dict.fromkeys(map(Access.of, part))] for part in (tensors, results))
+        if name in _INDEXED:
+            reads[0] = replace(reads[0], size=min(reads[0].size, writes[0].size))
+        self.kernels.append(Kernel(self.phase, kind, name, flops, tuple(reads), tuple(writes)))  # type: ignore[arg-type]
+        return out
+
+
+def record(depth: int, width: int, samples: int = SAMPLES, length: int = LENGTH) -> tuple[list[Kernel], MMDiT]:
+    """Return the kernels of forward and backward of one micro-batch, all samples of `length`, and the network."""
+    shape = DataShape(VOCABULARY, 1, 0, length, 1, CHANNELS)
+    with torch.device("meta"):
+        model = MMDiT(ModelConfig(depth=depth, width=width, num_heads=width // 64), shape, "varlen", precision="bf16")
+    layout = PackedLayout((length,) * samples, 1)
+    recorder = Recorder(4.0 * layout.num_pairs * width)
+    with FakeTensorMode(allow_non_fake_inputs=True), limit_row_chunks(1):
+        materialize(model, "cpu")
+        tokens, times = torch.zeros(samples * length, dtype=torch.int64), torch.rand(samples)
+        latents, positions = torch.randn(samples, 1, CHANNELS), torch.arange(0, samples * length, 2)
+        # Index tensors are made once for a micro-batch, on the host.
+        _ = layout.sample_of_token, layout.position, layout.joint_order, layout.joint_inverse, layout.joint_offsets
+        with recorder:
+            out = model(tokens, latents, times, times, layout, positions, tokens[positions])
+            lengths = F.cross_entropy(out.length_logits, tokens[:samples], reduction="sum")
+            loss = out.text.sum() + out.latent.square().sum() + lengths
+            recorder.phase = "backward"
+            loss.backward()
+    return recorder.kernels, model
+
+
+def fuse(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the kernels with each run of operators between two products as one."""
+    readers: dict[int, list[int]] = defaultdict(list)  # kernels that read a storage
+    for number, kernel in enumerate(kernels):
+        for access in kernel.reads:
+            readers[access.storage].append(number)
+    fused = []
+    runs = groupby(enumerate(kernels), key=lambda item: (item[1].phase, item[1].kind == "other"))
+    for (phase, is_other), numbered in runs:
+        run = list(numbered)
+        if not is_other:
+            fused += [kernel for _, kernel in run]
+            continue
+        last, written = run[-1][0], set[int]()
+        reads, writes = dict[Access, None](), dict[Access, None]()
+        for _, kernel in run:
+            reads |= dict.fromkeys(access for access in kernel.reads if access.storage not in written)
+            written |= {access.storage for access in kernel.writes}
+            # What nobody reads are gradients of parameters.
+            leaving = (a for a in kernel.writes if not readers[a.storage] or readers[a.storage][-1] > last)
+            writes |= dict.fromkeys(leaving)
+        fused.append(Kernel(phase, "other", "fused", 0.0, tuple(reads), tuple(writes)))
+    return fused
+
+
+def predict(kernels: Sequence[Kernel], model: MMDiT, samples: int = SAMPLES, length: int = LENGTH) -> dict[str, Any]:
+    """Return times in ms by kind of kernel, their sum, the number of kernels, tokens per second and MFU."""
+    ms: dict[str, float] = dict.fromkeys(("products", "attention", "element-wise", "small"), 0.0)
+    for kernel in kernels:
+        kind = {"product": "products", "attention": "attention"}.get(kernel.kind, "element-wise")
+        ms["small" if kernel.is_small else kind] += 1e3 * kernel.seconds
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ms["update"] = 1e3 * parameters * UPDATE_BYTES / TRAFFIC_RATE
+    total, tokens = sum(ms.values()), samples * length
+    flops = ModelFlops.from_model(model).step_flops(tokens, tokens // 2, samples, 1, samples * (length + 1) ** 2)
+    peak = peak_flops(GPU, "bf16")
+    assert peak is not None
+    return {
+        "ms": ms,
+        "step_ms": total,
+        "kernels": len(kernels),
+        "parameters": parameters,
+        "tokens_per_s": 1e3 * tokens / total,
+        "mfu": 1e3 * flops / total / peak,
+    }
+
+
+def block_costs(width: int = 1024) -> dict[str, Any]:
+    """Return the kernels of one block by phase, and the KB for each token that its element-wise ones move."""
+    (one, _), (two, _) = (record(depth, width) for depth in (2, 3))
+
+    def costs(kernels: Sequence[Kernel], phase: Phase) -> tuple[int, int]:
+        part = [kernel for kernel in kernels if kernel.phase == phase]
+        traffic = sum(kernel.traffic for kernel in part if kernel.kind == "other")
+        return len(part), traffic
+
+    result = {}
+    for phase in ("forward", "backward"):
+        (few, less), (many, more) = costs(one, phase), costs(two, phase)  # type: ignore[arg-type]
+        result[phase] = {"kernels": many - few, "kb_per_token": (more - less) / SAMPLES / LENGTH / 1e3}
+    return result
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the table of docs/performance.md, with the MFU measured on a GPU as far as it is committed."""
+    measured = measured_mfu(committed())
+    rows = []
+    for size, predictions in result["sizes"].items():
+        for (name, row), mode in zip(predictions.items(), ("eager", "compiled"), strict=True):
+            mfu = measured.get(size, {}).get(mode)
+            rows.append(
+                {
+                    "network": f"{size}, {row['parameters'] / 1e6:,.0f}M",
+                    "kernels are": name,
+                    **{f"{kind}, ms": value for kind, value in row["ms"].items()},
+                    "step, ms": row["step_ms"],
+                    "kernels": row["kernels"],
+                    "tokens/s": row["tokens_per_s"],
+                    "MFU": f"{row['mfu']:.0%}",
+                    "measured": "" if mfu is None else f"{mfu:.1%}",
+                }
+            )
+    return {"roofline": markdown(rows)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = plain_parser("roofline", __doc__ or "")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of roofline.json (%(default)s)")
+    options = parser.parse_args(argv)
+    sizes = {}
+    for name, (depth, width) in SIZES.items():
+        print_status(name)
+        kernels, model = record(depth, width)
+        sizes[name] = {"eager": predict(kernels, model), "fused": predict(fuse(kernels), model)}
+    result = {
+        "benchmark": "roofline",
+        "what": {
+            "gpu": GPU,
+            "samples": SAMPLES,
+            "length": LENGTH,
+            "vocabulary": VOCABULARY,
+            "torch": torch.__version__,
+        },
+        "block": block_costs(),
+        "sizes": sizes,
+    }
+    write_json(result, options.out, "roofline")
+    print(blocks(result)["roofline"])
+    return 0

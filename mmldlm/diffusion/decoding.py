@@ -1,0 +1,183 @@
+"""Decoding of texts: which tokens a reverse step unmasks, and how a token is drawn from the network's logits.
+
+What follows from lengths and random numbers alone is computed on the host for all steps of a generation, and copied to
+the device before the first one. How many tokens a step predicts is then known without waiting for the device.
+
+Shape letters: F tokens to generate, P tokens that a step predicts, R tokens that it masks again, V vocabulary. A row is
+an index into the F tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mmldlm.batch import PackedLayout
+from mmldlm.diffusion.masked import MaskedDiffusion
+
+TextDecoding = Literal["ancestral", "confidence"]
+CHUNK_ROWS = 256  # rows of probabilities in memory at a time
+
+
+class TextDecoder(ABC):
+    """Reverse steps of F tokens, all of them [MASK] before the first step.
+
+    Attributes:
+        uniforms: For each step, the numbers from which its tokens are drawn, float64 [P] on the device.
+    """
+
+    uniforms: tuple[Tensor, ...]
+
+    @abstractmethod
+    def rows(self, step: int, tokens: Tensor) -> Tensor:
+        """Return the rows of the tokens [F] that the network predicts in `step`, int64 [P], ascending."""
+
+    @abstractmethod
+    def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
+        """Return the tokens [F] after `step`.
+
+        Args:
+            step: Number of the step, from 0.
+            tokens: The tokens [F] before it.
+            rows: Result of `rows`.
+            drawn: The tokens [P] drawn for them.
+            confidence: Their log probabilities [P].
+        """
+
+
+class AncestralDecoder(TextDecoder):
+    """Unmasks each masked token with the probability of the reverse process, and masks others again (ReMDM).
+
+    Args:
+        text: Diffusion of the text.
+        times: Noise times, from 1 to 0; one step between each two.
+        uniforms: float64 [steps, F] in [0, 1), on the host.
+        remask: Fraction of the maximal remasking rate.
+        device: Device of the tokens.
+    """
+
+    def __init__(
+        self, text: MaskedDiffusion, times: Sequence[float], uniforms: Tensor, remask: float, device: torch.device
+    ):
+        self._mask_id = text.mask_id
+        is_masked = torch.ones(uniforms.shape[1], dtype=torch.bool)
+        unmasked, remasked, remainders = [], [], []
+        for uniform, (t, s) in zip(uniforms, pairwise(times), strict=True):
+            unmask, mask_again = text.select_tokens(is_masked, uniform, t, s, remask)
+            is_masked = is_masked ^ unmask ^ mask_again
+            unmasked.append(unmask.nonzero().squeeze(1))
+            remasked.append(mask_again.nonzero().squeeze(1))
+            # Given that a number is below the probability p of unmasking, number / p is again uniform in [0, 1).
+            remainders.append(uniform[unmask] / text.unmask_probability(t, s, remask)[0])
+        self._unmasked, self._remasked = _copy_to(device, unmasked), _copy_to(device, remasked)
+        self.uniforms = _copy_to(device, remainders)
+
+    def rows(self, step: int, tokens: Tensor) -> Tensor:
+        return self._unmasked[step]
+
+    def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
+        return tokens.index_copy(0, rows, drawn).index_fill(0, self._remasked[step], self._mask_id)
+
+
+class ConfidenceDecoder(TextDecoder):
+    """Predicts all masked tokens and unmasks the most confident ones (MaskGIT, arXiv 2202.04200, section 3.2).
+
+    After the step to time s, round(s L) tokens of a sample of length L are masked. A step that unmasks no token of any
+    sample predicts none.
+
+    Args:
+        text: Diffusion of the text.
+        times: Noise times, from 1 to 0; one step between each two.
+        uniforms: float64 [steps, F] in [0, 1), on the host.
+        layout: Which of the F tokens belong to which sample, on the device of the tokens.
+    """
+
+    def __init__(self, text: MaskedDiffusion, times: Sequence[float], uniforms: Tensor, layout: PackedLayout):
+        self._mask_id, self._layout = text.mask_id, layout
+        masked = lengths = torch.tensor(layout.lengths)
+        starts = lengths.cumsum(0) - lengths
+        unmasked, numbers = [], []
+        for uniform, s in zip(uniforms, times[1:], strict=True):
+            stay = torch.minimum(masked, (s * lengths.double()).round().long())
+            sample = torch.arange(len(lengths)).repeat_interleave(masked)
+            rank = torch.arange(len(sample)) - (masked.cumsum(0) - masked)[sample]
+            unmasked.append((rank < (masked - stay)[sample]).nonzero().squeeze(1))
+            numbers.append(uniform[(starts[sample] + rank)[: len(sample) if len(unmasked[-1]) else 0]])
+            masked = stay
+        # Of the predicted tokens, sorted by sample and confidence.
+        self._unmasked = _copy_to(layout.device, unmasked)
+        self.uniforms = _copy_to(layout.device, numbers)
+
+    def rows(self, step: int, tokens: Tensor) -> Tensor:
+        # How many are masked is known, so that a sort finds them without waiting for the device.
+        return (tokens != self._mask_id).argsort(stable=True)[: len(self.uniforms[step])]
+
+    def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
+        # Magnitudes of float32 are in the order of their bits, and log probabilities are never positive.
+        bits = confidence.float().abs().view(torch.int32)
+        order = ((self._layout.sample_of_token[rows] << 32) | bits).argsort(stable=True)
+        chosen = order[self._unmasked[step]]
+        return tokens.index_copy(0, rows[chosen], drawn[chosen])
+
+
+def _copy_to(device: torch.device, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return `parts` on the device by one copy, which a GPU does not wait for."""
+    joined = torch.cat(list(parts))
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return joined.to(device, non_blocking=True).split([len(part) for part in parts])
+
+
+def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Return probabilities, float64 [P, V], at a temperature, of the smallest set of tokens with mass `top_p`.
+
+    The truncation is nucleus sampling (arXiv 1904.09751). At temperature 0, where `draw_tokens` returns the most likely
+    token, the probabilities are those at temperature 1, which confidence-based decoding needs.
+    """
+    scaled = logits.double() if temperature in (0, 1) else logits.double() / temperature
+    p = scaled.softmax(-1)
+    if top_p >= 1:
+        return p
+    sorted_p, index = p.sort(-1, descending=True)
+    # Mass before a token, not including it: the first token always stays.
+    removed = sorted_p.cumsum(-1) - sorted_p >= top_p
+    p = p.masked_fill(torch.zeros_like(removed).scatter(-1, index, removed), 0.0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulated probabilities, or take the most likely one at temperature 0.
+
+    All is float64: lower precision truncates the tails, which lowers the effective temperature (arXiv 2409.02908).
+    For equal logits a number gives the same token on every device, unless it is within rounding (about 1e-15) of the
+    boundary between two tokens.
+
+    Args:
+        logits: [P, V].
+        uniforms: Numbers in [0, 1), float64 [P].
+        temperature: Temperature of the probabilities.
+        top_p: See `token_probabilities`.
+
+    Returns:
+        Token ids [P] and their log probabilities, float64 [P].
+    """
+    chunks = zip(logits.split(CHUNK_ROWS), uniforms.split(CHUNK_ROWS), strict=True)
+    drawn, log_p = zip(*(_draw(*chunk, temperature, top_p) for chunk in chunks), strict=True)
+    return torch.cat(drawn), torch.cat(log_p)
+
+
+def _draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    p = token_probabilities(logits, temperature, top_p)
+    if temperature == 0:
+        drawn = logits.argmax(-1)
+    else:
+        mass = p.cumsum(-1)
+        # right=True passes over tokens with probability 0. The bound is for rows of NaN, whose mass exceeds no number.
+        drawn = torch.searchsorted(mass, uniforms[:, None] * mass[:, -1:], right=True).squeeze(1)
+        drawn = drawn.clamp_max(p.shape[-1] - 1)
+    return drawn, p.gather(1, drawn[:, None]).squeeze(1).log()

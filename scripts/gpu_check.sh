@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# What only a GPU can show, in stages of at most nine minutes, for a machine without a network.
+#
+#   bash scripts/gpu_check.sh prepare              with a network, no GPU needed: fills .gpu/ with the wheels that the
+#                                                  GPU machine lacks (Python 3.12, PyTorch there) and with data stores
+#   bash scripts/gpu_check.sh STAGE [OUT [--tiny]] smoke, speed, profile, reference or state; OUT/STAGE.json is written
+#                                                  after each part (default benchmarks/results/gpu, whose files are
+#                                                  held against benchmarks/gpu_bars.py). --tiny shows on any machine
+#                                                  that the stage works
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+stage="${1:?expected a stage: prepare, smoke, speed, profile, reference or state}" out="${2:-benchmarks/results/gpu}"
+
+if [ "$stage" = prepare ]; then
+  mkdir -p .gpu/wheels
+  build="$(mktemp -d)"
+  python3 -m venv "$build/venv"
+  pip="$build/venv/bin/pip"
+  "$pip" -q install 'setuptools>=77,<81' wheel ninja py-cpuinfo numpy
+  # deepspeed is a source distribution. Without its operators it is pure Python; they are built where they run.
+  DS_BUILD_OPS=0 "$pip" wheel -q --no-deps --no-build-isolation -w .gpu/wheels deepspeed==0.19.8
+  "$pip" download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d .gpu/wheels \
+    hjson==3.1.0 pydantic==2.14.3 pydantic_core==2.50.4 typing_inspection==0.4.5 annotated_types==0.8.0 \
+    typing_extensions frozendict loguru==0.7.3 mmdit==0.3.0 einx==0.4.3 hyper-connections==0.4.11 \
+    torch-einops-utils==0.2.0 x-transformers==2.31.10
+  rm -rf "$build"
+  .venv/bin/python -c 'from pathlib import Path
+from benchmarks.common.task import SHAPES
+for kind in ("documents", "full"):
+    print(SHAPES["gpu"].store(Path(".gpu/stores"), kind))'
+  du -sh .gpu
+  exit 0
+fi
+
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+python=.venv/bin/python
+if [ ! -x "$python" ]; then # the machine's own python, and what it lacks from .gpu
+  python=python3
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target .gpu/site .gpu/wheels/*.whl
+  export PYTHONPATH="$PWD/.gpu/site:$PYTHONPATH"
+fi
+mkdir -p "$out"
+"$python" -m benchmarks.gpu_check "$stage" --out "$out" --stores .gpu/stores "${@:3}" 2>&1 | tee "$out/$stage.log"
