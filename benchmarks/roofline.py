@@ -37,7 +37,7 @@ from benchmarks.gpu_bars import committed, measured_mfu
 from mmldlm.batch import PackedLayout
 from mmldlm.model.flops import ModelFlops, peak_flops
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
-from mmldlm.model.ops import limit_row_chunks
+from mmldlm.model.ops import assume_device
 from mmldlm.utils.meta_device import materialize
 
 SIZES = {"24 x 1024": (24, 1024), "12 x 768": (12, 768), "24 x 2048": (24, 2048)}  # blocks, width
@@ -149,7 +149,7 @@ def record(depth: int, width: int, samples: int = SAMPLES, length: int = LENGTH)
         model = MMDiT(ModelConfig(depth=depth, width=width, num_heads=width // 64), shape, "varlen", precision="bf16")
     layout = PackedLayout((length,) * samples, 1)
     recorder = Recorder(4.0 * layout.num_pairs * width)
-    with FakeTensorMode(allow_non_fake_inputs=True), limit_row_chunks(1):
+    with FakeTensorMode(allow_non_fake_inputs=True), assume_device("cuda"):
         materialize(model, "cpu")
         tokens, times = torch.zeros(samples * length, dtype=torch.int64), torch.rand(samples)
         latents, positions = torch.randn(samples, 1, CHANNELS), torch.arange(0, samples * length, 2)

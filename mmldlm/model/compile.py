@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mmldlm.model.attention import JOINT_BACKENDS
-from mmldlm.model.mmdit import MMDiT
+from mmldlm.model.mmdit import MMDiT, MMDiTBlock
 from mmldlm.settings.fields import require_effect, setting
 
 BLOCK_REGIONS = ("update",)  # methods of `MMDiTBlock`
@@ -83,6 +83,7 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return f"none, though {config.scope} was requested: torch.compile does not run here ({reason})"
     for block in model.blocks:
+        assert isinstance(block, MMDiTBlock)
         if model.backend in JOINT_BACKENDS:
             _compile(block, BLOCK_REGIONS, config.mode)
         else:

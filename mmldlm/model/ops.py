@@ -71,7 +71,7 @@ class SampleRows(NamedTuple):
     parallel and always in the same order.
     """
 
-    index: Tensor  # int64 [T], the sample of each row
+    ids: Tensor  # int64 [T], the sample of each row
     segments: Tensor | None = None  # int64 [S + 1], first rows of segments within a sample, then T; None on a CPU
     samples: Tensor | None = None  # int64 [B + 1], first segments of the samples, then S; None on a CPU
 
@@ -88,7 +88,7 @@ class SampleRows(NamedTuple):
 
     def select(self, positions_P: Tensor, num_samples: int) -> SampleRows:
         """Return the rows at ascending positions."""
-        return self.of(self.index.index_select(0, positions_P), num_samples)
+        return self.of(self.ids.index_select(0, positions_P), num_samples)
 
     def sums(self, values_TD: Tensor) -> Tensor:
         """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""
@@ -119,7 +119,7 @@ def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
     if rows is None:
         return table_BD
     if rows.segments is None:
-        return table_BD.index_select(0, rows.index)
+        return table_BD.index_select(0, rows.ids)
     out: Tensor = _GatherRows.apply(table_BD, *rows)
     return out
 
@@ -130,7 +130,7 @@ def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: 
         return rows.sums(values_TD) if sums_BD is None else sums_BD.add_(rows.sums(values_TD))
     if sums_BD is None:
         sums_BD = values_TD.new_zeros(num_samples, values_TD.shape[1], dtype=torch.float32)
-    return sums_BD.add_(values_TD) if rows is None else sums_BD.index_add_(0, rows.index, values_TD)
+    return sums_BD.add_(values_TD) if rows is None else sums_BD.index_add_(0, rows.ids, values_TD)
 
 
 def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
@@ -148,7 +148,7 @@ def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
 
 
 def _split_rows(values: Tensor | SampleRows, rows: int) -> Iterable[Any]:
-    return map(SampleRows, values.index.split(rows)) if isinstance(values, SampleRows) else values.split(rows)
+    return map(SampleRows, values.ids.split(rows)) if isinstance(values, SampleRows) else values.split(rows)
 
 
 def _layer_norm(x_TD: Tensor) -> tuple[Tensor, Tensor]:

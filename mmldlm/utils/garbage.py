@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Self
 
 COLLECT_EVERY = 50  # steps; what a step leaves in reference cycles waits as long
 
@@ -15,7 +14,7 @@ class ScheduledCollection:
     later collections leave it out and thus take milliseconds.
     """
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> ScheduledCollection:
         self._was_enabled, self._is_first_step = gc.isenabled(), True
         gc.disable()
         return self
