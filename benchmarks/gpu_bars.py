@@ -91,6 +91,18 @@ BARS = (
         stretch=0.95,
         over=("speed", "plain", "compiled", "tokens_per_s"),
     ),
+    Bar(
+        "tokens/s of documents in micro-batches of 32,768 tokens against full ones",
+        _run("24x1024-documents-256-compiled", "tokens_per_s"),
+        at_least=0.95,
+        over=_run("24x1024-full-32-compiled", "tokens_per_s"),
+    ),
+    Bar(
+        "tokens/s of sentences in micro-batches of 32,768 tokens against full ones",
+        _run("24x1024-sentences-2048-compiled", "tokens_per_s"),
+        at_least=0.85,
+        over=_run("24x1024-full-32-compiled", "tokens_per_s"),
+    ),
     Bar("share of a step that waits for data", _run("24x1024-full-32-compiled", "data_wait_share"), at_most=0.01),
     Bar("memory reserved against allocated", _run("24x1024-full-32-compiled", "reserved_share"), at_most=1.15),
     Bar("kernels of a step, 24 x 1024, eager", ("profile", "eager", "kernels"), at_most=3500, stretch=1500),

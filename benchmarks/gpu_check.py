@@ -56,7 +56,8 @@ MAX_TRACE_BYTES = 15 * 2**20
 LADDER_VARIANTS = ("reference", "reference-1-flash", "trainer", "trainer-compiled")
 ENGINES = (DDP, "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
 SIZES = {"24x1024": (24, 1024), "12x768": (12, 768), "24x2048": (24, 2048)}  # blocks, width
-MODES: dict[str, tuple[str, ...]] = {"eager": (), "compiled": ("compile.scope=regional",)}
+BUDGET_TOKENS = 32_768  # of a micro-batch of documents or sentences
+MODES: dict[str, tuple[str, ...]] = {"eager": ("compile.scope=none",), "compiled": ("compile.scope=regional",)}
 
 
 def left() -> float:
@@ -251,6 +252,7 @@ def engines(options: Options) -> Result:
         "log={every: 1, tensorboard: false}",
         "validation={every: 4, samples: 32}",
         "checkpoint.every_steps=8",
+        *MODES["eager"],
         data(options, "documents"),
     )
     runs = {"single": train(options, *settings)}
@@ -339,19 +341,24 @@ def plain(options: Options) -> Result:
 
 
 def runs(options: Options) -> Result:
-    """Real runs, those with a bar first: size, kind of samples, samples of a micro-batch, mode."""
+    """Real runs, those with a bar first: size, kind of samples, samples of a step, mode.
+
+    Documents and sentences come in micro-batches of up to `BUDGET_TOKENS`, full samples in one micro-batch.
+    """
     wanted: list[tuple[str, Kind, int, str]] = [(size, "full", 32, "compiled") for size in SIZES]
+    wanted += [("24x1024", "documents", 256, "compiled"), ("24x1024", "sentences", 2048, "compiled")]
     wanted += [(size, "full", 32, "eager") for size in SIZES]
-    wanted += [(size, "documents", 64, mode) for size in ("24x1024", "12x768") for mode in ("compiled", "eager")]
+    wanted += [("12x768", "documents", 256, mode) for mode in ("compiled", "eager")]
     wanted += [("24x1024", "full", 8, mode) for mode in ("compiled", "eager")]
     results: Result = {}
     for size, kind, samples, mode in wanted:
         name = f"{size}-{kind}-{samples}-{mode}"
+        budget = () if kind == "full" else (f"train.micro_batch_tokens={BUDGET_TOKENS}",)
         if left() < MIN_RUN_S:
             results.setdefault(LEFT_OUT, []).append(name)
             continue
         steps = steps_of(options, 60, samples)
-        results[name] = train(options, model(options, size), steps, *QUIET, *MODES[mode], data(options, kind))
+        results[name] = train(options, model(options, size), steps, *QUIET, *MODES[mode], *budget, data(options, kind))
         print_status(f"{name}: {results[name].get('tokens_per_s', 0):,.0f} tokens/s, exit {results[name]['exit']}")
     return results
 
@@ -409,7 +416,7 @@ def compiled(options: Options) -> Result:
 
 def saving(options: Options) -> Result:
     """Stalls of checkpoints while a network of 386M parameters trains."""
-    checkpoints = (*QUIET, "checkpoint.every_steps=8")
+    checkpoints = (*QUIET, *MODES["eager"], "checkpoint.every_steps=8")
     size, steps = model(options, "24x1024"), steps_of(options, 24, 16)
     return train(options, size, steps, *checkpoints, data(options, "documents"))
 

@@ -47,7 +47,12 @@ BOUND = 0.1
 # glibc returns freed memory to the system at once.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
 STEPS = 2  # of each kind in `step_memory_mib`
-COMMON = ("log={every: 100000, tensorboard: false}", "validation.every=0", "checkpoint.every_steps=0")
+COMMON = (
+    "log={every: 100000, tensorboard: false}",
+    "validation.every=0",
+    "checkpoint.every_steps=0",
+    "compile.scope=none",
+)
 FIRST = ("model={depth: 1, width: 64}", "train={steps: 2, global_batch_size: 32, micro_batch_size: 16}")
 NARROW, DEEP, WIDE = (
     f"model={{depth: {depth}, width: {width}, num_heads: {width // 64}}}"

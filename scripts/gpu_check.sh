@@ -27,7 +27,7 @@ if [ "$stage" = prepare ]; then
   rm -rf "$build"
   .venv/bin/python -c 'from pathlib import Path
 from benchmarks.common.task import SHAPES
-for kind in ("documents", "full"):
+for kind in ("documents", "full", "sentences"):
     print(SHAPES["gpu"].store(Path(".gpu/stores"), kind))'
   du -sh .gpu
   exit 0

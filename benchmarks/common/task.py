@@ -45,6 +45,7 @@ SETTINGS = (
     "train.steps=1000000",  # never reached
     "validation.every=0",  # not part of a step
     "checkpoint.every_steps=0",
+    "compile.scope=none",  # unless a variant compiles
 )
 
 
