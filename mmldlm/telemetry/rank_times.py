@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 WINDOW = 16  # steps: a rank that becomes slow is named within 20
-SLOWDOWN = 0.15  # in the median step of the window
+SLOWDOWN = 0.10  # in the median step of the window
 MIN_SLOWDOWN = 0.05  # in almost every step of it
 MAX_FASTER_STEPS = 2
 MIN_DEVIATIONS = (
