@@ -230,7 +230,7 @@ class Engine(Collectives):
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to `max_norm` and return the norm before, equal on all ranks (collective)."""
-        return self._unshard(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))  # DTensor under FSDP2
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
         """Step the optimizer if the norm is accepted. Only one that is not fused makes the host wait for the norm."""
@@ -396,10 +396,6 @@ class Engine(Collectives):
         """Writer of each tensor that every rank has, 0 if it is missing; constant over the run."""
         sizes = {name: tensor.numel() for name, tensor in model_state(self.unwrapped_model).items()}
         return owners_by_size(sizes, self.num_writers)
-
-    def _unshard(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without the engine's sharding (collective)."""
-        return tensor
 
     def _load_part(self, tensor: Tensor, entry: str, tensors: Mapping[str, Tensor]) -> None:
         """Set this rank's part of a tensor of the state from the whole tensor `tensors[entry]`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -123,19 +123,20 @@ class FSDP2Engine(Engine):
                 module.reshard()
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
-        if self.launch.replicas == 1:
-            return super()._clip_gradients(max_norm)
-        # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas drift
-        # apart, or only some of them skip a step, so all take the largest.
-        parameters: list[Any] = [parameter for parameter in self._parameters() if parameter.grad is not None]
-        norm = self._unshard(nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
-        mesh = parameters[0].device_mesh  # replicas x shards
-        dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, DTensor.from_local(norm, mesh))
+        # On local shards, since operations of DTensors take much time on the host: the squared norm of each tensor is
+        # summed over the shards.
+        gradients = [to_local(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
+        squares = torch.stack(torch._foreach_norm(gradients)).square()
+        mesh = self._place.mesh
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+        norm = torch.linalg.vector_norm(squares.sqrt())
+        if self.launch.replicas > 1:
+            # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas
+            # drift apart, or only some of them skip a step, so all take the largest.
+            dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
+        # As `torch.nn.utils.clip_grads_with_norm_`.
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
-
-    def _unshard(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class _Place:
     shards: int
     replica: int
     replicas: int
+    mesh: DeviceMesh
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Place:
@@ -155,7 +157,7 @@ class _Place:
         assert coordinate is not None, "this rank is not in the mesh"
         replica, shard = (0, *coordinate)[-2:]
         shards = mesh.size(mesh.ndim - 1)
-        return cls(shard, shards, replica, mesh.size() // shards)
+        return cls(shard, shards, replica, mesh.size() // shards, mesh)
 
     def numel(self, tensor: Tensor) -> int:
         """Return the elements of each shard of a tensor, as `torch.chunk` cuts it; the last ones may have fewer."""

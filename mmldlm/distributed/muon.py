@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from mmldlm.distributed.adamw import ShardedAdamW
+
 
 class ShardedMuon(torch.optim.Muon):
     """PyTorch's Muon, which gathers a sharded matrix to orthogonalize it.
@@ -77,11 +79,11 @@ class MuonAdamW(torch.optim.Optimizer):
             adamw: Options of `torch.optim.AdamW`.
         """
         self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)
-        self._adamw = torch.optim.AdamW(rest, **adamw)
+        self._adamw = ShardedAdamW(rest, **adamw)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
 
     @property
-    def parts(self) -> tuple[ShardedMuon, torch.optim.AdamW]:
+    def parts(self) -> tuple[ShardedMuon, ShardedAdamW]:
         """Both optimizers with the current groups and state, which loading and engines may have replaced."""
         # Only Muon's groups have `ns_steps`.
         for part, is_muon in ((self._muon, True), (self._adamw, False)):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mmldlm.distributed.adamw import ShardedAdamW
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimConfig, OptimizerName
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
@@ -46,9 +47,17 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, device_type: str, offloaded: bool = False
+    model: nn.Module, config: OptimConfig, device_type: str, offloaded: bool = False, sharded: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the trainable parameters of `model`. The engine must support it, see `capabilities`."""
+    """Build the optimizer over the trainable parameters of `model`. The engine must support it, see `capabilities`.
+
+    Args:
+        model: The network.
+        config: Settings of the optimizer.
+        device_type: "cuda" or "cpu".
+        offloaded: Whether the optimizer steps on the host.
+        sharded: Whether the parameters will be DTensors.
+    """
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "deepspeed_adam":
         from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam
@@ -56,7 +65,9 @@ def build_optimizer(
         return build_deepspeed_adam(parameter_groups(model, config.weight_decay), offloaded, **adamw)
     adamw["fused"] = resolve_fused(config.fused, device_type)
     if config.name == "adamw":
-        return torch.optim.AdamW(parameter_groups(model, config.weight_decay), **adamw)
+        # DeepSpeed knows PyTorch's own class.
+        kind = ShardedAdamW if sharded else torch.optim.AdamW
+        return kind(parameter_groups(model, config.weight_decay), **adamw)
 
     from mmldlm.distributed.muon import MuonAdamW
 
@@ -83,7 +94,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return the implementation that steps, for the user, such as "torch.AdamW, fused"."""
     # `MuonAdamW` has two parts, the second of which is AdamW; any other optimizer stands for itself.
     *matrices, adam = getattr(optimizer, "parts", [optimizer])
-    name = f"{type(adam).__module__.split('.')[0]}.{type(adam).__name__}"
+    kind = torch.optim.AdamW if isinstance(adam, ShardedAdamW) else type(adam)
+    name = f"{kind.__module__.split('.')[0]}.{kind.__name__}"
     name += ", fused" if adam.param_groups[0].get("fused") else ""
     if not matrices:
         return name

@@ -19,7 +19,7 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.distributed.capabilities import check_comm_hook, check_supported, supports
 from mmldlm.distributed.deepspeed_config import StepPlan, check_ema
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.distributed.launcher import FSDP2, LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
@@ -122,7 +122,9 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         model=model,
         initial_weights=model.initial_weights(config.run.seed),
         compiled=compiled,
-        optimizer=build_optimizer(model, config.optim, device_type, engine.launch.offloads_optimizer),
+        optimizer=build_optimizer(
+            model, config.optim, device_type, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2
+        ),
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
     )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.distributed.optimizers import (
     build_optimizer,
@@ -107,6 +115,46 @@ def test_optimizer_description() -> None:
     assert (describe_optimizer(adamw), describe_optimizer(fused)) == ("torch.AdamW", "torch.AdamW, fused")
     # Whether a step can be left out by a flag on the device, as PyTorch marks it.
     assert [getattr(o, "_step_supports_amp_scaling", False) for o in (muon, adamw, fused)] == [False, False, True]
+
+
+class ShardOperators(TorchDispatchMode):
+    """Counts operators that run on DTensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += any(issubclass(kind, DTensor) for kind in types)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone, with a process group that exchanges nothing."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": False}], ids=str)
+def test_sharded_adamw_updates_local_tensors(settings: dict[str, object], mesh: DeviceMesh) -> None:
+    """The bits of PyTorch's, without an operator on DTensors once the moments exist."""
+    config = OptimConfig(weight_decay=0.1, **settings)  # type: ignore[arg-type]
+    model, reference = small_model(), small_model()
+    fully_shard(model, mesh=mesh)
+    optimizer = build_optimizer(model, config, "cpu", sharded=True)
+    plain = build_optimizer(reference, config, "cpu")
+    assert describe_optimizer(optimizer) == describe_optimizer(plain)
+    for step in range(3):
+        set_gradients(reference, step)
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert isinstance(one, DTensor) and other.grad is not None
+            one.grad = distribute_tensor(other.grad, mesh, one.placements)
+        with ShardOperators() as operators:
+            optimizer.step()
+        plain.step()
+        assert (operators.count == 0) == (step > 0)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(one, DTensor) and torch.equal(one.to_local(), other)
 
 
 def test_state_of_another_kind_is_refused() -> None:
