@@ -66,6 +66,7 @@ def group_sizes() -> dict[str, tuple[int, bool]]:
 
 def tensor_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of all tensors alive in this process, each memory once, after a garbage collection."""
+    gc.unfreeze()  # what `ScheduledCollection` has frozen is not listed
     gc.collect()
     storages: dict[int, int] = {}
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
