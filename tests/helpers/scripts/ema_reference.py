@@ -49,7 +49,7 @@ def whole_reference(engine: Engine) -> dict[str, torch.Tensor]:
     return {
         name: safe_get_full_fp32_param(parameter).clone()
         if isinstance(engine, ZeroEngine)
-        else engine._unshard(parameter.detach()).clone()
+        else (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
         for name, parameter in engine._trainable_params()
     }
 

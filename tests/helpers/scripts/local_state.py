@@ -34,7 +34,7 @@ class ObservedTrainer(Trainer):
                 written += stop - start
             assert not observed.get_total_counts(), observed.get_comm_counts()
             if engine.name == "fsdp2":
-                engine._unshard(next(engine.unwrapped_model.parameters()).detach())
+                next(engine.unwrapped_model.parameters()).detach().full_tensor()
                 assert observed.get_total_counts(), "the exchange of a gather would have been seen"
         sizes = [math.prod(tensor.shape) for _, _, tensor, _ in engine.local_state()]
         assert sum(engine.gather(written, "elements written")) == sum(sizes)
