@@ -45,7 +45,7 @@ class SplitInfo:
 
 @dataclass(frozen=True)
 class LatentInfo:
-    """Shape and scale of the latents, measured on the training split (`max_norm` on all splits).
+    """Shape and scale of the latents, measured on the training split.
 
     `rms` is the root mean square of the centered latents, so that `(x - mean) / rms` has norm sqrt(C) on average;
     `max_norm` is the largest norm of a standardized latent vector, or an upper bound on it.

@@ -1,4 +1,4 @@
-"""Nearest neighbors of latents among the samples of a store.
+"""Nearest neighbors among the samples of a store: of latents, and of texts.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -6,13 +6,17 @@ Shape letters: n latents, M latent tokens of a sample, C latent channels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
 
 import numpy as np
+import torch
 
 from mmldlm.data.dataset import Split
 from mmldlm.data.store import Store
 
 _BLOCK_SAMPLES = 8192
+_MAX_TEXTS = 100_000  # that are searched for the most similar one
+_CANDIDATES = 5  # that are compared token by token
 
 
 def unit_vectors(latents: np.ndarray) -> np.ndarray:
@@ -61,3 +65,47 @@ def nearest_neighbors(
             best[query] = sorted(candidates, key=lambda pair: (-pair[0], pair[1]))[:count]
         first += len(block)
     return [[(index, cosine) for cosine, index in neighbors] for neighbors in best]
+
+
+def draw_samples(split: Split, count: int, seed: int) -> np.ndarray:
+    """Return the ascending indices of up to `count` good samples of `split`, drawn at random."""
+    drawn = np.random.default_rng(seed).permutation(len(split))
+    return np.sort(drawn[~np.isin(drawn, split.skipped)][:count])
+
+
+def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> torch.Tensor:
+    """Return how often each token occurs in each text, sparse float64 [n, V]."""
+    lengths = torch.tensor([len(text) for text in texts])
+    rows = torch.arange(len(texts)).repeat_interleave(lengths)
+    columns = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *texts]).astype(np.int64))
+    ones = torch.ones(len(columns), dtype=torch.float64)
+    return torch.sparse_coo_tensor(torch.stack([rows, columns]), ones, (len(texts), vocab_size)).coalesce()
+
+
+class TextIndex:
+    """The texts of a split, to find the one that is most similar to another text.
+
+    Args:
+        split: Its samples are the texts; of more than 100,000, as many are drawn.
+        seed: Seed of the draw.
+    """
+
+    def __init__(self, split: Split, seed: int):
+        tokens, lengths, _ = split.gather(draw_samples(split, _MAX_TEXTS, seed))
+        self._texts = np.split(tokens, lengths.cumsum()[:-1])
+        counts = sparse_counts(self._texts, split.manifest.vocab_size)
+        self._contains = torch.sparse_coo_tensor(counts.indices(), torch.ones_like(counts.values()), counts.shape)
+        self._sizes = torch.sparse.sum(self._contains, 1).to_dense()  # distinct tokens
+
+    def similarity(self, text: Sequence[int]) -> float:
+        """Return the similarity of `text` to the most similar text of the split, 1 if they are equal.
+
+        The similarity is 2 x common tokens, in the same order, / tokens of both (`difflib.SequenceMatcher`). Compared
+        are the texts with the most distinct tokens in common, so it is a lower bound.
+        """
+        wanted = torch.zeros(self._contains.shape[1], dtype=torch.float64)
+        wanted[list(text)] = 1.0
+        overlap = (self._contains @ wanted) / (self._sizes + wanted.sum())
+        nearest = overlap.topk(min(_CANDIDATES, len(overlap))).indices.tolist()
+        own = list(text)
+        return max(SequenceMatcher(None, own, self._texts[row].tolist(), autojunk=False).ratio() for row in nearest)

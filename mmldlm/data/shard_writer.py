@@ -243,26 +243,23 @@ def _row_blocks(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarra
         yield np.asarray(array[start : start + step])
 
 
-def squared_deviations(folder: Path, shards: dict[str, list[ShardInfo]], mean: np.ndarray) -> tuple[list[float], float]:
-    """Return squared deviations of the stored latents from `mean` [C].
+def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarray) -> tuple[list[float], float]:
+    """Return squared deviations of the latents stored in `shards` from `mean` [C].
 
     This is a second pass over the data: one pass that subtracts the squared mean at the end would lose precision to
     cancellation.
 
     Returns:
-        The sum over each shard of the training split, in order; and the largest squared deviation of a single latent
-        vector of any split.
+        The sum over each shard, in order; and the largest squared deviation of a single latent vector.
     """
     squares, largest = [], 0.0
-    for split in SPLITS:
-        for shard in shards[split]:
-            total = 0.0
-            for latents in _row_blocks(folder, shard, "latents"):
-                deviations = np.square(latents - mean)  # [n, M, C], float64 as `mean` is
-                total += float(deviations.sum())
-                largest = max(largest, float(deviations.sum(axis=-1).max()))
-            if split == "train":
-                squares.append(total)
+    for shard in shards:
+        total = 0.0
+        for latents in _row_blocks(folder, shard, "latents"):
+            deviations = np.square(latents - mean)  # [n, M, C], float64 as `mean` is
+            total += float(deviations.sum())
+            largest = max(largest, float(deviations.sum(axis=-1).max()))
+        squares.append(total)
     return squares, largest
 
 

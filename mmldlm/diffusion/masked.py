@@ -17,6 +17,7 @@ from mmldlm.settings.fields import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 Masks = Literal["independent", "exact"]
+MIN_EXACT_TIME = 1e-7  # the lowest time under exact masks: one token is masked, in texts of up to 10 million
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class TextConfig:
     @property
     def sampler(self) -> TimeSampler:
         """Distribution of t_text."""
-        return TimeSampler(self.time_sampling, mode_scale=self.mode_scale, stratified=self.stratified)
+        # Exact masks need no bound of 1 / t: a time above 0 masks at least one token.
+        lowest = LogLinear.t_min if self.masks == "independent" else MIN_EXACT_TIME
+        return TimeSampler(self.time_sampling, mode_scale=self.mode_scale, stratified=self.stratified, lowest=lowest)
 
 
 class MaskedDiffusion:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.diffusion.schedule import UNIFORM, LogLinear, TimeSampler, stratified_times
+from mmldlm.diffusion.schedule import UNIFORM, UNIFORM_TEXT, TimeSampler, stratified_times
 from mmldlm.utils.random_stream import random_stream, random_streams
 
 Mode = Literal["l2t", "t2l", "joint"]
@@ -93,7 +93,7 @@ def draw_noise(
     step: int,
     global_batch_size: int,
     weights: Mapping[Mode, float],
-    text: TimeSampler = UNIFORM,
+    text: TimeSampler = UNIFORM_TEXT,
     latent: TimeSampler = UNIFORM,
 ) -> Noise:
     """Draw modes, noise times, token uniforms and latent noise of the samples in `batch.slots`.
@@ -126,8 +126,8 @@ def draw_noise(
     cumulative = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
     # right=True: a mode with weight 0 has an empty interval, in which no number falls.
     mode = torch.searchsorted(cumulative, t_mode, right=True).clamp_max(len(MODES) - 1)
-    # The clamp bounds the ELBO weight 1 / t. A given text has exactly 0, at which no token is masked.
-    t_text = text.times(u_text).clamp_min(LogLinear.t_min).masked_fill(mode == MODES.index("t2l"), 0.0)
+    # A given text has exactly 0, at which no token is masked.
+    t_text = text.times(u_text).masked_fill(mode == MODES.index("t2l"), 0.0)
     t_latent = latent.times(u_latent).masked_fill(mode == MODES.index("l2t"), 0.0)
     uniforms, epsilon = sample_noise(batch, seed, step)
     return Noise(mode, t_text.float(), t_latent.float(), uniforms, epsilon, text.importance(u_text).float())

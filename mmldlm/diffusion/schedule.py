@@ -164,9 +164,13 @@ class TimeSampler:
     scale: float = 1.0  # logit_normal: standard deviation of the times' logits (s in SD3, eq. 19)
     mode_scale: float = 1.29  # mode: s in SD3, eq. 20
     stratified: bool = True
+    lowest: float = 0.0  # no time is below it
 
     def times(self, u: Tensor) -> Tensor:
         """Return the times, an increasing function of the uniform numbers `u` in [0, 1]."""
+        return self._times(u).clamp_min(self.lowest)
+
+    def _times(self, u: Tensor) -> Tensor:
         if self.kind == "uniform":
             return u
         if self.kind == "mode":  # SD3's function of 1 - u, so that times increase with u
@@ -187,4 +191,5 @@ class TimeSampler:
 
 
 UNIFORM = TimeSampler()
+UNIFORM_TEXT = TimeSampler(lowest=LogLinear.t_min)
 MAX_MODE_SCALE = 1.75  # from 2 / (pi - 2) = 1.752 on, the times of mode sampling do not increase with u

@@ -19,6 +19,7 @@ import torch
 from mmldlm.batch import Batch
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import collate
+from mmldlm.data.nearest import TextIndex
 from mmldlm.data.store import Store
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
@@ -244,7 +245,31 @@ class Evaluation:
         log_p = np.log(counts / counts.sum())
         return np.array([-log_p[text].sum() for text in self.tokens])
 
+    def marginal_length_nats(self) -> np.ndarray:
+        """Return the nats of each document's length under the lengths of the training split (add-one smoothed),
+        float64 [n]."""
+        store = self.run.store
+        counts = np.bincount(np.asarray(store.split("train").lengths), minlength=store.manifest.max_length + 1)[1:] + 1
+        return -np.log(counts / counts.sum())[self.lengths - 1]
+
     # --- texts ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _training_texts(self) -> TextIndex:
+        return TextIndex(self.run.store.split("train"), self.config.seed)
+
+    @cached_property
+    def document_similarity(self) -> np.ndarray:
+        """Similarity of each document to the most similar training text, see `training_similarity`."""
+        return self.training_similarity(self.tokens)
+
+    def training_similarity(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the similarity of each text to the most similar training text, float64 [n] (collective)."""
+        similarity = np.zeros(len(texts))
+        own = range(self.processes.rank, len(texts), self.processes.world_size)
+        for index in self.progress.track(own, "texts", len(own)):
+            similarity[index] = self._training_texts.similarity(texts[index])
+        return self.sum_over_ranks(similarity)
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of token sequences."""

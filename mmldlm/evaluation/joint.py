@@ -15,7 +15,7 @@ import torch
 
 from mmldlm.diffusion.noise import MODES, SampleStreams
 from mmldlm.evaluation.evaluator import Evaluation
-from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, reencoding_metrics
+from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, memorization_metrics, reencoding_metrics
 from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 
@@ -94,5 +94,6 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     metrics |= reencoding_metrics(encoded, raw)
     shuffled = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))
     metrics["reencoded_cosine_shuffled"] = shuffled["reencoded_cosine"]
+    metrics |= memorization_metrics(evaluation, generated.tokens)
     metrics["samples"] = texts[""][:NUM_SHOWN_SAMPLES]
     return metrics

@@ -12,6 +12,7 @@ from mmldlm.evaluation.statistics import cosine
 from mmldlm.utils.ratio import ratio_of_sums
 
 NUM_SHOWN_SAMPLES = 20  # in samples.md
+NEAR_COPY = 0.9  # similarity to a training text from which a text counts as its copy
 SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
 
 
@@ -53,6 +54,20 @@ def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]
     }
 
 
+def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return how similar generated texts are to their nearest training texts, and held-out documents (`_true`).
+
+    Both by the mean similarity and by the fraction of near copies (collective).
+    """
+    evaluation.progress.phase("nearest training texts")
+    metrics: dict[str, Any] = {}
+    compared = {"": evaluation.training_similarity(tokens), "_true": evaluation.document_similarity[: len(tokens)]}
+    for suffix, similarity in compared.items():
+        metrics[f"training_similarity{suffix}"] = float(similarity.mean())
+        metrics[f"training_copies{suffix}"] = float((similarity >= NEAR_COPY).mean())
+    return metrics
+
+
 def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Return the l2t metrics of generated texts (collective).
 
@@ -66,7 +81,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     references, truth = evaluation.decode(reference_tokens), evaluation.raw_latents[:count]
     metrics: dict[str, Any] = {"texts": count}
 
-    def add(suffix: str, tokens: list[list[int]]) -> list[str]:
+    def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)
         measured = reference_metrics(tokens, texts, reference_tokens, references)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
@@ -75,8 +90,10 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
-        texts = add(suffix, evaluation.generate("l2t", condition, count, evaluation.run.config.sampling).tokens)
+        generated = evaluation.generate("l2t", condition, count, evaluation.run.config.sampling).tokens
+        texts = add(suffix, generated)
         if condition == "own":
+            metrics |= memorization_metrics(evaluation, generated)
             pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
             metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
     evaluation.progress.phase("texts from token frequencies")

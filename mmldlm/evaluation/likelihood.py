@@ -5,18 +5,25 @@ Shape letters: n documents, T noise times per document.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.noise import draw_noise, mode_weights
+from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
+from mmldlm.diffusion.noise import MODES, SampleStreams, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Objective
+from mmldlm.evaluation.controls import bag_of_words_nats
 from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins
 from mmldlm.utils.ratio import ratio_of_sums
+
+MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed, by as many passes
+_ORDERED = len(MODES) + 2  # key of the random stream of its noise latents, see `Evaluation`
+NOVEL_FRACTION = 0.9  # of the documents: those least similar to a training text
 
 
 @dataclass(frozen=True)
@@ -27,33 +34,40 @@ class TextBound:
     masked: np.ndarray  # number of masked tokens
     nll: np.ndarray  # nats of the masked tokens, summed
     weighted: np.ndarray  # `nll` with the weights of the bound: each an unbiased estimate of the negative ELBO
+    length: np.ndarray  # nats of the number of tokens, by the length head
 
     @property
     def nats(self) -> np.ndarray:
-        """Estimate of each document's negative ELBO in nats, float64 [n]."""
+        """Estimate of each document's negative ELBO in nats given its length, float64 [n]."""
         return self.weighted.mean(0)
+
+    @property
+    def length_nats(self) -> np.ndarray:
+        """Nats of each document's length, float64 [n]."""
+        return self.length.mean(0)
 
 
 @torch.no_grad()
 def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
 
-    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents. The estimate is unbiased,
-    and every condition gets the same draws.
+    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, and masks exactly
+    n = ceil(t L) of a document's L tokens, see `MaskedDiffusion.weights`. The estimate is unbiased, and every condition
+    gets the same draws.
     """
     run, config = evaluation.run, evaluation.config
-    text = MaskedDiffusion(run.store.manifest.mask_id, "elbo")
+    text = MaskedDiffusion(run.store.manifest.mask_id, "elbo", "exact")
     objective = Objective(LossConfig(), text, run.objective.latent)
-    count = len(evaluation.ids)
-    # The four arrays of `TextBound`; other ranks fill in the remaining documents.
-    terms = np.zeros((4, config.times, count))
+    count, sampler = len(evaluation.ids), TextConfig(masks="exact").sampler
+    # The arrays of `TextBound`; other ranks fill in the remaining documents.
+    terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
-        noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"))
+        noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"), sampler)
         # l2t pins t_latent to 0. At 1 the network gets noise, whatever the latents of the batch are.
         if condition == "none":
             noise = replace(noise, t_latent=torch.ones_like(noise.t_latent))
         noised = objective.corrupt(batch, noise)
-        prediction, *_ = run.model(*noised.to(run.device).inputs)
+        prediction, _, length_logits, *_ = run.model(*noised.to(run.device).inputs)
         if not counted:
             continue
         # On the host, where the order of summation is fixed.
@@ -61,17 +75,80 @@ def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
         empty = torch.zeros(len(batch.lengths), dtype=torch.float64)
         token_terms = torch.ones_like(nll), nll, noised.token_weight.double() * nll
         sample_terms = [empty.index_add(0, sample, values) for values in token_terms]
-        terms[:, draw, batch.slots.numpy()] = torch.stack([noise.t_text.double(), *sample_terms])
+        length = F.cross_entropy(length_logits.double().cpu(), noised.length_target, reduction="none")
+        terms[:, draw, batch.slots.numpy()] = torch.stack([noise.t_text.double(), *sample_terms, length])
     return TextBound(*evaluation.sum_over_ranks(terms))
+
+
+@torch.no_grad()
+def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
+    """Return the exact nats of the first documents, generated one token at a time in the order of confidence.
+
+    Each step unmasks the position whose most likely token has the largest probability; its token is drawn from the
+    network's distribution. As the order is a function of the tokens before it, the product of the probabilities is a
+    normalized likelihood of the text given its length (DUEL, arXiv 2603.01367). For `num_texts` documents, float64
+    [n]; NaN for those of more than 64 tokens (collective).
+    """
+    run, mask_id = evaluation.run, evaluation.run.store.manifest.mask_id
+    nats = np.zeros(evaluation.num_texts)
+    for counted, batch in evaluation.batches(condition, evaluation.num_texts):
+        if not counted:
+            continue
+        layout, truth = batch.layout.to(run.device), batch.tokens.to(run.device)
+        lengths = torch.tensor(batch.lengths, device=run.device)
+        ordered = lengths <= MAX_ORDERED_TOKENS
+        latents, t_latent = batch.latents, torch.zeros(len(lengths), device=run.device)
+        if condition == "none":
+            latents = SampleStreams(evaluation.config.seed, _ORDERED, batch.slots).normal(latents.shape)
+            t_latent = t_latent + 1
+        latents, total = latents.to(run.device), torch.zeros(len(lengths), dtype=torch.float64, device=run.device)
+        tokens = torch.where(ordered[layout.sample_of_token], mask_id, truth)
+        while len(positions := (tokens == mask_id).nonzero().squeeze(1)):
+            sample = layout.sample_of_token[positions]
+            masked = torch.bincount(sample, minlength=len(lengths))
+            logits, *_ = run.model(tokens, latents, masked / lengths, t_latent, layout, positions, None)
+            log_p = logits.double().log_softmax(-1)
+            # The most confident first, then by sample: the first row of each sample is its choice.
+            order = log_p.max(-1).values.argsort(descending=True, stable=True)
+            order = order[sample[order].argsort(stable=True)]
+            chosen = order[(masked.cumsum(0) - masked)[masked > 0]]
+            true = truth[positions[chosen]]
+            total[sample[chosen]] -= log_p[chosen, true]
+            tokens = tokens.index_copy(0, positions[chosen], true)
+        nats[batch.slots.numpy()] = total.masked_fill(~ordered, math.nan).cpu()
+    return evaluation.sum_over_ranks(nats)
+
+
+def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBound) -> dict[str, Any]:
+    """Return the bits per token of `confidence_nats`, and those of the bound for the same documents."""
+    evaluation.progress.phase(f"likelihood by confidence, latent {condition}")
+    nats = confidence_nats(evaluation, condition)
+    ordered = np.flatnonzero(np.isfinite(nats))
+    if len(ordered) < 2:
+        return {"confidence_documents": len(ordered)}
+    tokens = evaluation.lengths[ordered].astype(np.float64)
+    bits = ratio_of_sums(nats[ordered], tokens) * BITS
+    return {
+        "bits_per_token_by_confidence": bits.value,
+        "bits_per_token_by_confidence_ci95": list(bits.interval),
+        "bits_per_token_by_confidence_bound": ratio_of_sums(bound.nats[ordered], tokens).value * BITS,
+        "confidence_documents": len(ordered),
+    }
 
 
 def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
     """Return the bound of the texts alone, with the unigram baseline (collective)."""
     evaluation.progress.phase("bound, no latent")
     bound, unigram = text_bound(evaluation, "none"), evaluation.unigram_nats()
+    controls = _bits(evaluation, unigram, only_values=True) | _with_length(
+        evaluation, unigram, evaluation.marginal_length_nats(), only_values=True
+    )
     return {
         **_bits(evaluation, bound.nats),
-        "controls": {f"unigram_{key}": value for key, value in _bits(evaluation, unigram, only_values=True).items()},
+        **_with_length(evaluation, bound.nats, bound.length_nats),
+        "bits_per_token_novel": _novel_bits(evaluation, bound.nats),
+        **_by_confidence(evaluation, "none", bound),
+        "controls": {f"unigram_{key}": value for key, value in controls.items()},
         "by_length": _by_length(evaluation, bound, {"unigram_bits_per_token": unigram}),
         "by_t_text": _by_noise_bin(evaluation, bound, {}),
     }
@@ -87,15 +164,38 @@ def likelihood_given_latents(evaluation: Evaluation) -> dict[str, Any]:
     own, shuffled = bounds["own"], bounds["shuffled"]
     tokens = evaluation.lengths.astype(np.float64)
     unigram = evaluation.unigram_nats()
+    evaluation.progress.phase("bag of words given the latent")
+    bag_of_words = bag_of_words_nats(evaluation)
     return {
         **_bits(evaluation, own.nats),
+        **_with_length(evaluation, own.nats, own.length_nats),
+        "bits_per_token_novel": _novel_bits(evaluation, own.nats),
+        **_by_confidence(evaluation, "own", own),
         "bits_per_token_shuffled": ratio_of_sums(shuffled.nats, tokens).value * BITS,
         "bits_per_token_mean_latent": ratio_of_sums(bounds["mean"].nats, tokens).value * BITS,
         "bits_per_token_unigram": ratio_of_sums(unigram, tokens).value * BITS,
+        "bits_per_token_bag_of_words": ratio_of_sums(bag_of_words, tokens).value * BITS,
         "by_length": _by_length(
             evaluation, own, {"bits_per_token_shuffled": shuffled.nats, "bits_per_token_unigram": unigram}
         ),
         "by_t_text": _by_noise_bin(evaluation, own, {"bits_per_masked_token_shuffled": shuffled}),
+    }
+
+
+def _novel_bits(evaluation: Evaluation, nats: np.ndarray) -> float:
+    """Return the bits per token without the tenth of the documents that is most similar to training texts."""
+    novel = np.argsort(evaluation.document_similarity, kind="stable")[: max(1, int(NOVEL_FRACTION * len(nats)))]
+    return ratio_of_sums(nats[novel], evaluation.lengths[novel].astype(np.float64)).value * BITS
+
+
+def _with_length(
+    evaluation: Evaluation, nats: np.ndarray, length_nats: np.ndarray, only_values: bool = False
+) -> dict[str, Any]:
+    """Return the bits of the lengths, and those of texts with their lengths, per token."""
+    total = _bits(evaluation, nats + length_nats, only_values)
+    return {
+        "length_bits_per_token": ratio_of_sums(length_nats, evaluation.lengths.astype(np.float64)).value * BITS,
+        **{key.replace("_token", "_token_with_length"): value for key, value in total.items() if "_token" in key},
     }
 
 

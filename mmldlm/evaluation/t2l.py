@@ -13,6 +13,7 @@ import torch
 
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.noise import draw_noise, mode_weights
+from mmldlm.evaluation.controls import ridge_latents
 from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks
 from mmldlm.utils.ratio import ratio_of_sums
@@ -24,6 +25,9 @@ def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:
     store, count = evaluation.run.store, len(evaluation.ids)
     latents = store.restore(evaluation.generate("t2l", "own", count, evaluation.run.config.sampling).latents)
     metrics = latent_similarity_metrics(evaluation, latents)
+    evaluation.progress.phase("latents from token counts")
+    ridge = latent_similarity_metrics(evaluation, ridge_latents(evaluation))
+    metrics |= {f"{key}_ridge": ridge[key] for key in ("cosine", "recall_at_1", "recall_at_10", "median_rank")}
     evaluation.progress.phase("latents from texts, by noise bin")
     return metrics | {"by_t_latent": _by_noise_bin(evaluation)}
 

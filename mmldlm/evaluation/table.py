@@ -14,9 +14,19 @@ Row = tuple[str, str, dict[str, str]]
 
 _number = partial(format_number, decimals=3)
 
+_LIKELIHOOD: list[Row] = [
+    ("  without similar documents", "bits_per_token_novel", {"all": "bits_per_token"}),
+    ("  exact, by confidence", "bits_per_token_by_confidence", {"bound": "bits_per_token_by_confidence_bound"}),
+]
 _TEXT: list[Row] = [
     ("bits per token", "bits_per_token", {"unigram": "unigram_bits_per_token"}),
     ("bits per character", "bits_per_character", {"unigram": "unigram_bits_per_character"}),
+    *_LIKELIHOOD,
+    (
+        "bits per token with length",
+        "bits_per_token_with_length",
+        {"unigram": "unigram_bits_per_token_with_length"},
+    ),
 ]
 _SUFFIXES = {"shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
 
@@ -26,19 +36,32 @@ def _l2t_row(name: str, key: str, upper_bound: bool = False) -> Row:
     return name, key, baselines | ({"references": f"{key}_true"} if upper_bound else {})
 
 
+_MEMORIZATION: list[Row] = [
+    ("similarity to training text", "training_similarity", {"held-out": "training_similarity_true"}),
+    ("copies of training texts", "training_copies", {"held-out": "training_copies_true"}),
+]
 _L2T: list[Row] = [
-    _l2t_row("bits per token given the latent", "bits_per_token"),
+    (
+        "bits per token given the latent",
+        "bits_per_token",
+        {
+            **{label: f"bits_per_token{suffix}" for label, suffix in _SUFFIXES.items()},
+            "bag of words": "bits_per_token_bag_of_words",
+        },
+    ),
+    *_LIKELIHOOD,
     _l2t_row("token accuracy", "token_accuracy"),
     _l2t_row("exact match", "exact_match"),
     _l2t_row("BLEU", "bleu"),
     _l2t_row("chrF", "chrf"),
     _l2t_row("re-encoded cosine", "reencoded_cosine", upper_bound=True),
+    *_MEMORIZATION,
 ]
 _T2L: list[Row] = [
-    ("cosine", "cosine", {"mean": "cosine_mean_latent", "shuffled": "cosine_shuffled"}),
-    ("recall@1", "recall_at_1", {"chance": "recall_at_1_chance"}),
-    ("recall@10", "recall_at_10", {"chance": "recall_at_10_chance"}),
-    ("median rank", "median_rank", {"chance": "median_rank_chance"}),
+    ("cosine", "cosine", {"mean": "cosine_mean_latent", "shuffled": "cosine_shuffled", "ridge": "cosine_ridge"}),
+    ("recall@1", "recall_at_1", {"chance": "recall_at_1_chance", "ridge": "recall_at_1_ridge"}),
+    ("recall@10", "recall_at_10", {"chance": "recall_at_10_chance", "ridge": "recall_at_10_ridge"}),
+    ("median rank", "median_rank", {"chance": "median_rank_chance", "ridge": "median_rank_ridge"}),
     ("STS Spearman", "sts_spearman", {"shuffled": "sts_spearman_shuffled", "encoder": "sts_spearman_encoder"}),
 ]
 _JOINT_SUFFIXES = {"held-out": "_true", "unigram": "_unigram"}
@@ -60,6 +83,7 @@ _JOINT: list[Row] = [
         {"held-out": "frechet_distance_true", "noise": "frechet_distance_noise"},
     ),
     ("re-encoded cosine", "reencoded_cosine", {"shuffled": "reencoded_cosine_shuffled"}),
+    *_MEMORIZATION,
 ]
 
 

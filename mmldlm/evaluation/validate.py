@@ -17,6 +17,7 @@ from mmldlm.data.loader import fixed_batches
 from mmldlm.data.mixture import samples_per_source
 from mmldlm.data.sampler import permute
 from mmldlm.data.store import Store
+from mmldlm.diffusion.masked import TextConfig
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
 
@@ -99,7 +100,7 @@ def validation_losses(
             continue
         weights = mode_weights(mode)
         for _, (source, batch), counted in engine.local_items(list(_batches(split, ids))):
-            noise = draw_noise(batch, SEED, step, len(ids), weights)
+            noise = draw_noise(batch, SEED, step, len(ids), weights, TextConfig(masks=objective.text.masks).sampler)
             noised = objective.corrupt(batch, noise)
             _, batch_sums = objective(engine.eval_forward, noised.to(engine.device), noised.counts.tolist())
             if counted:

@@ -41,8 +41,8 @@ def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
 
 
 def measure_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    """Return the squared deviations of a chunk's latents from the mean: by training shard, and the largest."""
+    """Return the squared deviations of a chunk's training latents from the mean: by shard, and the largest."""
     mean = np.array(job.result("mean")["mean"])
-    shards = chunk_contents(job, chunk).shards
+    shards = chunk_contents(job, chunk).shards["train"]
     squares, largest = squared_deviations(job.path("encode", chunk), shards, mean)
     return {"squares": squares, "largest": largest}

@@ -59,7 +59,7 @@ def test_near_duplicates_by_several_processes(job: PrepareJob, tmp_path: Path) -
     for processes in (1, 2):
         assert main([*job.arguments(tmp_path / str(processes), processes=processes), "--near-duplicates"]) == 0
     assert differing(tmp_path / "1", tmp_path / "2") == []
-    assert Store.open(tmp_path / "2").manifest.grouping["method"] == "one-hole"
+    assert Store.open(tmp_path / "2").manifest.grouping["method"] == "one-deletion"
 
 
 class Thread(threading.Thread):

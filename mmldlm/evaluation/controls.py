@@ -1,0 +1,130 @@
+"""Linear models of the bag of tokens, which know neither order nor context: what a trained network has to exceed.
+
+Shape letters: n documents, V vocabulary, M latent tokens, C latent channels, D = M C features, b documents of a
+mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmldlm.data.nearest import draw_samples, sparse_counts
+from mmldlm.evaluation.evaluator import Evaluation
+
+MAX_SAMPLES = 20_000  # training samples that a control is fitted on, drawn at random
+VALIDATION_SAMPLES = 1000  # validation samples that decide when to stop
+RIDGE_PENALTY = 1.0
+CG_STEPS = 50
+EPOCHS, BATCH, LEARNING_RATE = 20, 128, 5e-3
+
+
+def bag_of_words_nats(evaluation: Evaluation) -> np.ndarray:
+    """Return the nats of each document under a log-linear model of its tokens given its latent (collective).
+
+    Each token is drawn independently from softmax(W z + b), z being the standardized latent. Fitted on training samples
+    by Adam until the likelihood of validation samples falls. float64 [n].
+    """
+    nats = np.zeros(len(evaluation.ids))
+    if evaluation.processes.rank == 0:
+        own = torch.from_numpy(evaluation.latents["own"]).flatten(1)
+        nats += _token_nats(_fit_log_linear(evaluation), own, _counts(evaluation.tokens, evaluation)).numpy()
+    return evaluation.sum_over_ranks(nats)
+
+
+def ridge_latents(evaluation: Evaluation) -> np.ndarray:
+    """Return a linear prediction of each document's latent from its token counts, by ridge regression (collective).
+
+    float32 [n, M, C], on the encoder's scale.
+    """
+    predicted = np.zeros(evaluation.raw_latents.shape)
+    if evaluation.processes.rank == 0:
+        tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
+        weights = _ridge(_with_bias(_counts(tokens, evaluation)), latents.double())
+        predicted += (_with_bias(_counts(evaluation.tokens, evaluation)) @ weights).view(predicted.shape).numpy()
+    return evaluation.run.store.restore(evaluation.sum_over_ranks(predicted).astype(np.float32))
+
+
+def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.ndarray], Tensor]:
+    """Return the tokens of up to `count` samples of a split, and their standardized latents [n, D]."""
+    split = evaluation.run.store.split(split_name)
+    tokens, lengths, latents = split.gather(draw_samples(split, count, evaluation.config.seed))
+    standardized = torch.from_numpy(evaluation.run.store.standardize(latents)).flatten(1)
+    return np.split(tokens, lengths.cumsum()[:-1]), standardized
+
+
+def _counts(tokens: Sequence[Sequence[int] | np.ndarray], evaluation: Evaluation) -> Tensor:
+    return sparse_counts(tokens, evaluation.run.store.manifest.vocab_size)
+
+
+def _with_bias(counts: Tensor) -> Tensor:
+    """Return the counts with a column of ones, [n, V + 1]."""
+    return torch.cat([counts, torch.ones(len(counts), 1, dtype=torch.float64).to_sparse()], 1).coalesce()
+
+
+def _ridge(features: Tensor, targets: Tensor) -> Tensor:
+    """Return the W [V, D] that minimizes |features W - targets|^2 + penalty |W|^2, by conjugate gradients.
+
+    All columns are solved side by side, preconditioned by the diagonal (Saad, Iterative Methods for Sparse Linear
+    Systems, 2nd edition, algorithm 9.1).
+    """
+    transposed = features.t().coalesce()
+    diagonal = (torch.sparse.sum(features * features, 0).to_dense() + RIDGE_PENALTY)[:, None]
+    weights = targets.new_zeros(features.shape[1], targets.shape[1])
+    residual = transposed @ targets
+    direction = preconditioned = residual / diagonal
+    product = (residual * preconditioned).sum(0)
+    for _ in range(CG_STEPS):
+        image = transposed @ (features @ direction) + RIDGE_PENALTY * direction
+        step = product / (direction * image).sum(0).clamp_min(1e-30)
+        weights, residual = weights + step * direction, residual - step * image
+        preconditioned = residual / diagonal
+        previous, product = product, (residual * preconditioned).sum(0)
+        direction = preconditioned + product / previous.clamp_min(1e-30) * direction
+    return weights
+
+
+def _fit_log_linear(evaluation: Evaluation) -> tuple[Tensor, Tensor]:
+    """Return the weights [D, V] and biases [V] with the best likelihood of validation samples, see the caller."""
+    tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
+    held_tokens, held_latents = _draw(evaluation, "validation", VALIDATION_SAMPLES)
+    counts, held_counts = _counts(tokens, evaluation), _counts(held_tokens, evaluation)
+    frequencies = torch.from_numpy(evaluation.run.store.token_counts).double() + 1
+    bias = (frequencies / frequencies.sum()).log().float()
+    weights = torch.zeros(latents.shape[1], len(bias))
+    generator = torch.Generator().manual_seed(evaluation.config.seed)
+    parameters = [weights.requires_grad_(), bias.requires_grad_()]
+    optimizer = torch.optim.Adam(parameters, LEARNING_RATE)
+    best, best_nats = (weights.detach().clone(), bias.detach().clone()), float("inf")
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(latents), generator=generator).split(BATCH):
+            optimizer.zero_grad()
+            part = counts.index_select(0, rows).float()
+            (_log_linear_nats((weights, bias), latents[rows], part).sum() / part.sum()).backward()
+            optimizer.step()
+        fitted = weights.detach().clone(), bias.detach().clone()
+        nats = float(_token_nats(fitted, held_latents, held_counts).sum())
+        if nats >= best_nats:
+            break
+        best, best_nats = fitted, nats
+    return best
+
+
+def _log_linear_nats(model: tuple[Tensor, Tensor], latents: Tensor, counts: Tensor) -> Tensor:
+    """Return the nats of the tokens of b texts, by occurrence; `counts` is sparse [b, V]."""
+    log_p = F.log_softmax(latents @ model[0] + model[1], -1)
+    rows, columns = counts.coalesce().indices()
+    return -log_p[rows, columns] * counts.coalesce().values()
+
+
+def _token_nats(model: tuple[Tensor, Tensor], latents: Tensor, counts: Tensor) -> Tensor:
+    """Return the nats of each text, float64 [n]."""
+    nats = torch.zeros(len(latents), dtype=torch.float64)
+    for rows in torch.arange(len(latents)).split(BATCH):
+        part = counts.index_select(0, rows).coalesce()
+        nats.index_add_(0, rows[part.indices()[0]], _log_linear_nats(model, latents[rows], part).double())
+    return nats
