@@ -31,7 +31,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -53,7 +52,7 @@ from benchmarks.common.report import (
     write_json,
 )
 from benchmarks.sampling import decoding_blocks
-from mmldlm.data.nearest import unit_vectors
+from mmldlm.data.nearest import TextIndex, unit_vectors
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, read_python_docs, split_words
 from mmldlm.data.store import Store
@@ -194,25 +193,14 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
 
 
 def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[float]:
-    """Return for each text the largest `SequenceMatcher` ratio of its words to those of a text of the pool."""
+    """Return for each text the similarity of its words to those of the most similar text of the pool."""
     vocabulary: dict[str, int] = {}
-    rows = [[vocabulary.setdefault(word, len(vocabulary)) for word in split_words(text)] for text in (*texts, *pool)]
-    bags = np.zeros((len(rows), len(vocabulary)), np.uint8)
-    for bag, row in zip(bags, rows, strict=True):
-        np.add.at(bag, row, 1)
-    lengths = np.array([len(row) for row in rows])
-    similarities = []
-    for index in range(len(texts)):
-        shared = np.minimum(bags[index], bags[len(texts) :]).sum(1)
-        bound = 2 * shared / (lengths[index] + lengths[len(texts) :])
-        best = 0.0
-        for candidate in np.argsort(-bound, kind="stable"):
-            if bound[candidate] <= best:
-                break
-            matcher = SequenceMatcher(None, rows[index], rows[len(texts) + candidate], autojunk=False)
-            best = max(best, matcher.ratio())
-        similarities.append(best)
-    return similarities
+    rows = [
+        np.array([vocabulary.setdefault(word, len(vocabulary)) for word in split_words(text)], np.int64)
+        for text in (*texts, *pool)
+    ]
+    index = TextIndex(rows[len(texts) :], len(vocabulary))
+    return [index.similarity(row.tolist()) for row in rows[: len(texts)]]
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class StoreWriter:
         with error_prefix(self.path):
             check_splits(contents)
             latent_tokens = self.encoder.latent_tokens
-            squares, largest = squared_deviations(self.folder, contents.shards, contents.mean(latent_tokens))
+            squares, largest = squared_deviations(self.folder, contents.shards["train"], contents.mean(latent_tokens))
             latent = latent_info(contents, latent_tokens, squares, largest)
         provenance = {"sources": sources, "options": options, "problems": problems, "grouping": grouping}
         manifest = write_manifest(

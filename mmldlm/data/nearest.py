@@ -16,7 +16,6 @@ from mmldlm.data.store import Store
 
 _BLOCK_SAMPLES = 8192
 _MAX_TEXTS = 100_000  # that are searched for the most similar one
-_CANDIDATES = 5  # that are compared token by token
 
 
 def unit_vectors(latents: np.ndarray) -> np.ndarray:
@@ -83,29 +82,39 @@ def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) 
 
 
 class TextIndex:
-    """The texts of a split, to find the one that is most similar to another text.
+    """Texts as sequences of token ids, to find the one that is most similar to another text.
 
     Args:
-        split: Its samples are the texts; of more than 100,000, as many are drawn.
-        seed: Seed of the draw.
+        texts: int64 [length] each.
+        vocab_size: All ids are below it.
     """
 
-    def __init__(self, split: Split, seed: int):
+    def __init__(self, texts: Sequence[np.ndarray], vocab_size: int):
+        self._texts, self._counts = texts, sparse_counts(texts, vocab_size)
+        self._lengths = torch.tensor([len(text) for text in texts], dtype=torch.float64)
+
+    @classmethod
+    def of_split(cls, split: Split, seed: int) -> TextIndex:
+        """Return the texts of a split; of more than 100,000, as many are drawn."""
         tokens, lengths, _ = split.gather(draw_samples(split, _MAX_TEXTS, seed))
-        self._texts = np.split(tokens, lengths.cumsum()[:-1])
-        counts = sparse_counts(self._texts, split.manifest.vocab_size)
-        self._contains = torch.sparse_coo_tensor(counts.indices(), torch.ones_like(counts.values()), counts.shape)
-        self._sizes = torch.sparse.sum(self._contains, 1).to_dense()  # distinct tokens
+        return cls(np.split(tokens, lengths.cumsum()[:-1]), split.manifest.vocab_size)
 
     def similarity(self, text: Sequence[int]) -> float:
-        """Return the similarity of `text` to the most similar text of the split, 1 if they are equal.
+        """Return the similarity of `text` to the most similar text, 1 if they are equal.
 
-        The similarity is 2 x common tokens, in the same order, / tokens of both (`difflib.SequenceMatcher`). Compared
-        are the texts with the most distinct tokens in common, so it is a lower bound.
+        The similarity is 2 x common tokens, in the same order, / tokens of both (`difflib.SequenceMatcher`).
         """
-        wanted = torch.zeros(self._contains.shape[1], dtype=torch.float64)
-        wanted[list(text)] = 1.0
-        overlap = (self._contains @ wanted) / (self._sizes + wanted.sum())
-        nearest = overlap.topk(min(_CANDIDATES, len(overlap))).indices.tolist()
         own = list(text)
-        return max(SequenceMatcher(None, own, self._texts[row].tolist(), autojunk=False).ratio() for row in nearest)
+        wanted = torch.bincount(torch.tensor(own), minlength=self._counts.shape[1])
+        rows, columns = self._counts.indices()
+        common = torch.zeros_like(self._lengths).index_add(
+            0, rows, torch.minimum(self._counts.values(), wanted[columns].double())
+        )
+        # Common tokens in any order bound the similarity, so the search ends at the first bound below the best.
+        bounds, order = (2 * common / (self._lengths + len(own))).sort(descending=True)
+        best = 0.0
+        for bound, row in zip(bounds.tolist(), order.tolist(), strict=True):
+            if bound <= best:
+                break
+            best = max(best, SequenceMatcher(None, own, self._texts[row].tolist(), autojunk=False).ratio())
+        return best

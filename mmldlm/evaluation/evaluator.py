@@ -256,7 +256,7 @@ class Evaluation:
 
     @cached_property
     def _training_texts(self) -> TextIndex:
-        return TextIndex(self.run.store.split("train"), self.config.seed)
+        return TextIndex.of_split(self.run.store.split("train"), self.config.seed)
 
     @cached_property
     def document_similarity(self) -> np.ndarray:

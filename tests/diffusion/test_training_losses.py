@@ -214,7 +214,7 @@ def test_loss_latent_weighting_is_kendalls_sum() -> None:
     gradient = gradients(model, loss)["loss_weights.value"]
     scale = LossWeights.lr_multiplier * LossWeights.grad_scale
     wanted = [scale * (0.5 - math.exp(-s[i]) * values[f"loss/{name}"]) for i, name in enumerate(("text", "latent"))]
-    assert gradient.tolist() == pytest.approx(wanted, rel=1e-4)
+    assert gradient.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-6 * scale)  # differences of terms near 0.5
 
 
 def test_learned_weights_do_not_depend_on_micro_batches() -> None:

@@ -206,7 +206,7 @@ def test_near_duplicates_share_a_key() -> None:
         "Return the size of bar!",
         "Return the length of 12.",
         "Return the whole length of foo.",
-        "Of the length return foo.",
+        "The return length of foo.",
     ]
     others = ["Return the foo.", "Return the bar.", "Length of return foo the.", "Something else is said in here."]
     keys, statistics = near_duplicate_groups(alike + others)

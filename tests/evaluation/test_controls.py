@@ -1,0 +1,148 @@
+"""Likelihood by confidence, lengths, linear controls and similarity to training texts, against plain references."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmldlm.batch import PackedLayout
+from mmldlm.evaluation import Evaluation, EvaluationConfig
+from mmldlm.evaluation.controls import bag_of_words_nats, ridge_latents
+from mmldlm.evaluation.evaluator import Condition
+from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, confidence_nats, likelihood_given_latents, text_bound
+from mmldlm.run.load import LoadedRun
+from tests.helpers.known_runs import fresh_run, perfect_run
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def fresh(tiny_store: Path) -> LoadedRun:
+    return fresh_run(tiny_store)
+
+
+class Independent(torch.nn.Module):
+    """Gives each token a fixed probability, whatever is known."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.logits = torch.linspace(0, 3, vocab_size)
+
+    def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        return self.logits.expand(len(positions), -1), latents, torch.zeros(len(latents), 32)
+
+
+def test_likelihood_by_confidence_is_that_of_independent_tokens(fresh: LoadedRun) -> None:
+    model = Independent(fresh.store.manifest.vocab_size)
+    evaluation = Evaluation(replace(fresh, model=model), EvaluationConfig(texts=20, batch=7))
+    log_p = model.logits.double().log_softmax(0)
+    expected = [-float(log_p[text].sum()) for text in evaluation.tokens[:20]]
+    for condition in ("own", "none"):
+        assert confidence_nats(evaluation, condition) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("condition", ["own", "none"])
+def test_likelihood_by_confidence_follows_the_order_of_confidence(condition: Condition, tiny_store: Path) -> None:
+    """One document at a time, by the words of the definition; under `none` all documents get their own noise."""
+    run = fresh_run(tiny_store)
+    with torch.no_grad():
+        for parameter in run.model.parameters():  # an untrained network is equally sure of all places
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+    evaluation = Evaluation(run, EvaluationConfig(texts=6))
+    found = confidence_nats(evaluation, condition)
+    if condition == "none":
+        assert found != pytest.approx(confidence_nats(evaluation, "own"))
+        return
+    mask_id = run.store.manifest.mask_id
+    for index in range(6):
+        truth, latents = evaluation.tokens[index], torch.from_numpy(evaluation.latents["own"][index : index + 1])
+        tokens, nats, order = [mask_id] * len(truth), 0.0, []
+        while mask_id in tokens:
+            masked = [place for place, token in enumerate(tokens) if token == mask_id]
+            time = torch.tensor([len(masked) / len(truth)])
+            layout = PackedLayout((len(truth),), latents.shape[1])
+            with torch.no_grad():
+                logits, *_ = run.model(
+                    torch.tensor(tokens), latents, time, torch.zeros(1), layout, torch.tensor(masked), None
+                )
+            p = logits.double().softmax(-1)
+            row = int(p.amax(-1).argmax())
+            nats -= math.log(float(p[row, truth[masked[row]]]))
+            tokens[masked[row]] = truth[masked[row]]
+            order.append(masked[row])
+        assert found[index] == pytest.approx(nats, rel=1e-5)
+        assert len(truth) < 3 or order != sorted(order) or index  # the order is not always that of the text
+
+
+def test_long_documents_have_no_likelihood_by_confidence(fresh: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(texts=20))
+    limit = int(np.median(evaluation.lengths[:20]))
+    monkeypatch.setattr("mmldlm.evaluation.likelihood.MAX_ORDERED_TOKENS", limit)
+    assert limit < MAX_ORDERED_TOKENS
+    nats = confidence_nats(evaluation, "own")
+    assert np.isfinite(nats).tolist() == (evaluation.lengths[:20] <= limit).tolist()
+    assert likelihood_given_latents(evaluation)["confidence_documents"] == np.isfinite(nats).sum()
+
+
+def test_a_perfect_run_knows_each_token_and_length(tiny_store: Path) -> None:
+    evaluation = Evaluation(perfect_run(tiny_store), EvaluationConfig(texts=20))
+    assert confidence_nats(evaluation, "own").max() < 1e-6
+
+
+def test_lengths_are_paid_for(fresh: LoadedRun) -> None:
+    """The length head starts at equal probabilities."""
+    evaluation = Evaluation(fresh, EvaluationConfig())
+    longest = fresh.store.manifest.max_length
+    assert text_bound(evaluation, "own").length_nats == pytest.approx(math.log(longest))
+    result = likelihood_given_latents(evaluation)
+    per_token = math.log2(longest) / evaluation.lengths.mean()
+    assert result["length_bits_per_token"] == pytest.approx(per_token)
+    assert result["bits_per_token_with_length"] == pytest.approx(result["bits_per_token"] + per_token)
+    low, high = result["bits_per_token_with_length_ci95"]
+    assert low < result["bits_per_token_with_length"] < high
+    train = np.asarray(fresh.store.split("train").lengths)
+    expected = [
+        -math.log((1 + (train == length).sum()) / (len(train) + longest)) for length in evaluation.lengths.tolist()
+    ]
+    assert evaluation.marginal_length_nats() == pytest.approx(expected)
+
+
+def test_ridge_regression_matches_the_normal_equations(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig())
+    train, vocab_size = fresh.store.split("train"), fresh.store.manifest.vocab_size
+
+    def features(texts: list[list[int]]) -> np.ndarray:
+        return np.stack([np.append(np.bincount(text, minlength=vocab_size), 1.0) for text in texts])
+
+    x = features([train.tokens(index).tolist() for index in range(len(train))])
+    y = np.stack([train.latents(index) for index in range(len(train))])
+    y = fresh.store.standardize(y).reshape(len(train), -1).astype(np.float64)
+    weights = np.linalg.solve(x.T @ x + np.eye(len(x.T)), x.T @ y)
+    expected = (features(evaluation.tokens) @ weights).reshape(evaluation.raw_latents.shape)
+    found = fresh.store.standardize(ridge_latents(evaluation))
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_bag_of_words_beats_the_unigram_and_needs_the_latent(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig())
+    own, unigram = bag_of_words_nats(evaluation).sum(), evaluation.unigram_nats().sum()
+    assert 0 < own < unigram
+    evaluation.latents["own"] = evaluation.latents["shuffled"]
+    assert bag_of_words_nats(evaluation).sum() > own
+
+
+def test_similarity_to_training_texts_matches_all_pairs(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
+    train = fresh.store.split("train")
+    pool = [train.tokens(index).tolist() for index in range(len(train))]
+    best = [max(SequenceMatcher(None, text, other, autojunk=False).ratio() for other in pool)
+            for text in evaluation.tokens]  # fmt: skip
+    found = evaluation.document_similarity
+    assert found.tolist() == pytest.approx(best)
+    assert evaluation.training_similarity(pool[:10]).tolist() == [1.0] * 10
