@@ -38,8 +38,9 @@ BENCHMARKS = {  # module, function and description by name
         "kernels and time of a step on one H200, predicted; needs no GPU",
     ),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),
+    "trials": ("trials", "main", "an arm of a paired trial: what a change does to what is learned, over seeds"),
     "characters": ("learning", "characters_main", "a small character-level model against bigrams"),
-    "pages": ("learning", "pages_main", "write the results into the tables of README.md and docs/; measures nothing"),
+    "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }
 DEFAULT = "ladder"
 

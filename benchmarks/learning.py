@@ -1,4 +1,4 @@
-"""What training learns: the learning gate, a character-level model against bigrams, and the tables of results in docs.
+"""What training learns: the learning gate, and a character-level model against bigrams.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
 
@@ -11,11 +11,6 @@ as there are jobs. Exit code 1 if a seed misses a bar.
 A sanity check: a small character-level model on 27 symbols in samples of 256. The bound in bits per character of
 held-out text must fall below the cross entropy of a bigram model fitted on the same training text. Writes
 `OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training uses the same commands as any other run.
-
-    python -m benchmarks pages
-
-Writes the tables of README.md and docs/ from the committed results, between `<!-- results:NAME -->` and
-`<!-- /results -->`. NAME is a block that a benchmark makes from its result in `benchmarks/results`. A test compares.
 """
 
 from __future__ import annotations
@@ -39,19 +34,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import gpu_bars, roofline, scale
 from benchmarks.common.report import (
     RESULTS,
     ROOT,
     circumstances,
-    markdown,
     plain_parser,
     positive,
     print_status,
     select_names,
     write_json,
 )
-from benchmarks.sampling import decoding_blocks
 from mmldlm.data.nearest import TextIndex, unit_vectors
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, read_python_docs, split_words
@@ -203,12 +195,18 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
     return [index.similarity(row.tolist()) for row in rows[: len(texts)]]
 
 
+def prepare_corpus(name: str, folder: Path) -> Path:
+    """Prepare a corpus of the gate in `folder`, and return its store."""
+    store = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    print_status(f"{name}: preparing")
+    _mmldlm(["prepare", "--corpus", name, *CASES[name].prepare, "--out", str(store)], folder / "prepare.log")
+    return store
+
+
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Prepare the corpus, train and evaluate all seeds, and judge them."""
-    case, store = CASES[name], folder / name / name
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    print_status(f"{name}: preparing")
-    _mmldlm(["prepare", "--corpus", name, *case.prepare, "--out", str(store)], folder / name / "prepare.log")
+    case, store = CASES[name], prepare_corpus(name, folder / name)
     print_status(f"{name}: training {len(options.seeds)} seeds, {options.jobs} at a time")
     one = partial(train_and_evaluate, case, store, folder / name, options.settings)
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -230,6 +228,13 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 
 # Title of the row, metric, its baseline and what the baseline is.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
+_RIDGE = "ridge regression from token counts"
+_BITS_ROW = (
+    "bits per token, text alone, with its length (upper bound)",
+    "bits_per_token_with_length",
+    "controls.unigram_bits_per_token_with_length",
+    "unigram",
+)
 _SHARED_ROWS = (
     ("BLEU of texts generated from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
     (
@@ -238,18 +243,24 @@ _SHARED_ROWS = (
         "l2t.reencoded_cosine_shuffled",
         _ANOTHER,
     ),
-    ("bits per token, given the text's own latent", "l2t.bits_per_token", "l2t.bits_per_token_shuffled", _ANOTHER),
-    ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_chance", "chance"),
-    ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_mean_latent", "mean latent"),
+    (
+        "bits per token, given the text's own latent",
+        "l2t.bits_per_token",
+        "l2t.bits_per_token_bag_of_words",
+        "bag of words given the latent",
+    ),
+    ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_ridge", _RIDGE),
+    ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_ridge", _RIDGE),
 )
 ROWS = {
     "simple-docs": (
         ("exact matches among the generated texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
         ("chrF", "l2t.chrf", "l2t.chrf_shuffled", _ANOTHER),
+        _BITS_ROW,
         *_SHARED_ROWS,
     ),
     "python-docs": (
-        ("bits per token, text alone (upper bound)", "bits_per_token", "l2t.bits_per_token_unigram", "unigram"),
+        _BITS_ROW,
         *_SHARED_ROWS,
     ),
 }  # fmt: skip
@@ -297,7 +308,8 @@ def _number(number: float) -> str:
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def working_folder(keep: Path | None) -> Iterator[Path]:
+    """Yield `keep`, or a folder that is removed at the end."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.absolute()
@@ -318,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names, path = select_names("--corpora", options.corpora, list(CASES)), options.out / "learning.json"
     # A corpus that is not measured now keeps its last result.
     earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
-    with _folder(options.keep) as folder:
+    with working_folder(options.keep) as folder:
         measured = {name: measure(name, options, folder) for name in names}
     corpora = {name: (earlier | measured)[name] for name in CASES if name in earlier | measured}
     write_json({"benchmark": "learning", "corpora": corpora}, options.out, path.stem)
@@ -327,51 +339,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         values = " ".join(_number(each) for each in row["values"])
         print(f"{name:<12} {row['metric']:<22} {row['bar']:<14} {row['passed']} of {row['of']}: {values}")
     return int(any(row["passed"] < row["of"] for _, row in rows))
-
-
-# --- the pages ------------------------------------------------------------------------------------
-
-_BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-_MAKERS = {
-    "learning": learning_blocks,
-    "decoding": decoding_blocks,
-    "scale-step": scale.step_blocks,
-    "scale-host": scale.host_blocks,
-    "scale-heartbeats": scale.heartbeat_blocks,
-    "roofline": roofline.blocks,
-}
-
-
-def all_blocks() -> dict[str, str]:
-    """Return Markdown by name, from all committed results."""
-    made: dict[str, str] = {}
-    for name, make in _MAKERS.items():
-        path = RESULTS / f"{name}.json"
-        made |= make(json.loads(path.read_text(encoding="utf-8")))
-    made["gpu-bars"] = markdown(gpu_bars.rows(gpu_bars.committed()))
-    return made
-
-
-def pages() -> Iterator[Path]:
-    """Yield the pages that may have generated tables."""
-    yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").glob("*.md"))
-
-
-def rewritten(text: str, made: Mapping[str, str]) -> str:
-    """Return a page with its blocks replaced.
-
-    Raises:
-        KeyError: No benchmark makes a block of that name.
-    """
-    return _BLOCK.sub(lambda match: f"<!-- results:{match[1]} -->\n{made[match[1]]}\n<!-- /results -->", text)
-
-
-def pages_main(argv: Sequence[str] | None = None) -> int:
-    made = all_blocks()
-    for page in pages():
-        page.write_text(rewritten(page.read_text(encoding="utf-8"), made), encoding="utf-8")
-    return 0
 
 
 # --- characters -----------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def decoding_blocks(result: dict[str, Any]) -> dict[str, str]:
-    """Return Markdown tables by name, for `learning.all_blocks`."""
+    """Return Markdown tables by name, for `pages.all_blocks`."""
     return {
         "decoding": "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in result["tables"].items()),
     }

@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from benchmarks import learning
+from benchmarks import learning, pages
 from benchmarks.common.report import ROOT
 
 pytestmark = pytest.mark.quick
 
 
 def test_tables_are_generated_from_the_committed_results() -> None:
-    made = learning.all_blocks()
-    for page in learning.pages():
+    made = pages.all_blocks()
+    for page in pages.pages():
         text = page.read_text(encoding="utf-8")
-        assert text == learning.rewritten(text, made), f"{page.name}: run python -m benchmarks pages"
+        assert text == pages.rewritten(text, made), f"{page.name}: run python -m benchmarks pages"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- results:simple-docs -->" in readme and "<!-- results:python-docs -->" in readme
 

@@ -1,0 +1,63 @@
+"""The tables of results in README.md and docs/.
+
+    python -m benchmarks pages
+
+Writes them from the committed results, between `<!-- results:NAME -->` and `<!-- /results -->`. NAME is a block that a
+benchmark makes from its result in `benchmarks/results`. A test compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks import gpu_bars, roofline, scale
+from benchmarks.common.report import RESULTS, ROOT, markdown
+from benchmarks.learning import learning_blocks
+from benchmarks.sampling import decoding_blocks
+from benchmarks.trials import trial_blocks
+
+_BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
+_MAKERS = {
+    "learning": learning_blocks,
+    "trials": trial_blocks,
+    "decoding": decoding_blocks,
+    "scale-step": scale.step_blocks,
+    "scale-host": scale.host_blocks,
+    "scale-heartbeats": scale.heartbeat_blocks,
+    "roofline": roofline.blocks,
+}
+
+
+def all_blocks() -> dict[str, str]:
+    """Return Markdown by name, from all committed results."""
+    made: dict[str, str] = {}
+    for name, make in _MAKERS.items():
+        path = RESULTS / f"{name}.json"
+        made |= make(json.loads(path.read_text(encoding="utf-8")))
+    made["gpu-bars"] = markdown(gpu_bars.rows(gpu_bars.committed()))
+    return made
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages that may have generated tables."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").glob("*.md"))
+
+
+def rewritten(text: str, made: Mapping[str, str]) -> str:
+    """Return a page with its blocks replaced.
+
+    Raises:
+        KeyError: No benchmark makes a block of that name.
+    """
+    return _BLOCK.sub(lambda match: f"<!-- results:{match[1]} -->\n{made[match[1]]}\n<!-- /results -->", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = all_blocks()
+    for page in pages():
+        page.write_text(rewritten(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+    return 0
