@@ -7,7 +7,7 @@ objects that corrupt the data and weigh the losses in training.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -55,6 +55,13 @@ class SamplingConfig:
         0.0, "fraction of the maximal remasking rate; not with decoding confidence", at_least=0, at_most=1
     )
     latent_sampler: LatentSampler = setting("ddim", "reverse step of the latents")
+    joint_order: Literal["together", "latents_first"] = setting(
+        "latents_first",
+        "joint; together: text and latents by the same steps; latents_first: all steps of the latents, then as many of "
+        "the text given them",
+        advice="latents_first takes twice the passes; its texts agree better with their latents and are more diverse. "
+        "together for a run that is poor at l2t",
+    )
 
     def __post_init__(self) -> None:
         if self.remask and self.decoding == "confidence":
@@ -137,6 +144,34 @@ def generate(
         template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
+    if mode == "joint" and config.joint_order == "latents_first":
+        known = torch.full((sum(lengths),), text.mask_id) if template is None else template
+        _, latents = _reverse(model, text, latent, "t2l", config, generator, latents, lengths, known)
+        mode, config = "l2t", replace(config, decoding=config.resolve_decoding("joint"))
+    x, z = _reverse(model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template)
+    return Generation(x.cpu(), lengths, z.float().cpu())
+
+
+def _reverse(
+    model: Network,
+    text: MaskedDiffusion,
+    latent: GaussianDiffusion,
+    mode: Mode,
+    config: SamplingConfig,
+    generator: RandomSource,
+    latents: Tensor,
+    lengths: tuple[int, ...],
+    tokens: Tensor | None = None,
+    on_step: Callable[[float, Tensor], None] | None = None,
+    template: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the reverse process of `generate`, of one modality or of both together.
+
+    The text that is given in t2l may have [MASK] tokens.
+
+    Returns:
+        Tokens [N] and latents [B, M, C], on the device.
+    """
     device, batch = latents.device, latents.shape[0]
     layout = PackedLayout(lengths, latents.shape[1], device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
@@ -156,6 +191,8 @@ def generate(
     else:
         assert tokens is not None
         x = tokens.to(device)
+        masked_share = [float((part == text.mask_id).float().mean()) for part in tokens.cpu().split(lengths)]
+        given_time = torch.tensor(masked_share).to(device)
     all_masked = torch.full_like(x, text.mask_id)
 
     def times(value: float) -> Tensor:
@@ -169,7 +206,7 @@ def generate(
             before = x[masked.positions]
             rows = decoder.rows(step, before)
             positions = masked.positions[rows]
-        t_text, t_latent = t * masked.fraction if generates_text else times(0.0), times(t if generates_latent else 0.0)
+        t_text, t_latent = t * masked.fraction if generates_text else given_time, times(t if generates_latent else 0.0)
         drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
         if generates_latent or len(positions):  # otherwise the prediction is not used
             logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
@@ -189,7 +226,7 @@ def generate(
             x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:
                 on_step(s, x)
-    return Generation(x.cpu(), lengths, z.float().cpu())
+    return x, z
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,11 +94,33 @@ def test_forward_passes_only_in_steps_that_unmask(remask: float) -> None:
     assert sum(asked) == len(PAIRS.tokens) if remask == 0 else sum(asked) > len(PAIRS.tokens)
 
 
+@pytest.mark.parametrize("order", ["together", "latents_first"])
 @pytest.mark.parametrize("decoding", ["ancestral", "confidence"])
-def test_both_are_recovered_together(decoding: TextDecoding) -> None:
-    made = recovered(gaussian("rectified_flow", "v", "mse", CHANNELS), "joint", SamplingConfig(16, decoding=decoding))
+def test_both_are_recovered_from_noise(decoding: TextDecoding, order: Any) -> None:
+    config = SamplingConfig(16, decoding=decoding, joint_order=order)
+    made = recovered(gaussian("rectified_flow", "v", "mse", CHANNELS), "joint", config)
     assert torch.equal(made.tokens, PAIRS.tokens)
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-5)
+
+
+def test_latents_come_before_the_text_that_is_given_them() -> None:
+    latent, seen = gaussian("vp_cosine", "v", "mse", CHANNELS), []
+
+    def denoiser(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, latents, t_text, t_latent = arguments[:4]
+        if t_latent.any():
+            assert (tokens == TEXT.mask_id).all() and (t_text == 1).all()
+        else:
+            torch.testing.assert_close(latents, PAIRS.latents, rtol=0, atol=1e-5)
+        seen.append((float(t_latent[0]), float(t_text[0])))
+        return PerfectDenoiser(PAIRS, latent)(*arguments)
+
+    config = SamplingConfig(4, joint_order="latents_first")
+    made = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, PAIRS.lengths)
+    assert torch.equal(made.tokens, PAIRS.tokens)
+    assert seen[:4] == [(1, 1), (0.75, 1), (0.5, 1), (0.25, 1)]
+    assert [latent for latent, _ in seen[4:]] == [0] * len(seen[4:])
+    assert [text for _, text in seen[4:]] == sorted((text for _, text in seen[4:]), reverse=True)
 
 
 def test_guidance_of_an_idle_condition_changes_nothing() -> None:
