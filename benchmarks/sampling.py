@@ -5,16 +5,17 @@
 The network has its initial weights, which cost as much as trained ones, and latents are random; lengths are those of
 sentences, not drawn by the length head. Each batch size generates the same samples in each round, in turns.
 
-    python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 8 20 64] [--temperatures 0 0.6 1]
+    python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 1 2 4 8 16 32 64] [--temperatures 0 0.6]
 
-For each run, under its NAME: texts generated from the latents of held-out documents (l2t), compared with the documents,
-and the diversity of joint texts. The defaults of `sampling.decoding` follow from these tables. Every row has the same
-documents and random streams.
+For each run, under its NAME: texts generated from the latents of held-out documents (l2t), compared with the documents;
+latents from their texts (t2l); and the diversity of joint texts, by `sampling.joint_order`. The defaults of sampling
+follow from these tables. Every row has the same documents and random streams. Texts per second are those of one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import diversity_metrics, frechet_metrics
 from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
+from mmldlm.evaluation.t2l import latent_similarity_metrics
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.factory import build_model, build_objective
 from mmldlm.run.load import LoadedRun, load_run
@@ -152,12 +154,32 @@ def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> lis
     tokens, truth = evaluation.tokens[:count], evaluation.raw_latents[:count]
     references, rows = evaluation.decode(tokens), []
     for config in settings:
+        start = time.process_time()
         generated = evaluation.generate("l2t", "own", count, config).tokens
+        speed = count / (time.process_time() - start)
         texts = evaluation.decode(generated)
         measured = reference_metrics(generated, texts, tokens, references)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
         names = ("bleu", "chrf", "exact_match", "token_accuracy", "reencoded_cosine")
-        rows.append(_settings(config) | {name: measured[name] for name in names})
+        measured |= diversity_metrics(generated)
+        rows.append(
+            _settings(config) | {name: measured[name] for name in (*names, "token_entropy")} | {"texts_per_s": speed}
+        )
+    return rows
+
+
+def latent_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
+    """Return the rows of t2l, one for each of `settings`."""
+    rows, count = [], len(evaluation.ids)
+    for config in settings:
+        start = time.process_time()
+        latents = evaluation.generate("t2l", "own", count, config).latents
+        speed = count / (time.process_time() - start)
+        measured = latent_similarity_metrics(evaluation, evaluation.run.store.restore(latents))
+        rows.append(
+            {"steps": config.t2l_steps, **{name: measured[name] for name in ("cosine", "recall_at_1")}}
+            | {"texts_per_s": speed}
+        )
     return rows
 
 
@@ -171,7 +193,9 @@ def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> li
 
     nothing = {"frechet_distance": None, "reencoded_cosine": None}
     rows = [
-        {"decoding": "held out", "steps": "", "temperature": ""} | row(evaluation.tokens[:count]) | nothing,
+        {"order": "held out", "decoding": "", "steps": "", "temperature": ""}
+        | row(evaluation.tokens[:count])
+        | nothing,
     ]
     for config in settings:
         generated = evaluation.generate("joint", "none", count, config)
@@ -181,7 +205,7 @@ def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> li
             "frechet_distance": frechet_metrics(evaluation, generated.latents)["frechet_distance"],
             "reencoded_cosine": reencoding_metrics(encoded, raw)["reencoded_cosine"],
         }
-        rows.append(_settings(config) | row(generated.tokens) | measured)
+        rows.append({"order": config.joint_order} | _settings(config) | row(generated.tokens) | measured)
     return rows
 
 
@@ -190,14 +214,28 @@ def _settings(config: SamplingConfig) -> dict[str, Any]:
 
 
 def tables_of(
-    name: str, run: LoadedRun, texts: int, settings: Sequence[SamplingConfig]
+    name: str, run: LoadedRun, texts: int, steps: Sequence[int], temperatures: Sequence[float]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return l2t and joint tables of a run, on its test split."""
+    """Return the tables of l2t, t2l and joint of a run, on its test split."""
     evaluation = Evaluation(run, EvaluationConfig(samples=2 * texts, texts=texts))
+    decodings, orders = get_args(TextDecoding), ("together", "latents_first")
+    texts_by = [SamplingConfig(*each) for each in product(steps, temperatures)]
+    rows = {
+        "l2t": (text_rows, [replace(each, decoding=decoding) for decoding in decodings for each in texts_by]),
+        "t2l": (latent_rows, [SamplingConfig(t2l_steps=count) for count in steps]),
+        "joint": (
+            joint_rows,
+            [
+                replace(each, decoding=decoding, joint_order=order)
+                for order, decoding in product(orders, decodings)
+                for each in texts_by
+            ],
+        ),
+    }
     tables = {}
-    for title, measure in ((f"l2t, {name}", text_rows), (f"joint, {name}", joint_rows)):
-        print_status(title)
-        tables[title] = measure(evaluation, settings)
+    for mode, (measure, settings) in rows.items():
+        print_status(f"{mode}, {name}")
+        tables[f"{mode}, {name}"] = measure(evaluation, settings)
     return tables
 
 
@@ -221,18 +259,14 @@ def decoding_main(argv: Sequence[str] | None = None) -> int:
         "runs", nargs="+", type=_named, metavar="NAME=RUN", help="run folders, and their names in the tables"
     )
     runs_parser.add_argument("--texts", type=positive, default=200, help="texts of each row (%(default)s)")
-    runs_parser.add_argument("--steps", type=positive, nargs="+", default=[8, 20, 64])
-    runs_parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
+    runs_parser.add_argument("--steps", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    runs_parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
     runs_parser.add_argument("--out", type=Path, default=RESULTS, help="folder of decoding.json")
     options = runs_parser.parse_args(argv)
-    settings = [
-        SamplingConfig(steps=steps, temperature=temperature, decoding=decoding)
-        for decoding, steps, temperature in product(get_args(TextDecoding), options.steps, options.temperatures)
-    ]
     tables: dict[str, list[dict[str, Any]]] = {}
     for name, folder in options.runs:
         run = load_run(folder)
-        tables |= tables_of(name, run, options.texts, settings)
+        tables |= tables_of(name, run, options.texts, options.steps, options.temperatures)
     write_json(
         {"benchmark": "decoding", "texts": options.texts, **circumstances(run.device), "tables": tables},
         options.out,

@@ -78,7 +78,9 @@ def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) 
     rows = torch.arange(len(texts)).repeat_interleave(lengths)
     columns = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *texts]).astype(np.int64))
     ones = torch.ones(len(columns), dtype=torch.float64)
-    return torch.sparse_coo_tensor(torch.stack([rows, columns]), ones, (len(texts), vocab_size)).coalesce()
+    return torch.sparse_coo_tensor(
+        torch.stack([rows, columns]), ones, (len(texts), vocab_size), check_invariants=False
+    ).coalesce()
 
 
 class TextIndex:

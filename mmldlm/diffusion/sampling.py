@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoder, TextDecoding, draw_tokens
-from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler
+from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
 from mmldlm.diffusion.objective import Network
@@ -55,6 +55,13 @@ class SamplingConfig:
         0.0, "fraction of the maximal remasking rate; not with decoding confidence", at_least=0, at_most=1
     )
     latent_sampler: LatentSampler = setting("ddim", "reverse step of the latents")
+    t2l_steps: int | None = setting(
+        None,
+        "reverse steps of t2l; null: 1 if the prediction is x0, which gives the mean of the latents that fit the text, "
+        "otherwise `steps`",
+        at_least=1,
+        advice="More steps draw one of those latents, which is farther from the true one than their mean",
+    )
     joint_order: Literal["together", "latents_first"] = setting(
         "latents_first",
         "joint; together: text and latents by the same steps; latents_first: all steps of the latents, then as many of "
@@ -66,6 +73,10 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.remask and self.decoding == "confidence":
             raise ValueError("remask: needs decoding ancestral, found confidence")
+
+    def resolve_t2l_steps(self, prediction: PredictionType) -> int:
+        """Return the reverse steps of t2l; one is enough where the network predicts x0 itself."""
+        return self.t2l_steps or (1 if prediction == "x0" else self.steps)
 
     def resolve_decoding(self, mode: Mode) -> TextDecoding:
         """Return the decoding of a mode.
@@ -148,6 +159,10 @@ def generate(
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
         _, latents = _reverse(model, text, latent, "t2l", config, generator, latents, lengths, known)
         mode, config = "l2t", replace(config, decoding=config.resolve_decoding("joint"))
+    elif mode == "t2l":
+        steps = config.resolve_t2l_steps(latent.prediction_type)
+        # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
+        config = replace(config, steps=steps, latent_sampler="ddim" if steps == 1 else config.latent_sampler)
     x, z = _reverse(model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template)
     return Generation(x.cpu(), lengths, z.float().cpu())
 

@@ -45,13 +45,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--like", metavar="TEXT", help="--edit: use the latent of this text; default: of the edited one")
     group = parser.add_argument_group("sampling (default: the run's own `sampling` settings)")
-    group.add_argument("--steps", type=int, help="reverse steps")
+    group.add_argument("--steps", type=int, help="reverse steps; t2l: default sampling.t2l_steps")
     group.add_argument("--temperature", type=float, help="0: the likeliest token")
     group.add_argument("--top-p", type=float, dest="top_p")
     group.add_argument("--guidance", type=float, help="classifier-free guidance scale; 1: none")
     group.add_argument("--decoding", choices=["auto", "ancestral", "confidence"])
     group.add_argument("--remask", type=float, help="fraction of the largest remasking rate")
     group.add_argument("--latent-sampler", choices=["ddim", "euler"], dest="latent_sampler")
+    group.add_argument("--joint-order", choices=["together", "latents_first"], dest="joint_order")
     return parser
 
 
@@ -116,7 +117,8 @@ def sampling_config(options: argparse.Namespace, run: LoadedRun) -> SamplingConf
     max_length = run.store.manifest.max_length
     if options.length is not None and not 1 <= options.length <= max_length:
         raise UsageError(f"--length: expected 1 to {max_length}, found {options.length}")
-    overrides = {name: getattr(options, name) for name in dump(SamplingConfig()) if getattr(options, name) is not None}
+    given = {**vars(options), "t2l_steps": options.steps}
+    overrides = {name: given[name] for name in dump(SamplingConfig()) if given[name] is not None}
     try:
         return build(SamplingConfig, {**dump(run.config.sampling), **overrides})
     except ConfigError as error:

@@ -152,8 +152,9 @@ class Demo:
         # Fields of the sampler override the run's own settings; the rest are fields of `Request`.
         sampling |= {key: given.pop(key) for key in tuple(given) if key in sampling}
         request, max_length = build(Request, {**given, "sampling": sampling}), self.run.store.manifest.max_length
-        if request.sampling.steps > MAX_STEPS:
-            raise UsageError(f"sampling.steps: must be at most {MAX_STEPS}, found {request.sampling.steps}")
+        for name, steps in (("steps", request.sampling.steps), ("t2l_steps", request.sampling.t2l_steps or 0)):
+            if steps > MAX_STEPS:
+                raise UsageError(f"sampling.{name}: must be at most {MAX_STEPS}, found {steps}")
         if request.length > max_length:
             raise UsageError(f"length: must be at most {max_length}, found {request.length}")
         return request
@@ -288,7 +289,7 @@ class Page:
         with self.gr.Row():
             neighbors = self._number("Neighbors", Request.neighbors)
             split = self.gr.Dropdown(splits, value="train", label="Split", min_width=FIELD_WIDTH)
-            fields = {"neighbors": neighbors, "split": split, **self._sampling(temperature=False)}
+            fields = {"neighbors": neighbors, "split": split, **self._sampling(generates_text=False)}
         self._buttons("Find", self.demo.nearest, [text], fields)
 
     def _between_form(self) -> None:
@@ -314,10 +315,12 @@ class Page:
     def _length(self) -> Any:
         return self._number("Length (0: auto)", Request.length)
 
-    def _sampling(self, temperature: bool = True) -> dict[str, Any]:
+    def _sampling(self, generates_text: bool = True) -> dict[str, Any]:
         config, has_guidance = self.run.config.sampling, "joint" in self.modes
-        fields = {"steps": self._number("Steps", config.steps)}
-        if temperature:
+        if not generates_text:
+            fields = {"t2l_steps": self._number("Steps", config.resolve_t2l_steps(self.run.config.latent.prediction))}
+        else:
+            fields = {"steps": self._number("Steps", config.steps)}
             fields["temperature"] = self._number("Temperature", config.temperature, step=0.1)
         label = "Guidance" if has_guidance else "Guidance (needs joint training)"
         fields["guidance"] = self._number(label, config.guidance, step=0.1, interactive=has_guidance)

@@ -79,7 +79,7 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
     accuracy = (sample("l2t", SamplingConfig(8, temperature=0.0)).tokens == PAIRS.tokens).float().mean()
     cosines = {}
     for sampler in SAMPLERS:
-        latents = sample("t2l", SamplingConfig(32, latent_sampler=sampler)).latents
+        latents = sample("t2l", SamplingConfig(t2l_steps=32, latent_sampler=sampler)).latents
         cosines[sampler] = float(F.cosine_similarity(latents, PAIRS.latents, dim=-1).mean())
     return float(accuracy), cosines
 

@@ -46,7 +46,7 @@ def test_latents_are_recovered(
     its square is chance overlap, which a cosine-trained network leaves in the sample.
     """
     made = recovered(
-        gaussian(process, prediction, loss, CHANNELS), "t2l", SamplingConfig(steps=40, latent_sampler=sampler)
+        gaussian(process, prediction, loss, CHANNELS), "t2l", SamplingConfig(t2l_steps=40, latent_sampler=sampler)
     )
     if loss != "cosine" or prediction == "x0":
         error = (made.latents - PAIRS.latents).abs().max()
@@ -103,6 +103,25 @@ def test_both_are_recovered_from_noise(decoding: TextDecoding, order: Any) -> No
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("prediction", "passes"), [("x0", 1), ("v", 5), ("epsilon", 5)])
+def test_t2l_takes_one_pass_where_the_network_predicts_latents(prediction: PredictionType, passes: int) -> None:
+    latent, seen = gaussian("vp_cosine", prediction, "mse", CHANNELS), []
+
+    def denoiser(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        seen.append(arguments[3])
+        return PerfectDenoiser(PAIRS, latent)(*arguments)
+
+    for config, expected in (
+        (SamplingConfig(5, latent_sampler="euler"), passes),
+        (SamplingConfig(5, t2l_steps=3, latent_sampler="euler"), 3),
+    ):
+        seen.clear()
+        made = generate(denoiser, TEXT, latent, "t2l", config, seeded(), PAIRS.latents, PAIRS.lengths, PAIRS.tokens)
+        assert len(seen) == expected
+        if expected == 1:
+            torch.testing.assert_close(made.latents, PAIRS.latents)
+
+
 def test_latents_come_before_the_text_that_is_given_them() -> None:
     latent, seen = gaussian("vp_cosine", "v", "mse", CHANNELS), []
 
@@ -124,7 +143,7 @@ def test_latents_come_before_the_text_that_is_given_them() -> None:
 
 
 def test_guidance_of_an_idle_condition_changes_nothing() -> None:
-    made = recovered(gaussian("vp_cosine", "x0", "mse", CHANNELS), "t2l", SamplingConfig(steps=8, guidance=3.0))
+    made = recovered(gaussian("vp_cosine", "x0", "mse", CHANNELS), "t2l", SamplingConfig(t2l_steps=8, guidance=3.0))
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-4)
 
 
