@@ -36,9 +36,9 @@ class TextConfig:
         True, "t_text from a low-discrepancy grid over the global batch; false: independent draws"
     )
     masks: Masks = setting(
-        "independent",
-        "independent: each token is masked with probability t_text; exact: the fraction t_text of a text's tokens, "
-        "rounded up, which gives the same bound with far less variance",
+        "exact",
+        "exact: the fraction t_text of a text's tokens is masked, rounded up; independent: each token with probability "
+        "t_text, which gives the same bound with far more variance",
     )
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class MaskedDiffusion:
         masks: How the masked tokens are drawn.
     """
 
-    def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "independent"):
+    def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "exact"):
         self.mask_id = mask_id
         self.loss_kind = loss
         self.masks = masks
