@@ -103,6 +103,7 @@ def test_both_are_recovered_from_noise(decoding: TextDecoding, order: Any) -> No
     torch.testing.assert_close(made.latents, PAIRS.latents, rtol=0, atol=1e-5)
 
 
+@pytest.mark.setting("sampling.t2l_steps")
 @pytest.mark.parametrize(("prediction", "passes"), [("x0", 1), ("v", 5), ("epsilon", 5)])
 def test_t2l_takes_one_pass_where_the_network_predicts_latents(prediction: PredictionType, passes: int) -> None:
     latent, seen = gaussian("vp_cosine", prediction, "mse", CHANNELS), []
