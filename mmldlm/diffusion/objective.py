@@ -41,15 +41,15 @@ class LossConfig:
     latent: LatentLoss = setting(
         "cosine",
         "distance of predicted and true latent target",
-        advice="cosine if only the direction of a latent matters, as in retrieval; mse if its length does",
+        advice="cosine if only the direction of a latent matters, as in retrieval; mse if its length does, or to "
+        "sample texts and latents jointly",
     )
     huber_delta: float = setting(1.0, "huber: error from which on the loss grows linearly", above=0)
     latent_weight: float = setting(
         10.0,
         "weight of the latent loss relative to the text loss; with `latent_weighting: uncertainty` its initial value",
         at_least=0,
-        advice="Below 1 the cosine loss of t2l is negligible next to nats per token; 1 if only latents are trained, "
-        "or the loss is mse",
+        advice="Below 1 the latent loss is negligible next to nats per token; 1 if only latents are trained",
     )
     latent_weighting: Literal["fixed", "uncertainty"] = setting(
         "fixed", "uncertainty: learned weights of text and latent loss, which follow the size of each loss"

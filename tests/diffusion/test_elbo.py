@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
-from mmldlm.diffusion.masked import MaskedDiffusion, Masks
+from mmldlm.diffusion.masked import MaskedDiffusion, Masks, TextConfig
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import total_counts
 from mmldlm.diffusion.schedule import LogLinear, Process
@@ -89,6 +89,17 @@ def test_exact_masks_have_their_counts_and_every_place_alike() -> None:
     assert (counts == torch.tensor([1, 3, 3, 3, 0])).all()
     frequency = masked.double().mean(0)[sample == 1]  # deviation sqrt(0.3 x 0.7 / 400) = 0.023
     assert (frequency - 0.3).abs().max() < 0.1
+
+
+def test_exact_counts_of_a_long_text_are_uniform() -> None:
+    """Each number of masks is as likely as any other, down to a single one: no clamp of the times."""
+    count, length = 6000, 3000
+    batch = random_pairs((1,) * count, channels=1)
+    noise = draw_noise(batch, 0, 0, count, mode_weights("l2t"), TextConfig(masks="exact").sampler)
+    text = MaskedDiffusion(MASK, "elbo", "exact")
+    weight = text.weights(noise.t_text, torch.full((count,), length), noise.importance)
+    masks = (length / weight).round().long()
+    assert torch.bincount(masks, minlength=length + 1).tolist() == [0] + [count // length] * length
 
 
 def test_exact_masks_have_no_variance() -> None:
