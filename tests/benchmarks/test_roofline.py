@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.common.report import RESULTS
 from benchmarks.roofline import (
+    HOST_SIZE,
     LAUNCH_S,
     PRODUCT_RATE,
     TRAFFIC_RATE,
@@ -16,6 +17,7 @@ from benchmarks.roofline import (
     Kernel,
     block_costs,
     fuse,
+    host_ms,
     predict,
     record,
 )
@@ -39,6 +41,13 @@ def test_a_block_takes_no_more_kernels_and_traffic_than_recorded() -> None:
     for phase in ("forward", "backward"):
         assert costs[phase]["kernels"] <= committed[phase]["kernels"]
         assert costs[phase]["kb_per_token"] <= committed[phase]["kb_per_token"] * 1.001
+
+
+def test_the_host_is_ahead_of_the_gpu() -> None:
+    """By the committed measurement, which a slower host path has to repeat."""
+    committed = json.loads((RESULTS / "roofline.json").read_text(encoding="utf-8"))
+    assert sum(committed["host"].values()) <= 0.55 * committed["sizes"][HOST_SIZE]["eager"]["step_ms"]
+    assert all(value > 0 for value in host_ms(depth=1, steps=1).values())
 
 
 def test_a_kernel_takes_its_products_or_its_traffic_or_a_launch() -> None:
