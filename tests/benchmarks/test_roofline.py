@@ -46,7 +46,7 @@ def test_a_block_takes_no_more_kernels_and_traffic_than_recorded() -> None:
 def test_the_host_is_ahead_of_the_gpu() -> None:
     """By the committed measurement, which a slower host path has to repeat."""
     committed = json.loads((RESULTS / "roofline.json").read_text(encoding="utf-8"))
-    assert sum(committed["host"].values()) <= 0.55 * committed["sizes"][HOST_SIZE]["eager"]["step_ms"]
+    assert sum(committed["host"].values()) <= 0.5 * committed["sizes"][HOST_SIZE]["eager"]["step_ms"]
     assert all(value > 0 for value in host_ms(depth=1, steps=1).values())
 
 
