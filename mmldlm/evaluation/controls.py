@@ -51,7 +51,7 @@ def ridge_latents(evaluation: Evaluation) -> np.ndarray:
 
 def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.ndarray], Tensor]:
     """Return the tokens of up to `count` samples of a split, and their standardized latents [n, D]."""
-    split = evaluation.run.store.split(split_name)
+    split = evaluation.good_split(split_name)
     tokens, lengths, latents = split.gather(draw_samples(split, count, evaluation.config.seed))
     standardized = torch.from_numpy(evaluation.run.store.standardize(latents)).flatten(1)
     return np.split(tokens, lengths.cumsum()[:-1]), standardized

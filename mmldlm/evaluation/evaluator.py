@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mmldlm.batch import Batch
+from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex
@@ -90,9 +91,7 @@ class Evaluation:
         self.progress = progress or Progress(enabled=False)
         self.run, self.config, self.processes = run, config, processes or Collectives()
         store = run.store
-        if ids is None:
-            store = drop_bad_samples(store, config.split, run.config.data.max_bad_samples)
-        self.split = store.split(config.split)
+        self.split = store.split(config.split) if ids is not None else self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
         self.ids: np.ndarray = self._draw_ids(rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
@@ -109,6 +108,10 @@ class Evaluation:
             "shuffled": latents[other],
             "mean": np.zeros_like(latents),  # the mean is the origin of the standardized space
         }
+
+    def good_split(self, name: str) -> Split:
+        """Return a split without its bad samples, as far as the run leaves them out."""
+        return drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples).split(name)
 
     def _draw_ids(self, rng: np.random.Generator) -> np.ndarray:
         # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
@@ -256,7 +259,7 @@ class Evaluation:
 
     @cached_property
     def _training_texts(self) -> TextIndex:
-        return TextIndex.of_split(self.run.store.split("train"), self.config.seed)
+        return TextIndex.of_split(self.good_split("train"), self.config.seed)
 
     @cached_property
     def document_similarity(self) -> np.ndarray:
