@@ -90,7 +90,7 @@ class Evaluation:
     ):
         self.progress = progress or Progress(enabled=False)
         self.run, self.config, self.processes = run, config, processes or Collectives()
-        store = run.store
+        store, self._good_splits = run.store, dict[str, Split]()
         self.split = store.split(config.split) if ids is not None else self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
         self.ids: np.ndarray = self._draw_ids(rng) if ids is None else np.asarray(ids, np.int64)
@@ -111,7 +111,10 @@ class Evaluation:
 
     def good_split(self, name: str) -> Split:
         """Return a split without its bad samples, as far as the run leaves them out."""
-        return drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples).split(name)
+        if name not in self._good_splits:  # a split is verified once
+            store = drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples)
+            self._good_splits[name] = store.split(name)
+        return self._good_splits[name]
 
     def _draw_ids(self, rng: np.random.Generator) -> np.ndarray:
         # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.

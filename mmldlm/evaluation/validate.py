@@ -93,14 +93,14 @@ def validation_losses(
     objective = objective.for_validation(refine)
     split = store.split("validation")
     sums, counts = torch.zeros(2, len(split.sources), objective.stats.size, dtype=torch.float64)
-    trained = config.trained_modes
+    trained, sampler = config.trained_modes, TextConfig(masks=objective.text.masks).sampler
     # The index of the mode takes the place of the step: a mode's noise does not depend on which others are trained.
     for step, mode in enumerate(MODES):
         if mode not in trained:
             continue
         weights = mode_weights(mode)
         for _, (source, batch), counted in engine.local_items(list(_batches(split, ids))):
-            noise = draw_noise(batch, SEED, step, len(ids), weights, TextConfig(masks=objective.text.masks).sampler)
+            noise = draw_noise(batch, SEED, step, len(ids), weights, sampler)
             noised = objective.corrupt(batch, noise)
             _, batch_sums = objective(engine.eval_forward, noised.to(engine.device), noised.counts.tolist())
             if counted:

@@ -222,11 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--over-length", choices=["split", "cut"], default=default.over_length, help="longer documents (%(default)s)")
     add("--validation-fraction", type=float, default=default.validation_fraction, help="of documents (%(default)s)")
     add("--test-fraction", type=float, default=default.test_fraction, help="of documents (%(default)s)")
-    add(
-        "--near-duplicates",
-        action="store_true",
-        help="keep texts that differ in a word in the same split",
-    )
+    add("--near-duplicates", action="store_true", help="keep texts that differ in a word in the same split")
     add("--latent-dtype", choices=["float16", "float32"], default=default.latent_dtype, help="as stored (%(default)s)")
     add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
     add("--max-problems", type=int, default=default.max_problems, help="with skip: stop above this many (%(default)s)")
