@@ -6,10 +6,9 @@ import importlib
 import os
 import signal
 import sys
-from contextlib import suppress
 
 from mmldlm import __version__
-from mmldlm.errors import ExitCode, run_command
+from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.utils.host_cpus import configure_openmp_spinning
 from mmldlm.utils.malloc import configure_cuda_allocator
 
@@ -60,11 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         configure_cuda_allocator(os.environ)
     module = importlib.import_module(COMMANDS[name][0])
     status = run_command(lambda: module.main(rest))
-    sys.stdout.flush()
-    with suppress(OSError):  # the reader of stderr may be gone
-        sys.stderr.flush()
     if argv is None and name in ("train", "doctor", "evaluate", "demo"):
-        os._exit(status)  # for the reason in train.py; besides, a thread of the demo may still be generating
+        exit_process(status)  # besides, a thread of the demo may still be generating
     return status
 
 

@@ -8,9 +8,12 @@ exception is a bug and keeps its traceback.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
+from typing import NoReturn
 
 
 class ExitCode(IntEnum):
@@ -118,3 +121,14 @@ def run_command(command: Callable[[], int | None]) -> int:
             raise
         sys.stderr.write(f"mmldlm: error: {cause}\n")  # a single write, as several ranks may write at once
         return code
+
+
+def exit_process(status: int) -> NoReturn:
+    """Flush the output and end the process without destructors.
+
+    PyTorch with gloo now and then aborts in static destructors after a good run, which launchers report as a failure.
+    """
+    sys.stdout.flush()
+    with suppress(OSError):  # the reader of stderr may be gone
+        sys.stderr.flush()
+    os._exit(status)

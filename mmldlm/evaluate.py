@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before the imports below import torch
 from mmldlm.diffusion.noise import MODES
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.process_group import process_group
-from mmldlm.errors import ExitCode, run_command
+from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
@@ -123,7 +123,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # for the reason in train.py
+    exit_process(main())

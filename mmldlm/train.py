@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
@@ -22,7 +21,7 @@ if __name__ == "__main__":  # before the imports below import torch
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
-from mmldlm.errors import ExitCode, UsageError, run_command
+from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
 from mmldlm.trainer.trainer import Trainer
 
 
@@ -98,9 +97,4 @@ def main(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) ->
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    with suppress(OSError):  # stderr may be closed already
-        sys.stderr.flush()
-    # torch with gloo now and then aborts in static destructors after a good run, which launchers report as failure.
-    os._exit(status)
+    exit_process(main())

@@ -176,9 +176,9 @@ def test_ranks_with_different_engines_are_refused(parity_config: Path, forked: F
     """Ranks of other meshes would wait for one another until the timeout."""
     script = tmp_path / "alike.py"
     script.write_text(
-        "import os, sys\nfrom mmldlm.train import main\n"
+        "import os\nfrom mmldlm.errors import exit_process\nfrom mmldlm.train import main\n"
         f"if os.environ['RANK'] == '3':\n    os.environ['{REPLICATE}'], os.environ['{SHARD}'] = '1', '4'\n"
-        "code = main()\nsys.stdout.flush(); sys.stderr.flush()\nos._exit(code)\n"
+        "exit_process(main())\n"
     )
     variables = {**PARALLELISM, **FSDP2, REPLICATE: "2", SHARD: "2"}
     given = [parity_config, f"run.dir={tmp_path / 'run'}"]

@@ -184,12 +184,11 @@ def test_two_sources_of_the_precision(parity_config: Path, tmp_path: Path) -> No
 
 LAUNCH_ALIKE_BUT = """
 import os, sys
+from mmldlm.errors import exit_process
 from mmldlm.train import main
 if os.environ["RANK"] == "1":
     sys.argv.append({change!r})
-code = main()
-sys.stdout.flush(); sys.stderr.flush()
-os._exit(code)
+exit_process(main())
 """
 
 

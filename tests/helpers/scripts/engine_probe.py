@@ -18,10 +18,10 @@ from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.flight_recorder import collectives
+from mmldlm.errors import exit_process
 from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
-from tests.helpers.trainer_scripts import leave
 
 facts: dict[str, Any] = {"steps": []}
 
@@ -78,4 +78,4 @@ class ProbedTrainer(Trainer):
 status = train.main(trainer_cls=ProbedTrainer)
 if os.environ["RANK"] == "0":
     Path(os.environ["PROBE"]).write_text(json.dumps(facts))
-leave(status)
+exit_process(status)

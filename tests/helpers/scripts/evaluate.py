@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from mmldlm.errors import exit_process
 from mmldlm.evaluate import main
-from tests.helpers.trainer_scripts import leave
 
-leave(main())
+exit_process(main())

@@ -24,11 +24,11 @@ from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
+from mmldlm.errors import exit_process
 from mmldlm.telemetry import StepNumbers, StepStats
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients
-from tests.helpers.trainer_scripts import leave
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
@@ -131,4 +131,4 @@ class FaultyTrainer(Trainer):
 
 status = train.main(trainer_cls=FaultyTrainer)
 (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
-leave(status)
+exit_process(status)

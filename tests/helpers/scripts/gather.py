@@ -15,6 +15,7 @@ from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.deepspeed_config import StepPlan
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.errors import exit_process
 
 VALUES = [None, "x" * 5000, {"a": [1, 2.5, True, None], "é": "\ud800\n"}, float("inf"), 2**70, []]
 
@@ -55,3 +56,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    exit_process(0)

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm import train
+from mmldlm.errors import exit_process
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.trainer_scripts import leave
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.masked_select, aten._unique2}
@@ -75,4 +75,4 @@ class WatchedTrainer(Trainer):
 
 status = train.main(trainer_cls=WatchedTrainer)
 (Path(os.environ["FACTS"]) / f"reads.rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(reads))
-leave(status)
+exit_process(status)

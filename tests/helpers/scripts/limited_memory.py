@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm import train
+from mmldlm.errors import exit_process
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch
-from tests.helpers.trainer_scripts import leave
 
 RANK = int(os.environ.get("RANK", "0"))
 LIMITED = int(os.environ.get("LIMITED", "-1")) == RANK
@@ -80,4 +80,4 @@ AutoMicroBatch.plan = plan  # type: ignore[method-assign]
 status = train.main()
 if "FACTS" in os.environ:
     (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(tried))
-leave(status)
+exit_process(status)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.distributed.process_group import process_group
+from mmldlm.errors import exit_process
 
 launch, count = read_launcher_env(os.environ), 40
 limit = len(list(Path("/proc/self/fd").iterdir())) + 50  # leaves room for what joining opens
@@ -21,3 +22,4 @@ with process_group(DistributedConfig(timeout_s=60), launch) as processes:
     for rank, store in zip(ranks, stores, strict=True):
         store.set(f"here/{rank}", "yes")
         assert store.get(f"here/{rank}") == b"yes"
+exit_process(0)

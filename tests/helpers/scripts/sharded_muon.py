@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from mmldlm.distributed.muon import ShardedMuon
+from mmldlm.errors import exit_process
 
 # Rows that do not divide by the ranks, fewer rows than ranks, wide and tall.
 SHAPES = [(64, 32), (33, 64), (1, 16), (2, 5), (192, 64), (64, 170)]
@@ -45,3 +46,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    exit_process(0)

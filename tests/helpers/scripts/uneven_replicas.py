@@ -9,9 +9,9 @@ from typing import Any
 
 from mmldlm import train
 from mmldlm.distributed.grad_scaler import to_local
+from mmldlm.errors import exit_process
 from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.trainer_scripts import leave
 
 norms: list[float] = []
 
@@ -29,4 +29,4 @@ class UnevenTrainer(Trainer):
 
 status = train.main(trainer_cls=UnevenTrainer)
 (Path(os.environ["FACTS"]) / f"norms.rank{os.environ['RANK']}.json").write_text(json.dumps(norms))
-leave(status)
+exit_process(status)

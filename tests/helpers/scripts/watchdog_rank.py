@@ -29,7 +29,7 @@ import torch.distributed as dist
 from mmldlm.distributed import exit_files
 from mmldlm.distributed.exit_files import write_exit
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import DataError, exit_code_and_cause, run_command
+from mmldlm.errors import DataError, exit_code_and_cause, exit_process, run_command
 from tests.helpers.nccl_recorder import FakeNCCLRecorder
 
 FOLDER, TIMEOUT_S, FAULT = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -193,6 +193,4 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    exit_process(status)

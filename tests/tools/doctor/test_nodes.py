@@ -100,8 +100,8 @@ def test_missing_gpus_on_both_nodes() -> None:
 
 def test_clock_skew_is_a_warning(tiny_config: Path) -> None:
     ahead = (
-        "import sys, time, os\nfrom mmldlm.tools.doctor.command import main\n"
-        "code = main(sys.argv[1:], clock=lambda: time.time() + 5)\nsys.stdout.flush()\nos._exit(code)"
+        "import sys, time\nfrom mmldlm.errors import exit_process\nfrom mmldlm.tools.doctor.command import main\n"
+        "exit_process(main(sys.argv[1:], clock=lambda: time.time() + 5))"
     )
     for report in together(Node([tiny_config]), Node([tiny_config], code=ahead)):
         clocks = report.findings["clocks"]
