@@ -66,10 +66,10 @@ def nearest_neighbors(
     return [[(index, cosine) for cosine, index in neighbors] for neighbors in best]
 
 
-def draw_samples(split: Split, count: int, seed: int) -> np.ndarray:
-    """Return the ascending indices of up to `count` good samples of `split`, drawn at random."""
-    drawn = np.random.default_rng(seed).permutation(len(split))
-    return np.sort(drawn[~np.isin(drawn, split.skipped)][:count])
+def draw_samples(split: Split, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the indices of up to `count` good samples of `split`, drawn at random and in random order."""
+    drawn = rng.permutation(len(split))
+    return drawn[~np.isin(drawn, split.skipped)][:count]
 
 
 def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ class TextIndex:
     @classmethod
     def of_split(cls, split: Split, seed: int) -> TextIndex:
         """Return the texts of a split; of more than 100,000, as many are drawn."""
-        tokens, lengths, _ = split.gather(draw_samples(split, _MAX_TEXTS, seed))
+        tokens, lengths, _ = split.gather(np.sort(draw_samples(split, _MAX_TEXTS, np.random.default_rng(seed))))
         return cls(np.split(tokens, lengths.cumsum()[:-1]), split.manifest.vocab_size)
 
     def similarity(self, text: Sequence[int]) -> float:

@@ -30,9 +30,10 @@ def bag_of_words_nats(evaluation: Evaluation) -> np.ndarray:
     by Adam until the likelihood of validation samples falls. float64 [n].
     """
     nats = np.zeros(len(evaluation.ids))
-    if evaluation.processes.rank == 0:
-        own = torch.from_numpy(evaluation.latents["own"]).flatten(1)
-        nats += _token_nats(_fit_log_linear(evaluation), own, _counts(evaluation.tokens, evaluation)).numpy()
+    with evaluation.processes.raise_on_all_ranks("bag of words given the latent"):
+        if evaluation.processes.rank == 0:
+            own = torch.from_numpy(evaluation.latents["own"]).flatten(1)
+            nats += _token_nats(_fit_log_linear(evaluation), own, _counts(evaluation.tokens, evaluation)).numpy()
     return evaluation.sum_over_ranks(nats)
 
 
@@ -42,17 +43,19 @@ def ridge_latents(evaluation: Evaluation) -> np.ndarray:
     float32 [n, M, C], on the encoder's scale.
     """
     predicted = np.zeros(evaluation.raw_latents.shape)
-    if evaluation.processes.rank == 0:
-        tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
-        weights = _ridge(_with_bias(_counts(tokens, evaluation)), latents.double())
-        predicted += (_with_bias(_counts(evaluation.tokens, evaluation)) @ weights).view(predicted.shape).numpy()
+    with evaluation.processes.raise_on_all_ranks("ridge regression of the latent"):
+        if evaluation.processes.rank == 0:
+            tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
+            weights = _ridge(_with_bias(_counts(tokens, evaluation)), latents.double())
+            predicted += (_with_bias(_counts(evaluation.tokens, evaluation)) @ weights).view(predicted.shape).numpy()
     return evaluation.run.store.restore(evaluation.sum_over_ranks(predicted).astype(np.float32))
 
 
 def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.ndarray], Tensor]:
     """Return the tokens of up to `count` samples of a split, and their standardized latents [n, D]."""
     split = evaluation.good_split(split_name)
-    tokens, lengths, latents = split.gather(draw_samples(split, count, evaluation.config.seed))
+    drawn = draw_samples(split, count, np.random.default_rng(evaluation.config.seed))
+    tokens, lengths, latents = split.gather(np.sort(drawn))
     standardized = torch.from_numpy(evaluation.run.store.standardize(latents)).flatten(1)
     return np.split(tokens, lengths.cumsum()[:-1]), standardized
 

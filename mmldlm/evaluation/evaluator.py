@@ -20,7 +20,7 @@ from mmldlm.batch import Batch
 from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import collate
-from mmldlm.data.nearest import TextIndex
+from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Store
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
@@ -93,7 +93,8 @@ class Evaluation:
         store, self._good_splits = run.store, dict[str, Split]()
         self.split = store.split(config.split) if ids is not None else self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
-        self.ids: np.ndarray = self._draw_ids(rng) if ids is None else np.asarray(ids, np.int64)
+        # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
+        self.ids = draw_samples(self.split, config.samples, rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
         if ids is None:
             check_num_samples(count, config.split, store)
@@ -115,11 +116,6 @@ class Evaluation:
             store = drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples)
             self._good_splits[name] = store.split(name)
         return self._good_splits[name]
-
-    def _draw_ids(self, rng: np.random.Generator) -> np.ndarray:
-        # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
-        drawn = rng.permutation(len(self.split))
-        return drawn[~np.isin(drawn, self.split.skipped)][: self.config.samples]
 
     @property
     def num_texts(self) -> int:

@@ -123,7 +123,7 @@ def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBoun
     """Return the bits per token of `confidence_nats`, and those of the bound for the same documents."""
     evaluation.progress.phase(f"likelihood by confidence, latent {condition}")
     nats = confidence_nats(evaluation, condition)
-    ordered = np.flatnonzero(np.isfinite(nats))
+    ordered = np.flatnonzero(evaluation.lengths[: len(nats)] <= MAX_ORDERED_TOKENS)
     if len(ordered) < 2:
         return {"confidence_documents": len(ordered)}
     tokens = evaluation.lengths[ordered].astype(np.float64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from mmldlm.evaluation.suite import evaluate
 from mmldlm.run.load import load_run
 from tests.helpers.engine_runs import accelerate, records, run, torchrun
 from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.sample_corpus import overwrite_value
 
 ASKED = ("--samples", "40", "--texts", "12", "--times", "2", "--batch", "7")
 
@@ -51,6 +54,20 @@ def test_error_of_one_rank_ends_all_ranks(single: Callable[..., Path], forked: F
     pids = forked.start("ddp", [single(), *ASKED, "--sts", missing], 2, log, script="evaluate.py")
     assert set(forked.wait(pids).values()) == {65}
     assert f"mmldlm: error: --sts {missing}: cannot be read" in log.read_text()
+
+
+def test_bad_training_sample_of_the_controls_ends_all_ranks(
+    single: Callable[..., Path], tiny_store: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """One rank fits the controls, which come first in l2t."""
+    store, log = tmp_path / "store", tmp_path / "log"
+    shutil.copytree(tiny_store, store)
+    overwrite_value(store, "train-00000.latents", 0, math.nan)
+    pids = forked.start("ddp", [single(), *ASKED, "--modes", "l2t", "--data", store], 3, log, script="evaluate.py")
+    assert set(forked.wait(pids).values()) == {65}, log.read_text()[-3000:]
+    errors = [line for line in log.read_text().splitlines() if line.startswith("mmldlm: error: ")]
+    assert len(errors) == 3 and all("sample 0" in line for line in errors)
+    assert sum("mmldlm: error: rank 0: " in line for line in errors) == 2
 
 
 QUALITY = (

@@ -99,7 +99,7 @@ def _comparison(comparison: MetricComparison, name: str) -> dict[str, Any]:
         "ratio": ratio.value,
         "interval": None if ratio.no_interval_reason else ratio.interval,
         "why_no_interval": ratio.no_interval_reason,
-        "verdict": comparison.significance(name),
+        "significance": comparison.significance(name),
     }
 
 
