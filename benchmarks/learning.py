@@ -304,7 +304,26 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
             f"{copies['texts']} held-out sentences share at least {NEAR_COPY_OVERLAP:.0%} of their words, in the same "
             f"order, with a training sentence; {copies['close']:.1%} share at least {CLOSE:.0%}."
         )
+    made["by-way-of-the-latent"] = _latent_table(result["corpora"])
     return made
+
+
+def _latent_table(corpora: Mapping[str, Any]) -> str:
+    """Return the bound by way of the latent, medians over the seeds, as Markdown."""
+    lines = [
+        "| corpus | noise time of the latent | bits of the latent | bits of the text | together, per token |",
+        "|---" * 5 + "|",
+    ]
+    for name, corpus in corpora.items():
+        for rows in zip(*(seed["metrics"]["by_way_of_the_latent"] for seed in corpus["seeds"]), strict=True):
+            bits = [
+                median(row[key] for row in rows)
+                for key in ("latent_bits_per_token", "text_bits_per_token", "bits_per_token")
+            ]
+            lines.append(
+                f"| `{name}` | {rows[0]['t_latent']} | " + " | ".join(f"{number:.2f}" for number in bits) + " |"
+            )
+    return "\n".join(lines)
 
 
 def _number(number: float) -> str:

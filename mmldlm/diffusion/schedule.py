@@ -37,6 +37,16 @@ class LatentPath(ABC):
     def clock(self, t: Tensor) -> Tensor:
         """Return the variable that v is a derivative with respect to."""
 
+    def snr_slope(self, t: Tensor) -> Tensor:
+        """Return -SNR'(t) for SNR = alpha^2 / sigma^2 and t in (0, 1).
+
+        By the clock c it is 2 alpha / sigma^3, as alpha b - sigma a = 1 for the velocity (a, b).
+        """
+        with torch.enable_grad():
+            t = t.detach().requires_grad_()
+            (clock_slope,) = torch.autograd.grad(self.clock(t).sum(), t)
+        return (2 * self.alpha(t) / self.sigma(t) ** 3 * clock_slope).detach()
+
     @abstractmethod
     def velocity(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return (a, b) of v = a x0 + b epsilon. All paths here have alpha b - sigma a = 1."""

@@ -1,6 +1,6 @@
 """The likelihood bound of held-out texts, with and without their latents: as a whole, by length and by noise bin.
 
-Shape letters: n documents, T noise times per document.
+Shape letters: n documents, T noise times per document, S noise times of the latent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mmldlm.utils.ratio import ratio_of_sums
 
 MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed, by as many passes
 _ORDERED = len(MODES) + 2  # key of the random stream of its noise latents, see `Evaluation`
+LATENT_TIMES = (0.3, 0.5, 0.7, 0.9)  # at which the text is generated, in the bound by way of the latent
 NOVEL_FRACTION = 0.9  # of the documents: those least similar to a training text
 
 
@@ -48,12 +49,12 @@ class TextBound:
 
 
 @torch.no_grad()
-def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
+def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0.0) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
 
     Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, and masks exactly
     n = ceil(t L) of a document's L tokens, see `MaskedDiffusion.weights`. The estimate is unbiased, and every condition
-    gets the same draws.
+    gets the same draws. The latent of `condition` has noise time `t_latent`; that of "none" is noise.
     """
     run, config = evaluation.run, evaluation.config
     text = MaskedDiffusion(run.store.manifest.mask_id, "elbo", "exact")
@@ -63,9 +64,8 @@ def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
         noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"), sampler)
-        # l2t pins t_latent to 0. At 1 the network gets noise, whatever the latents of the batch are.
-        if condition == "none":
-            noise = replace(noise, t_latent=torch.ones_like(noise.t_latent))
+        # At 1 the network gets noise, whatever the latents of the batch are.
+        noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if condition == "none" else t_latent))
         noised = objective.corrupt(batch, noise)
         prediction, _, length_logits, *_ = run.model(*noised.to(run.device).inputs)
         if not counted:
@@ -78,6 +78,56 @@ def text_bound(evaluation: Evaluation, condition: Condition) -> TextBound:
         length = F.cross_entropy(length_logits.double().cpu(), noised.length_target, reduction="none")
         terms[:, draw, batch.slots.numpy()] = torch.stack([noise.t_text.double(), *sample_terms, length])
     return TextBound(*evaluation.sum_over_ranks(terms))
+
+
+@torch.no_grad()
+def latent_nats(evaluation: Evaluation) -> np.ndarray:
+    """Estimate the nats of each document's latent at each of `LATENT_TIMES` s, float64 [S, n] (collective).
+
+    The latent is generated from noise to time s before any token is. That costs KL(q(z_s | x0) || p(z_s)), which is at
+    most 1/2 of the integral of -SNR'(t) |x0 - estimate(z_t)|^2 over t in [s, 1] (VDM, arXiv 2107.00630, section 5).
+    Each of the T draws takes its t from a low-discrepancy grid over all documents; the estimate is unbiased.
+    """
+    run, config = evaluation.run, evaluation.config
+    latent, count, first = run.objective.latent, len(evaluation.ids), min(LATENT_TIMES)
+    nats = np.zeros((len(LATENT_TIMES), count))
+    for draw, counted, batch in evaluation.draws("own"):
+        noise = draw_noise(batch, config.seed, draw, count, mode_weights("joint"))
+        t = first + (1 - first) * noise.t_latent
+        noised = run.objective.corrupt(batch, replace(noise, t_text=torch.ones_like(t), t_latent=t)).to(run.device)
+        _, predicted, *_ = run.model(*noised.inputs)
+        if not counted:
+            continue
+        estimate, _ = latent.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
+        error = (batch.latents - estimate.cpu()).double().square().flatten(1).sum(1)
+        terms = (1 - first) * latent.path.snr_slope(t.double()) / 2 * error
+        for row, start in enumerate(LATENT_TIMES):
+            nats[row, batch.slots.numpy()] += torch.where(t >= start, terms, 0).numpy() / config.times
+    return evaluation.sum_over_ranks(nats)
+
+
+def _by_way_of_the_latent(evaluation: Evaluation, alone: TextBound) -> list[dict[str, Any]]:
+    """Return one row per noise time of the latent: the bits of the latent, of the text given it, and of both.
+
+    Both bound the text from above, whatever the time; at time 1 the latent is noise and costs nothing (collective).
+    """
+    evaluation.progress.phase("bound, by way of the latent")
+    bounds = [
+        (nats, text_bound(evaluation, "own", t)) for t, nats in zip(LATENT_TIMES, latent_nats(evaluation), strict=True)
+    ]
+    rows, tokens = [], evaluation.lengths.astype(np.float64)
+    for t, (nats, bound) in zip((*LATENT_TIMES, 1.0), [*bounds, (np.zeros(len(tokens)), alone)], strict=True):
+        total = ratio_of_sums(nats + bound.nats, tokens) * BITS
+        rows.append(
+            {
+                "t_latent": t,
+                "latent_bits_per_token": ratio_of_sums(nats, tokens).value * BITS,
+                "text_bits_per_token": ratio_of_sums(bound.nats, tokens).value * BITS,
+                "bits_per_token": total.value,
+                "bits_per_token_ci95": list(total.interval),
+            }
+        )
+    return rows
 
 
 @torch.no_grad()
@@ -151,6 +201,7 @@ def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
         "controls": {f"unigram_{key}": value for key, value in controls.items()},
         "by_length": _by_length(evaluation, bound, {"unigram_bits_per_token": unigram}),
         "by_t_text": _by_noise_bin(evaluation, bound, {}),
+        "by_way_of_the_latent": _by_way_of_the_latent(evaluation, bound),
     }
 
 

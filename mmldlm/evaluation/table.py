@@ -108,6 +108,9 @@ def table(result: Mapping[str, Any]) -> str:
         if "by_length" in metrics:
             lines += ["", f"bits per token by length, {title}", *_align(_length_cells(metrics["by_length"]))]
             lines += ["", f"bits by noise bin, {title}", *_align(_noise_bin_cells("t_text", metrics["by_t_text"]))]
+    if "by_way_of_the_latent" in result:
+        rows = result["by_way_of_the_latent"]
+        lines += ["", "bits per token by way of the latent, at its noise time", *_align(_latent_cells(rows))]
     if "t2l" in result:
         rows = result["t2l"]["by_t_latent"]
         lines += ["", "latents from texts by noise bin, in one pass", *_align(_noise_bin_cells("t_latent", rows))]
@@ -135,6 +138,12 @@ def _length_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         [f"{row['tokens_from']}-{row['tokens_to']}", str(row["documents"]), *(_number(row[name]) for name in names)]
         for row in rows
     ]
+
+
+def _latent_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    keys = ("latent_bits_per_token", "text_bits_per_token", "bits_per_token")
+    head = ["t_latent", "of the latent", "of the text", "together"]
+    return [head] + [[f"{row['t_latent']:.1f}", *(_number(row[key]) for key in keys)] for row in rows]
 
 
 def _noise_bin_cells(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -49,6 +49,12 @@ def test_velocity_is_the_time_derivative(path: LatentPath) -> None:
     torch.testing.assert_close(b, (path.sigma(later) - path.sigma(earlier)) / ticks, rtol=0, atol=1e-7)
 
 
+def test_slope_of_the_signal_to_noise_ratio(path: LatentPath) -> None:
+    step = 1e-6
+    earlier, later = ((path.alpha(t) / path.sigma(t)) ** 2 for t in (INSIDE - step, INSIDE + step))
+    torch.testing.assert_close(path.snr_slope(INSIDE), (earlier - later) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
 def test_velocity_and_state_determine_data_and_noise(path: LatentPath) -> None:
     a, b = path.velocity(GRID)
     torch.testing.assert_close(path.alpha(GRID) * b - path.sigma(GRID) * a, torch.ones_like(GRID))

@@ -13,9 +13,16 @@ import pytest
 import torch
 
 from mmldlm.data.nearest import unit_vectors
+from mmldlm.diffusion.schedule import LatentPath
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
-from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text, text_bound
+from mmldlm.evaluation.likelihood import (
+    LATENT_TIMES,
+    latent_nats,
+    likelihood_given_latents,
+    likelihood_of_text,
+    text_bound,
+)
 from mmldlm.evaluation.statistics import cosine, retrieval_ranks
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
@@ -23,6 +30,7 @@ from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import LoadedRun
 from mmldlm.utils.nested import replace_nonfinite
 from tests.helpers.known_runs import fresh_run, perfect_run
+from tests.helpers.toy_pairs import PROCESSES
 
 pytestmark = pytest.mark.quick
 
@@ -66,6 +74,52 @@ def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
         assert l2t[f"token_accuracy{suffix}"] < 0.3 and l2t[f"exact_match{suffix}"] < 0.1
         assert l2t[f"bleu{suffix}"] < 30 and l2t[f"chrf{suffix}"] < 50 and l2t[f"reencoded_cosine{suffix}"] < 0.9
     assert all(pair["reference"] == pair["generation"] for pair in l2t["samples"])
+
+
+class KnowsNormalLatents(torch.nn.Module):
+    """The best estimate of standard normal latents from noised ones, whatever the text is."""
+
+    def __init__(self, path: LatentPath):
+        super().__init__()
+        self.path = path
+
+    def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        assert (t_text == 1).all() and len(positions) == len(tokens), "no token is known"
+        alpha, sigma = (value[:, None, None] for value in (self.path.alpha(t_latent), self.path.sigma(t_latent)))
+        return torch.zeros(len(positions)), latents * alpha / (alpha**2 + sigma**2), torch.zeros(len(latents), 32)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_nats_of_a_latent_are_exact_for_the_best_estimate(process: str, tiny_store: Path) -> None:
+    """KL(N(alpha x0, sigma^2) || N(0, alpha^2 + sigma^2)), document by document."""
+    run = fresh_run(tiny_store, f"latent.process={process}")
+    run.objective.latent.max_norm = math.inf
+    evaluation = Evaluation(
+        replace(run, model=KnowsNormalLatents(run.objective.latent.path)), EvaluationConfig(times=200)
+    )
+    shape = evaluation.latents["own"].shape
+    evaluation.latents["own"] = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    squares, size = np.square(evaluation.latents["own"]).sum((1, 2)), shape[1] * shape[2]
+    for nats, time in zip(latent_nats(evaluation), LATENT_TIMES, strict=True):
+        t = torch.tensor(time, dtype=torch.float64)
+        alpha2, sigma2 = float(run.objective.latent.path.alpha(t) ** 2), float(run.objective.latent.path.sigma(t) ** 2)
+        total = alpha2 + sigma2
+        expected = ((alpha2 * squares + size * sigma2) / total - size - size * math.log(sigma2 / total)) / 2
+        assert nats.mean() == pytest.approx(expected.mean(), rel=0.04)
+        assert nats == pytest.approx(expected, rel=0.5, abs=1e-3)
+
+
+def test_bound_by_way_of_the_latent(perfect: dict[str, Any], tiny_store: Path) -> None:
+    """The closer the latent is to data, the more it costs; a network that knows nothing gains nothing by it."""
+    rows = perfect["by_way_of_the_latent"]
+    assert [row["t_latent"] for row in rows] == [*LATENT_TIMES, 1.0]
+    for row in rows:
+        assert row["bits_per_token"] == pytest.approx(row["latent_bits_per_token"] + row["text_bits_per_token"])
+    assert rows[-1]["latent_bits_per_token"] == 0 and rows[-1]["text_bits_per_token"] == perfect["bits_per_token"]
+    latent_bits = [row["latent_bits_per_token"] for row in rows]
+    assert latent_bits == sorted(latent_bits, reverse=True) and latent_bits[0] > 0.1
+    untrained = likelihood_of_text(Evaluation(fresh_run(tiny_store), EvaluationConfig()))["by_way_of_the_latent"]
+    assert all(row["bits_per_token"] >= untrained[-1]["bits_per_token"] for row in untrained)
 
 
 def test_latents_of_a_perfect_run(perfect: dict[str, Any], tiny_store: Path) -> None:
