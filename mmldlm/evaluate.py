@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_options(parser)
     parser.add_argument(
+        "sampling", nargs="*", metavar="sampling.KEY=VALUE", help="settings that replace the run's own, such as steps"
+    )
+    parser.add_argument(
         "--modes", type=_parse_modes, help="comma-separated list of l2t, t2l and joint; default: the trained modes"
     )
     parser.add_argument("--split", default=defaults.split, help="default: %(default)s")
@@ -84,7 +87,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         interval: Seconds between progress lines if stderr is not a terminal.
     """
     parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     for name, minimum in (("samples", 2), ("texts", 1), ("times", 1), ("batch", 1), ("seed", 0)):
         if getattr(options, name) < minimum:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
@@ -102,8 +105,10 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
                 checkpoint = newest_checkpoint(options.run, saved).path
         checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
         with processes.raise_on_all_ranks("loading of the run"):
-            loaded = load_run(options.run, checkpoint, options.data, options.weights)
-        result = replace_nonfinite(evaluate(loaded, config, options.modes, extras, processes, progress))
+            loaded = load_run(options.run, checkpoint, options.data, options.weights, options.sampling)
+        measured = evaluate(loaded, config, options.modes, extras, processes, progress)
+        overrides = {"sampling": " ".join(options.sampling)} if options.sampling else {}
+        result = replace_nonfinite({**overrides, **measured})
         with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:
                 _write(options.run, result)

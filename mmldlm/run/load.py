@@ -17,11 +17,12 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
-from mmldlm.errors import DataError
+from mmldlm.errors import ConfigError, DataError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.utils.meta_device import materialize
+from mmldlm.utils.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
 
 
 def load_run(
-    run_dir: Path | str, checkpoint: Path | str | None = None, data: str | None = None, weights: Weights | None = None
+    run_dir: Path | str,
+    checkpoint: Path | str | None = None,
+    data: str | None = None,
+    weights: Weights | None = None,
+    sampling: Sequence[str] = (),
 ) -> LoadedRun:
     """Load a trained run for generation and evaluation.
 
@@ -81,13 +86,18 @@ def load_run(
         checkpoint: Checkpoint folder; by default the newest intact checkpoint of the run.
         data: Path of a data store that replaces the config's data.
         weights: "ema" or "trained"; by default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
+        sampling: Overrides `sampling.KEY=VALUE` of the run's config.
 
     Raises:
+        ConfigError: An override is no setting of `sampling`, or out of bounds.
         DataError: The folder is not a run, has no checkpoint or no EMA though it was requested, or the data store is
             missing or has changed.
     """
     folder = Path(run_dir)
-    config = run_config(folder, [f"data.path={data}", "data.mixture={}"] if data else [])
+    for override in sampling:
+        if not override.startswith("sampling."):
+            raise ConfigError(f"expected sampling.KEY=VALUE, found {short_repr(override)}")
+    config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *sampling])
     saved = verify_checkpoint(Path(checkpoint)) if checkpoint else newest_checkpoint(folder, config)
     for path in config.data.mixture or [config.data.path]:
         if not Path(path).is_dir():

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mmldlm import cli, train
+from mmldlm.config import load_config, write_config
 from tests.helpers.tiny_config import TINY
 
 
@@ -33,6 +37,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (["--perplexity-model", "/nowhere"], 65, "/nowhere: expected the folder of a causal language model"),
         (["--checkpoint", "/nowhere"], 65, "/nowhere"),
         (["--weights", "ema"], 65, "has no EMA of the weights"),
+        (["train.steps=9"], 64, "expected sampling.KEY=VALUE, found 'train.steps=9'"),
+        (["sampling.steps=0"], 64, "sampling.steps: "),
     ],
 )
 def test_invalid_requests_are_refused_before_any_evaluation(
@@ -45,6 +51,24 @@ def test_invalid_requests_are_refused_before_any_evaluation(
     assert result == code
     assert expected in capsys.readouterr().err
     assert not (run_dir / "evaluation.json").exists()
+
+
+def test_sampling_settings_replace_those_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+    folder, settings = tmp_path / "run", ["sampling.temperature=0", "sampling.steps=1"]
+    shutil.copytree(run_dir, folder)
+    config = load_config(folder / "config.yaml", may_extend=False)
+
+    def evaluated(*arguments: str) -> dict[str, Any]:
+        few = ["--modes", "l2t", "--samples", "12", "--texts", "6", "--times", "1"]
+        assert cli.main(["evaluate", str(folder), *few, *arguments]) == 0
+        return json.loads((folder / "evaluation.json").read_text())
+
+    own, given = evaluated(), evaluated(*settings)
+    assert "sampling" not in own and given.pop("sampling") == " ".join(settings)
+    assert given["l2t"]["samples"] != own["l2t"]["samples"]
+    assert given["l2t"]["bits_per_token"] == own["l2t"]["bits_per_token"]
+    write_config(replace(config, sampling=replace(config.sampling, temperature=0.0, steps=1)), folder)
+    assert evaluated() == given
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

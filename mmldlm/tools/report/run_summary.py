@@ -22,7 +22,7 @@ EventKind = Literal["start", "resume", "skip", "checkpoint", "micro_batch", "slo
 HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
 
 # Keys of evaluation.json that describe the evaluation, and other keys that are not metrics.
-_EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed")
+_EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed", "sampling")
 _NON_METRICS = (*_EVALUATION_SETTINGS, "batch", "documents")
 # Substrings of keys: baselines of other metrics, metrics where higher is better, and metrics where lower is better.
 _METRIC_BASELINES = (
