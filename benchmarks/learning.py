@@ -202,18 +202,18 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
     return [index.similarity(row.tolist()) for row in rows[: len(texts)]]
 
 
-def prepare_corpus(name: str, folder: Path) -> Path:
-    """Prepare a corpus of the gate in `folder`, and return its store."""
+def prepare_corpus(name: str, folder: Path, more: Sequence[str] = ()) -> tuple[Path, float]:
+    """Prepare a corpus of the gate in `folder`, with `more` options; return its store and the CPU seconds."""
     store = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     print_status(f"{name}: preparing")
-    _mmldlm(["prepare", "--corpus", name, *CASES[name].prepare, "--out", str(store)], folder / "prepare.log")
-    return store
+    arguments = ["prepare", "--corpus", name, *CASES[name].prepare, *more, "--out", str(store)]
+    return store, _mmldlm(arguments, folder / "prepare.log")
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Prepare the corpus, train and evaluate all seeds, and judge them."""
-    case, store = CASES[name], prepare_corpus(name, folder / name)
+    case, (store, _) = CASES[name], prepare_corpus(name, folder / name)
     print_status(f"{name}: training {len(options.seeds)} seeds, {options.jobs} at a time")
     one = partial(train_and_evaluate, case, store, folder / name, options.settings)
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -1,7 +1,8 @@
 """Latent encoders: map text to the latents that are diffused.
 
-`LsaEncoder` is fitted on the corpus; `SentenceTransformerEncoder` needs the extra `encoders`; `ImportedLatents`
-represents latents that were computed elsewhere; `ChunkedEncoder` turns an encoder of one latent into one of M.
+`LsaEncoder` and `LearnedEncoder` are fitted on the corpus; `SentenceTransformerEncoder` needs the extra `encoders`;
+`ImportedLatents` represents latents that were computed elsewhere; `ChunkedEncoder` turns an encoder of one latent into
+one of M.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from mmldlm.data.encoders.base import ImportedLatents, LatentEncoder
 from mmldlm.data.encoders.chunked import ChunkedEncoder
+from mmldlm.data.encoders.learned import LearnedEncoder
 from mmldlm.data.encoders.lsa import LsaEncoder
 from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncoder
 from mmldlm.errors import DataError, UsageError
@@ -20,6 +22,7 @@ __all__ = [
     "ChunkedEncoder",
     "ImportedLatents",
     "LatentEncoder",
+    "LearnedEncoder",
     "LsaEncoder",
     "SentenceTransformerEncoder",
     "load_encoder",
@@ -27,7 +30,7 @@ __all__ = [
 
 
 _ENCODERS: dict[str, Any] = {
-    encoder.kind: encoder for encoder in (LsaEncoder, SentenceTransformerEncoder, ImportedLatents)
+    encoder.kind: encoder for encoder in (LsaEncoder, LearnedEncoder, SentenceTransformerEncoder, ImportedLatents)
 }
 
 

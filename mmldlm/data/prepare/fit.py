@@ -16,6 +16,7 @@ from mmldlm.data.encoders import (
     ChunkedEncoder,
     ImportedLatents,
     LatentEncoder,
+    LearnedEncoder,
     LsaEncoder,
     SentenceTransformerEncoder,
 )
@@ -68,7 +69,8 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     # A long document has several samples, so the limit on documents is applied to samples again.
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
     shape = first_latent_shape(results)
-    _fit_encoder(config, job.plan.sources, latents, shape, texts).save(folder / "encoder")
+    encoder = _fit_encoder(config, job.plan.sources, latents, shape, texts, tokenizer, progress)
+    encoder.save(folder / "encoder")
     return {"grouping": grouping, **problems.result()}
 
 
@@ -78,6 +80,8 @@ def _fit_encoder(
     latents: LatentFile | None,
     shape: tuple[int, int] | None,
     texts: Iterable[str],
+    tokenizer: Tokenizer,
+    progress: StageProgress,
 ) -> LatentEncoder:
     """Return the encoder of `config`: fitted to `texts` or pretrained, or a placeholder for imported latents.
 
@@ -90,6 +94,10 @@ def _fit_encoder(
         revision, shape = (latents.revision, latents.shape) if latents else (digest, shape)
         assert shape is not None, "a document without latents"
         return ImportedLatents(config.latents_of or kind, revision, shape, config.channels, config.normalise)
+    if kind == "learned":
+        shape = config.latent_tokens or 4, config.channels or 64
+        width, steps = config.encoder_width or 128, config.encoder_steps or 1000
+        return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress)
     encoder: LatentEncoder
     if kind == "lsa":
         encoder = LsaEncoder.fit(texts, config.channels or 64, config.seed)

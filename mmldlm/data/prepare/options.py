@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mmldlm.data.encoders.autoencoder import HEAD_WIDTH
 from mmldlm.data.prepare.documents import FORMATS, Format
 from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
@@ -49,6 +50,8 @@ class PrepareConfig:
     encoder_revision: str | None = None
     encoder_batch_size: int = 32
     encoder_device: str | None = None
+    encoder_steps: int | None = None
+    encoder_width: int | None = None
     normalise: bool = True
     latent_tokens: int | None = None
     latent_ids: str | None = None
@@ -151,10 +154,11 @@ class PrepareConfig:
                 "--encoder sonar: its library needs other versions than this environment has; expected "
                 "precomputed:FILE with latents made in a separate environment (docs/data.md)"
             )
-        if self.encoder != "lsa" and not is_library and not self.imports_latents:
+        is_learned = self.encoder == "learned"
+        if self.encoder != "lsa" and not is_learned and not is_library and not self.imports_latents:
             raise UsageError(
-                f"--encoder {self.encoder}: expected lsa, sentence-transformers:NAME_OR_FOLDER, included or "
-                "precomputed:FILE"
+                f"--encoder {self.encoder}: expected lsa, learned, sentence-transformers:NAME_OR_FOLDER, "
+                "included or precomputed:FILE"
             )
         if self.imports_latents and self.corpus:
             raise UsageError(f"--encoder {self.encoder}: {self.corpus} has no latents, expected one that reads text")
@@ -170,6 +174,8 @@ class PrepareConfig:
             ("--prompt-name", self.prompt_name, is_library, "sentence-transformers:..."),
             ("--encoder-revision", self.encoder_revision, is_library, "sentence-transformers:NAME"),
             ("--encoder-device", self.encoder_device, is_library, "sentence-transformers:..."),
+            ("--encoder-steps", self.encoder_steps, is_learned, "learned"),
+            ("--encoder-width", self.encoder_width, is_learned, "learned"),
             ("--latent-tokens", self.latent_tokens, not self.imports_latents, "one that reads text"),
             ("--latent-ids", self.latent_ids, is_precomputed, "precomputed:FILE"),
             ("--latents-of", self.latents_of, self.imports_latents, "included or precomputed:FILE"),
@@ -179,9 +185,12 @@ class PrepareConfig:
         for option, count in (
             ("--latent-tokens", self.latent_tokens),
             ("--encoder-batch-size", self.encoder_batch_size),
+            ("--encoder-steps", self.encoder_steps),
         ):
             if count is not None and count < 1:
                 raise UsageError(f"{option} {count}: expected at least 1")
+        if self.encoder_width is not None and (self.encoder_width < 1 or self.encoder_width % HEAD_WIDTH):
+            raise UsageError(f"--encoder-width {self.encoder_width}: expected a multiple of {HEAD_WIDTH}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,17 +213,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, default=default.vocab_size, help="of the trained tokenizer (%(default)s)")
     add(
         "--encoder",
-        help="lsa, sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or included, for --latents-field (included "
-        "with --latents-field, else lsa)",
+        help="lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
+        "included, for --latents-field (included with --latents-field, else lsa)",
     )
-    add("--channels", type=int, help="latent channels (64 for lsa, else all)")
-    add("--latent-tokens", type=int, metavar="M", help="encode M equal segments of each text instead of the whole text")
+    add("--channels", type=int, help="latent channels (64 for lsa and learned, else all)")
+    add("--latent-tokens", type=int, metavar="M", help="latents of a text, each of one of M segments (1; learned: 4)")
     add("--latent-ids", metavar="FILE", help="ids of the rows of precomputed:FILE (.json, .txt, .npy), or position")
     add("--latents-of", metavar="NAME", help="name of the model that computed the imported latents, for the record")
     add("--prompt", help="prefix of each text for the sentence-transformers model, such as 'passage: '")
     add("--prompt-name", metavar="NAME", help="one of the prompts defined by the model, such as query")
     add("--encoder-revision", metavar="COMMIT", help="of a sentence-transformers model given by name")
     add("--encoder-batch-size", type=int, default=default.encoder_batch_size, help="texts per batch (%(default)s)")
+    add("--encoder-steps", type=int, metavar="N", help="training steps of learned (1000)")
+    add("--encoder-width", type=int, metavar="W", help="width of learned, a multiple of 32 (128)")
     add("--encoder-device", metavar="DEVICE", help="such as cuda:1 (default: chosen by the library)")
     add("--no-normalise", dest="normalise", action="store_false", help="keep the norms of the model's vectors")
     add("--min-length", type=int, default=default.min_length, help="minimum tokens of a sample (%(default)s)")
@@ -226,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latent-dtype", choices=["float16", "float32"], default=default.latent_dtype, help="as stored (%(default)s)")
     add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
     add("--max-problems", type=int, default=default.max_problems, help="with skip: stop above this many (%(default)s)")
-    add("--seed", type=int, default=default.seed, help="of the split and of lsa (%(default)s)")
+    add("--seed", type=int, default=default.seed, help="of the split, lsa and learned (%(default)s)")
     add("--part-bytes", type=int, default=default.part_bytes, help="input bytes per chunk (%(default)s)")
     add("--fit-documents", type=int, default=default.fit_documents, help="maximum to fit to (%(default)s)")
     add("--processes", type=int, default=default.processes, help="on this machine (%(default)s)")
