@@ -23,7 +23,6 @@ from torch.nn.utils.rnn import pad_sequence
 from mmldlm.utils.progress import Progress
 
 HEAD_WIDTH = 32
-POINTS = 4  # places of a text that one latent describes
 _BATCH_TOKENS = 768  # of a step, with padding: its time does not depend on the lengths of the texts
 _WINDOW = 4096  # texts that are sorted by length and divided into batches
 _NOISE = 0.5  # standard deviation on the decoder's input, in units of the latents' root mean square
@@ -42,22 +41,22 @@ class AutoencoderSizes:
 
 
 class TextEncoder(nn.Module):
-    """Transformer over a text's tokens, without a causal mask, whose outputs are resampled to M latents."""
+    """Transformer over a text's tokens, without a causal mask, whose outputs are averaged around M points of the text."""
 
     def __init__(self, sizes: AutoencoderSizes):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.width)
         self.layers = _transformer(sizes)
-        self.to_latent = nn.Linear(POINTS * sizes.width, sizes.channels)
-        self._points = POINTS * sizes.latent_tokens
+        self.to_latent = nn.Linear(sizes.width, sizes.channels)
+        self._latent_tokens = sizes.latent_tokens
         nn.init.normal_(self.embedding.weight, std=sizes.width**-0.5)
 
     def forward(self, ids_BL: Tensor, padding_BL: Tensor) -> Tensor:
         """Return latents of unit norm, [B, M, C]; positions with `padding_BL` are ignored."""
         hidden_BLW = self.layers(self.embed(ids_BL), src_key_padding_mask=padding_BL)
-        weights_BPL = point_weights(padding_BL, self._points)
-        points_BPW = weights_BPL / weights_BPL.sum(2, keepdim=True) @ hidden_BLW
-        return F.normalize(self.to_latent(points_BPW.unflatten(1, (-1, POINTS)).flatten(2)), dim=-1)
+        weights_BML = point_weights(padding_BL, self._latent_tokens)
+        points_BMW = weights_BML / weights_BML.sum(2, keepdim=True) @ hidden_BLW
+        return F.normalize(self.to_latent(points_BMW), dim=-1)
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """Return embeddings of tokens with their positions (sinusoids: arXiv 1706.03762, section 3.5), [B, L, W]."""
@@ -73,7 +72,7 @@ class TextAutoencoder(nn.Module):
     def __init__(self, sizes: AutoencoderSizes):
         super().__init__()
         self.encoder = TextEncoder(sizes)
-        self.from_latent = nn.Linear(sizes.channels, POINTS * sizes.width)
+        self.from_latent = nn.Linear(sizes.channels, sizes.width)
         self.layers = _transformer(sizes)
         self.bias = nn.Parameter(torch.zeros(sizes.vocab_size))
 
@@ -86,25 +85,24 @@ class TextAutoencoder(nn.Module):
             padding_BL: Positions to ignore.
             masked_BL: Positions to predict.
         """
-        points_BPW = self.from_latent(latents_BMC).unflatten(2, (POINTS, -1)).flatten(1, 2)
-        weights_BPL = point_weights(padding_BL, points_BPW.shape[1])
-        weights_BLP = (weights_BPL / weights_BPL.sum(1, keepdim=True).clamp_min(1e-6)).transpose(1, 2)
-        inputs = self.encoder.embed(ids_BL) + weights_BLP @ points_BPW
+        weights_BLM = point_weights(padding_BL, latents_BMC.shape[1]).transpose(1, 2)
+        weights_BLM = weights_BLM / weights_BLM.sum(2, keepdim=True).clamp_min(1e-6)  # padding has none
+        inputs = self.encoder.embed(ids_BL) + weights_BLM @ self.from_latent(latents_BMC)
         hidden = self.layers(inputs, src_key_padding_mask=padding_BL)
         return F.linear(hidden[masked_BL], self.encoder.embedding.weight, self.bias)
 
 
-def point_weights(padding_BL: Tensor, num_points: int) -> Tensor:
-    """Return how near tokens are to points that divide the text evenly, [B, P, L]; 0 for padding.
+def point_weights(padding_BL: Tensor, latent_tokens: int) -> Tensor:
+    """Return how near tokens are to the centers of M equal parts of the text, the points, [B, M, L]; 0 for padding.
 
-    The weight falls linearly with the distance between the centers of token and point, and is 0 from the length of the
-    longer of the two on. So every point has a token, and every token a point.
+    The weight falls linearly with the distance between a token's center and the point. It reaches 0 at the length of a
+    part, or of a token where that is longer: so every point has a token, and every token a point.
     """
     lengths_B11 = (~padding_BL).sum(1)[:, None, None]
     tokens_B1L = (torch.arange(padding_BL.shape[1]) + 0.5) / lengths_B11
-    points_P1 = (torch.arange(num_points)[:, None] + 0.5) / num_points
-    reach_B11 = (1 / lengths_B11).clamp_min(1 / num_points)
-    return (1 - (tokens_B1L - points_P1).abs() / reach_B11).clamp_min(0).masked_fill(padding_BL[:, None], 0.0)
+    points_M1 = (torch.arange(latent_tokens)[:, None] + 0.5) / latent_tokens
+    reach_B11 = (1 / lengths_B11).clamp_min(1 / latent_tokens)
+    return (1 - (tokens_B1L - points_M1).abs() / reach_B11).clamp_min(0).masked_fill(padding_BL[:, None], 0.0)
 
 
 def _transformer(sizes: AutoencoderSizes) -> nn.TransformerEncoder:
