@@ -176,7 +176,7 @@ def test_tokenizers_by_name_and_path(store_path: Path, tmp_path: Path) -> None:
         ({"corpus": "python-docs"}, "expected either input files or --corpus"),
         ({"min_length": 200}, "--min-length 200"),
         ({"test_fraction": 0.0}, "--validation-fraction and --test-fraction"),
-        ({"encoder": "word2vec"}, "--encoder word2vec: expected lsa, sentence-transformers:"),
+        ({"encoder": "word2vec"}, "--encoder word2vec: expected lsa, learned, sentence-transformers:"),
         ({"over_length": "drop"}, "--over-length drop: expected one of split, cut"),
     ],
 )
