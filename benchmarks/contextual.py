@@ -1,26 +1,23 @@
 """Latents of as many vectors as tokens (CCDD, arXiv 2510.03206) against text alone, at equal parameters and tokens.
 
-    python -m benchmarks contextual [--seeds 0 1 2] [--steps 600]
+    python -m benchmarks contextual [--seeds 0 1 2] [--steps 700]
 
 All samples have L tokens, like the packed samples of the paper, so M = L latent tokens fit the layout as it is. The
 latents are hidden states of a frozen masked language model, the network of the text arm under another seed: reduced to
 C principal components, each with unit variance. They have the rotary positions of their tokens.
 
-Arms, with the same pieces, masks and numbers of parameters:
+Two arms, with the same pieces, masks and numbers of parameters:
 
-- text: one latent token of pure noise, which says nothing; all other parameters are those of the text stream.
-- together: t_latent = max(t_text, u) for a uniform u: the states of all paths on which both modalities lose their noise
-  together, as in the paper, until the latents stay at a time s = u.
-- independent: t_latent and t_text are drawn independently, as in this trainer's `joint` mode.
+- text: one latent token of pure noise, which says nothing, in a narrow stream; other parameters are the text stream's.
+- latents: t_latent and t_text are drawn independently, as in this trainer's `joint` mode.
 
 The latents z are a function of the text x, so a text given its noised latents is no measure of the text. With the
 latents' diffusion from t = 1 down to a time s > 0 as part of the model, for any path t_latent(t_text) that ends at s,
 
     -log p(x) <= text term given the latents along the path + 1/2 int_s^1 |dSNR/dt| E|z - zhat(z_t, x_t, t)|^2 dt
 
-(VDM, arXiv 2107.00630, section 4, with z_s in place of the data; the KL divergence at t = 1 is 0, as alpha(1) = 0). s = 1
-is the bound of text alone. The code that the paper's authors published reports the exponential of the text term alone,
-along t_latent = t_text.
+(VDM, arXiv 2107.00630, section 5; the KL divergence at t = 1 is 0, as alpha(1) = 0). s = 1 is the bound of text alone.
+The code that the paper's authors published reports the exponential of the text term alone, along t_latent = t_text.
 """
 
 from __future__ import annotations
@@ -47,9 +44,9 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch, Objective
-from mmldlm.diffusion.schedule import LatentPath
 from mmldlm.evaluation.statistics import BITS
 from mmldlm.model.attention import Backend, JointRows, joint_attention
+from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import DataShape, MMDiT, MMDiTBlock, ModelConfig, count_parameters
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig, lr_at
@@ -68,12 +65,11 @@ DEPTH = 3
 # Equal parameters, see `test_arms_have_equal_parameters`: one stream of 128 channels and a small one, or two of 96.
 TEXT_MODEL = ModelConfig(DEPTH, width=128, latent_width=32, conditioning_width=128, modulation_rank=32)
 JOINT_MODEL = ModelConfig(DEPTH, width=96, latent_width=96, conditioning_width=128, modulation_rank=32)
-LEAST_TIMES = (0.25, 0.5, 0.75, 0.9)  # s of the bounds, beside 1
+LEAST_TIMES = (0.3, 0.5, 0.7, 0.9)  # s of the bounds, beside 1
 Times = Callable[[Tensor, Tensor], Tensor]  # t_latent from t_text and from independent times; all [B]
 ARMS: dict[str, Times] = {
     "text": lambda t_text, _: torch.ones_like(t_text),
-    "together": torch.maximum,
-    "independent": lambda _, t_latent: t_latent,
+    "latents": lambda _, t_latent: t_latent,
 }
 
 
@@ -88,23 +84,26 @@ class AlignedBlock(MMDiTBlock):
         attended: PackedLayout | JointRows,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        text_qkv, latent_qkv = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, rotary)
+        # The rotary angles may have more rows than there are tokens, see `CPUHalfMMDiT`.
+        cosine, sine = (angles[: len(latent_qkv)] for angles in rotary)
+        text_qkv, latent_qkv = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, (cosine, sine))
         latent_out, text_out = joint_attention(latent_qkv, text_qkv, attended, backend)
         return text_out, latent_out
 
 
+class AlignedMMDiT(CPUHalfMMDiT):
+    """The network of the arms with latents."""
+
+    block_type = AlignedBlock
+
+
 def network(arm: str, tokenizer: Tokenizer, seed: int) -> MMDiT:
-    """Return the network of an arm with its initial weights."""
-    is_text = arm == "text"
-    config = TEXT_MODEL if is_text else JOINT_MODEL
-    latent_tokens = 1 if is_text else LENGTH
-    model = MMDiT(
-        config,
-        DataShape(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.pad_id, LENGTH, latent_tokens, CHANNELS),
-    )
-    if not is_text:
-        model.blocks = nn.ModuleList(AlignedBlock(config) for _ in range(DEPTH))
-    return model.init_weights(seed)
+    """Return the network of an arm with its initial weights, in bf16."""
+    tokens = 1 if arm == "text" else LENGTH
+    shape = DataShape(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.pad_id, LENGTH, tokens, CHANNELS)
+    if arm == "text":
+        return CPUHalfMMDiT(TEXT_MODEL, shape, precision="bf16").init_weights(seed)
+    return AlignedMMDiT(JOINT_MODEL, shape, precision="bf16").init_weights(seed)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -221,28 +220,6 @@ def train(arm: str, tokenizer: Tokenizer, pieces: Pieces, steps: int, seed: int)
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def snr_slope(path: LatentPath, t: Tensor) -> Tensor:
-    """Return |dSNR/dt| of SNR = alpha^2 / sigma^2, float64, for t > 0; as `t`."""
-    with torch.enable_grad():
-        t = t.detach().double().requires_grad_()
-        (slope,) = torch.autograd.grad((path.alpha(t) / path.sigma(t)).square().sum(), t)
-    return slope.abs()
-
-
-def latent_nats(path: LatentPath, x0: Tensor, estimate: Tensor, t: Tensor, least: float) -> Tensor:
-    """Return unbiased estimates of 1/2 int_s^1 |dSNR/dt| E|x0 - estimate|^2 dt in nats, float64 [B].
-
-    Args:
-        path: Path of the latents.
-        x0: Latents [B, M, C].
-        estimate: Estimates of them from z_t, [B, M, C].
-        t: Times [B], uniform in [s, 1].
-        least: The time s.
-    """
-    squared = (x0.double() - estimate.double()).square().flatten(1).sum(1)
-    return 0.5 * (1 - least) * snr_slope(path, t) * squared
-
-
 @dataclass(frozen=True)
 class Measured:
     """A trained network of an arm and the held-out pieces, with the same noise for all arms."""
@@ -271,30 +248,32 @@ class Measured:
             noised = self.objective.corrupt(batch, replace(noise, t_latent=t, t_text=text_time(t)))
             _, predicted, *_ = self.model(*noised.inputs)
             estimate, _ = latent.estimates(predicted, noised.noised_latents, t)
-            nats += float(latent_nats(latent.path, batch.latents, estimate, t, least).sum())
+            error = (batch.latents - estimate).double().square().flatten(1).sum(1)
+            nats += float(((1 - least) * latent.path.snr_slope(t.double()) / 2 * error).sum())
         return self._bits(nats)
 
-    def bounds(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """Return text terms and bounds of -log p(text), all in bits per token."""
-        found: dict[str, Any] = {"text alone": self.text_bits(lambda t, _: torch.ones_like(t))}
+        alone = {"text alone": self.text_bits(lambda t, _: torch.ones_like(t))}
         if self.arm == "text":
-            return found
-        found["text term, t_latent = t_text"] = self.text_bits(lambda t, _: t)
-        # A text of n masks loses one at t = n / L, given z at that time; below, the latents continue with n - 1 masks.
-        found["together"] = [
-            self._bound(
-                lambda t, _, s=s: ((t * LENGTH).ceil() / LENGTH).clamp_min(s),
-                lambda t: (t - 1 / LENGTH).clamp_min(0),
-                s,
-            )
-            for s in LEAST_TIMES
-        ]
-        if self.arm == "independent":
-            found["text term, t_latent = 0"] = self.text_bits(lambda t, _: torch.zeros_like(t))
-            found["latents first"] = [
+            return alone
+        return {
+            **alone,
+            "text, t_latent = t_text": self.text_bits(lambda t, _: t),
+            "text, t_latent = 0": self.text_bits(lambda t, _: torch.zeros_like(t)),
+            # A text of n masks loses one at t = n / L, given z at that time; below, the latents go on with n - 1 masks.
+            "together": [
+                self._bound(
+                    lambda t, _, s=s: ((t * LENGTH).ceil() / LENGTH).clamp_min(s),
+                    lambda t: (t - 1 / LENGTH).clamp_min(0),
+                    s,
+                )
+                for s in LEAST_TIMES
+            ],
+            "latents first": [
                 self._bound(lambda t, _, s=s: torch.full_like(t, s), torch.ones_like, s) for s in LEAST_TIMES
-            ]
-        return found
+            ],
+        }
 
     def _bound(self, latent_time: Times, text_time: Callable[[Tensor], Tensor], least: float) -> dict[str, float]:
         text, latent = self.text_bits(latent_time), self.latent_bits(text_time, least)
@@ -315,18 +294,15 @@ class Measured:
 
 def rows(seed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the values of the table, in bits per token by title, from the result of one seed."""
-    made = {"text-only network: bound": seed["text"]["text alone"]}
-    for arm in ("together", "independent"):
-        found = seed[arm]
-        made[f"latents {arm}: text term with t_latent = t_text, as in the paper; no bound"] = found[
-            "text term, t_latent = t_text"
-        ]
-        if arm == "independent":
-            made["latents independent: text term given clean latents; no bound"] = found["text term, t_latent = 0"]
-        for order in ("together", "latents first"):
-            for bound in found.get(order, []):
-                made[f"latents {arm}: bound, {order}, s = {bound['s']:g}"] = bound["bound"]
-        made[f"latents {arm}: bound of text alone (s = 1)"] = found["text alone"]
+    text, found = seed["text"]["text alone"], seed["latents"]
+    made = {
+        "**text-only network**, bound": text,
+        "**network with latents**, bound of text alone (s = 1)": found["text alone"],
+    }
+    for order in ("latents first", "together"):
+        made |= {f"bound, {order}, s = {row['s']:g}": row["bound"] for row in found[order]}
+    made["no bound: text term, t_latent = t_text (as in the paper's code)"] = found["text, t_latent = t_text"]
+    made["no bound: text term, t_latent = 0"] = found["text, t_latent = 0"]
     return made
 
 
@@ -351,7 +327,7 @@ def contextual_blocks(result: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = plain_parser("contextual", "Latents of as many vectors as tokens against text alone.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=positive, default=600, help="of each network (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=700, help="of each network (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of contextual.json (%(default)s)")
     options = parser.parse_args(argv)
     tokenizer, tokens, held_out = read_corpus()
@@ -374,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.process_time()
             model = train(arm, tokenizer, training, options.steps, seed)
             spent = time.process_time() - start
-            found[arm] = Measured(arm, model, build_objective(arm, tokenizer.mask_id), evaluation).bounds()
+            found[arm] = Measured(arm, model, build_objective(arm, tokenizer.mask_id), evaluation).results()
             result["cpu_s"].setdefault(arm, []).append(spent)
             print_status(f"{arm}, seed {seed}: {spent:.0f} CPU s, {json.dumps(found[arm])}")
         result["seeds"][str(seed)] = found
