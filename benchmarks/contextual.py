@@ -1,6 +1,6 @@
 """Latents of as many vectors as tokens (CCDD, arXiv 2510.03206) against text alone, at equal parameters and tokens.
 
-    python -m benchmarks contextual [--seeds 0 1 2] [--steps 700]
+    python -m benchmarks contextual [--seeds 0 1 2] [--steps 900]
 
 All samples have L tokens, like the packed samples of the paper, so M = L latent tokens fit the layout as it is. The
 latents are hidden states of a frozen masked language model, the network of the text arm under another seed: reduced to
@@ -60,7 +60,7 @@ HELD_OUT_EVERY = 16  # one piece in 16 is held out
 EVALUATED = 384  # held-out samples
 TIMES = 4  # noise times for each of them
 ENCODER_SEED, EVALUATION_SEED = 1000, 2000
-OPTIM = OptimConfig(lr=2e-3)
+OPTIM = OptimConfig(lr=1e-3)
 DEPTH = 3
 # Equal parameters, see `test_arms_have_equal_parameters`: one stream of 128 channels and a small one, or two of 96.
 TEXT_MODEL = ModelConfig(DEPTH, width=128, latent_width=32, conditioning_width=128, modulation_rank=32)
@@ -327,7 +327,7 @@ def contextual_blocks(result: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = plain_parser("contextual", "Latents of as many vectors as tokens against text alone.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=positive, default=700, help="of each network (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=900, help="of each network (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of contextual.json (%(default)s)")
     options = parser.parse_args(argv)
     tokenizer, tokens, held_out = read_corpus()
