@@ -292,35 +292,38 @@ class Measured:
 # --- the table and the command --------------------------------------------------------------------
 
 
-def rows(seed: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the values of the table, in bits per token by title, from the result of one seed."""
+def terms(seed: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float | None]]:
+    """Return the text term and the latent term, if it is counted, of one seed, in bits per token by title."""
     text, found = seed["text"]["text alone"], seed["latents"]
-    made = {
-        "**text-only network**, bound": text,
-        "**network with latents**, bound of text alone (s = 1)": found["text alone"],
+    made: dict[str, tuple[float, float | None]] = {
+        "**text-only network**": (text, 0.0),
+        "**network with latents**: text alone, s = 1": (found["text alone"], 0.0),
     }
     for order in ("latents first", "together"):
-        made |= {f"bound, {order}, s = {row['s']:g}": row["bound"] for row in found[order]}
-    made["no bound: text term, t_latent = t_text (as in the paper's code)"] = found["text, t_latent = t_text"]
-    made["no bound: text term, t_latent = 0"] = found["text, t_latent = 0"]
+        made |= {f"{order}, s = {row['s']:g}": (row["text"], row["latent"]) for row in reversed(found[order])}
+    made["t_latent = t_text, as the paper's code measures"] = found["text, t_latent = t_text"], None
+    made["clean latents"] = found["text, t_latent = 0"], None
     return made
 
 
 def contextual_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the Markdown table by its name."""
-    seeds = [rows(seed) for seed in result["seeds"].values()]
-    baseline, *_ = seeds[0]
-    lines = [
-        f"| held-out text ({len(seeds)} seeds) | bits per token | difference from text alone | perplexity |",
-        "|---" * 4 + "|",
-    ]
-    for title in seeds[0]:
-        values = [seed[title] for seed in seeds]
-        differences = [seed[title] - seed[baseline] for seed in seeds]
-        error = stdev(differences) / len(seeds) ** 0.5 if len(seeds) > 1 else float("nan")
-        change = "" if title == baseline else f"{mean(differences):+.2f} ± {error:.2f}"
-        perplexity = f"{2 ** mean(values):.1f}"
-        lines.append(f"| {title} | {mean(values):.2f} | {change} | {perplexity} |")
+    seeds = [terms(seed) for seed in result["seeds"].values()]
+    alone = [next(iter(seed.values()))[0] for seed in seeds]
+    titles = ("text", "latents", "bound", "difference from the text-only network", "perplexity")
+    lines = [f"| bits per token ({len(seeds)} seeds) | {' | '.join(titles)} |", "|---" * 6 + "|"]
+    for number, title in enumerate(seeds[0]):
+        text = mean(seed[title][0] for seed in seeds)
+        latents = [seed[title][1] for seed in seeds]
+        if None in latents:
+            cells = [f"{text:.2f}", "not counted", "none", "", f"({2**text:.1f})"]
+        else:
+            bounds = [seed[title][0] + latent for seed, latent in zip(seeds, latents, strict=True)]
+            differences = [bound - base for bound, base in zip(bounds, alone, strict=True)]
+            error = stdev(differences) / len(seeds) ** 0.5 if len(seeds) > 1 else float("nan")
+            change = f"{mean(differences):+.2f} ± {error:.2f}" if number else ""
+            cells = [f"{text:.2f}", f"{mean(latents):.2f}", f"{mean(bounds):.2f}", change, f"{2 ** mean(bounds):.1f}"]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return {"contextual": "\n".join(lines)}
 
 

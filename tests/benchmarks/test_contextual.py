@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import contextual
+from benchmarks.common.report import RESULTS
 from benchmarks.contextual import ARMS, CHANNELS, DEPTH, LEAST_TIMES, LENGTH, Measured, Pieces
 from mmldlm.batch import PackedLayout
 from mmldlm.data.tokenizer import Tokenizer
@@ -107,3 +109,13 @@ def test_networks_have_equal_parameters_and_aligned_positions() -> None:
         model.blocks = plain
         in_order, reversed_order = logits(torch.arange(LENGTH)), logits(torch.arange(LENGTH).flip(0))
         assert torch.allclose(in_order, reversed_order, atol=1e-4)
+
+
+def test_the_page_says_what_the_result_shows() -> None:
+    """No bound with latents is below one of text alone, by either network; text terms without their cost are."""
+    result = json.loads((RESULTS / "contextual.json").read_text(encoding="utf-8"))
+    assert len(result["seeds"]) >= 3
+    for seed in result["seeds"].values():
+        (alone, _), (own, _), *others = contextual.terms(seed).values()
+        assert all(text + latent > max(alone, own) for text, latent in others if latent is not None)
+        assert all(text < min(alone, own) for text, latent in others if latent is None)
