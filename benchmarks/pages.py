@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import gpu_bars, roofline, scale
+from benchmarks import contextual, gpu_bars, roofline, scale
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 from benchmarks.sampling import decoding_blocks
@@ -24,6 +24,7 @@ _MAKERS = {
     "learning": learning_blocks,
     "trials": trial_blocks,
     "decoding": decoding_blocks,
+    "contextual": contextual.contextual_blocks,
     "scale-step": scale.step_blocks,
     "scale-host": scale.host_blocks,
     "scale-heartbeats": scale.heartbeat_blocks,
