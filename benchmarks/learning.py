@@ -383,10 +383,14 @@ checkpoint: {{every_steps: {every}, keep_last: 100}}
 """
 
 
+def lowercase_letters(text: str) -> str:
+    """Return a text in the alphabet of text8: lower-case letters and single spaces."""
+    return re.sub("[^a-z]+", " ", text.lower()).strip()
+
+
 def write_text(path: Path) -> None:
-    """Write the embedded corpus like text8: lower-case letters and single spaces, in lines of LENGTH characters."""
-    sentences = [item.text for item in read_python_docs() if isinstance(item, Document)]
-    text = " ".join(" ".join(re.sub("[^a-z]+", " ", sentence.lower()).split()) for sentence in sentences)
+    """Write the embedded corpus in that alphabet, in lines of LENGTH characters."""
+    text = " ".join(lowercase_letters(item.text) for item in read_python_docs() if isinstance(item, Document))
     lines = (text[start : start + LENGTH] for start in range(0, len(text) - LENGTH + 1, LENGTH))
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
