@@ -359,7 +359,7 @@ def mdlm_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     claim = (
         f"Text alone, on characters: network and objective of this package ({millions['ours']}) compared with a "
         f"reimplementation of MDLM ({millions['mdlm']}), with the same batches, optimizer and EMA. Its bound in bits "
-        f"per character, mean of {len(result['seeds'])} seeds, is {', and '.join(ends)}."
+        f"per character under the EMA, mean of {len(result['seeds'])} seeds, is {', and '.join(ends)}."
     )
     return {"mdlm": "\n".join(lines), "mdlm-claim": claim}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import contextual, gpu_bars, roofline, scale
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
+from benchmarks.mdlm import mdlm_blocks
 from benchmarks.sampling import decoding_blocks
 from benchmarks.trials import trial_blocks
 
@@ -25,6 +26,7 @@ _MAKERS = {
     "trials": trial_blocks,
     "decoding": decoding_blocks,
     "contextual": contextual.contextual_blocks,
+    "mdlm": mdlm_blocks,
     "scale-step": scale.step_blocks,
     "scale-host": scale.host_blocks,
     "scale-heartbeats": scale.heartbeat_blocks,
