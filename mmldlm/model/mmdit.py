@@ -32,7 +32,7 @@ from mmldlm.model.layers import (
 )
 from mmldlm.model.ops import SampleRows, add_gated, gather_rows, modulate
 from mmldlm.model.parts import Part, part_of
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,7 @@ from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
-from mmldlm.telemetry import memory_limits
+from mmldlm.telemetry.resources import memory_limits
 from mmldlm.trainer.setup import Components
 from mmldlm.utils.host_cpus import openmp_spinning
 

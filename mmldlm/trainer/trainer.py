@@ -35,8 +35,10 @@ from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.run.factory import corrupt_step, set_matmul_precision
 from mmldlm.run.load import LoadedRun
-from mmldlm.settings.fields import dump
-from mmldlm.telemetry import Notices, StepProfiler, Tracker, phase
+from mmldlm.settings.declaration import dump
+from mmldlm.telemetry.notices import Notices
+from mmldlm.telemetry.profiler import StepProfiler, phase
+from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
 from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder

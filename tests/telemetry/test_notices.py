@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import Notices, ProgressLine, resources
-from mmldlm.telemetry.notices import to_stderr
+from mmldlm.telemetry import resources
+from mmldlm.telemetry.notices import Notices, to_stderr
+from mmldlm.telemetry.progress import ProgressLine
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.quick
