@@ -47,8 +47,8 @@ tags:
 
 # Multimodal Latent Diffusion Language Model
 
-One network that generates texts from latents (l2t), latents of texts
-(t2l), and both from noise (joint). Trained modes: {modes}.
+One network that generates texts from latents (l2t), latents of texts (t2l), and both from noise (joint).
+Trained modes: {modes}.
 
 {description}| | |
 |---|---|

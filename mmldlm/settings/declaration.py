@@ -180,7 +180,7 @@ def _read(hint: Any, value: Any) -> Any:
             return {_read(args[0], key): _read(args[1], item) for key, item in zip(keys, value.values(), strict=True)}
     elif hint is float:
         if type(value) in (int, float) and abs(value) < math.inf:
-            return value
+            return float(value)
     elif type(value) is hint:
         return value
     raise TypeError
