@@ -73,7 +73,7 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.evaluation.validate import validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figures_due, text_samples
-from mmldlm.settings.fields import dump
+from mmldlm.settings.declaration import dump
 from mmldlm.train import train_step
 from mmldlm.trainer.checkpointer import SavedCheckpoint
 from mmldlm.trainer.step import StepTotals

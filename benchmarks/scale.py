@@ -42,7 +42,7 @@ from mmldlm.distributed.exit_files import ProcessInfo
 from mmldlm.distributed.hang_diagnosis import Heartbeat
 from mmldlm.distributed.launcher import DDP, FSDP2
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.telemetry import RankTimes
+from mmldlm.telemetry.rank_times import RankTimes
 from mmldlm.trainer.consistency import config_fingerprint, disagreements, version_fingerprint
 from mmldlm.trainer.engine_costs import Sharding, padded_parameters, state_bytes, step_traffic
 from mmldlm.utils.partition import partition_by_size

@@ -1,3 +1,17 @@
-"""mmldlm: a trainer for Multimodal Latent Diffusion Language Models."""
+"""mmldlm: a trainer for Multimodal Latent Diffusion Language Models.
+
+`mmldlm.load(PATH)` returns the `mmldlm.Model` of a bundle or a run folder; both are in `mmldlm.inference.model`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Model", "load"):  # imported on first use, since torch takes seconds
+        return getattr(importlib.import_module("mmldlm.inference.model"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ COMMANDS = {
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
     "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
+    "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
     "checkpoints": ("mmldlm.tools.checkpoints", "list, verify and compare the checkpoints of runs"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),

@@ -1,11 +1,14 @@
-"""The run config, composed of the settings of all subsystems and read from YAML and `key.sub=value`."""
+"""The run config, composed of the settings of all subsystems and read from YAML and `key.sub=value`.
+
+The functions that read and write files import pydantic and YAML: a bundle is loaded without them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.data.batch_schedule import TrainConfig
@@ -25,10 +28,12 @@ from mmldlm.model.parts import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
-from mmldlm.settings.fields import build, flat_settings, set_dotted, setting, to_yaml
-from mmldlm.settings.layers import EXTENDS, ConfigLayer, drop_alternatives, merge_layers, origins, read_layers
+from mmldlm.settings.declaration import flat_settings, setting
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.short_repr import display_name
+
+if TYPE_CHECKING:
+    from mmldlm.settings.layers import ConfigLayer
 
 CONFIG_NAME = "config.yaml"
 _DATA_KEYS = ("data.path", "data.mixture")
@@ -283,6 +288,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_exte
 
 def load_with_provenance(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
     """Load the run config as `load_config` does, with the origin of each value by dotted key."""
+    from mmldlm.settings.layers import origins
+
     config, layers, tree = _load(path, overrides, may_extend=True)
     return config, origins(RunConfig, layers, overrides, tree)
 
@@ -291,6 +298,9 @@ def _load(
     path: Path | str | None, overrides: Sequence[str], may_extend: bool
 ) -> tuple[RunConfig, list[ConfigLayer], dict[str, Any]]:
     """Return the run config, its files, and the tree of settings that it was built from."""
+    from mmldlm.settings.fields import build, set_dotted
+    from mmldlm.settings.layers import EXTENDS, ConfigLayer, drop_alternatives, merge_layers, read_layers
+
     tree: dict[str, Any] = {}
     layers: list[ConfigLayer] = []
     if path is not None:
@@ -357,6 +367,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _absolute(path: str) -> str:
     """Return `path` as an absolute path; unchanged if empty, or if the working folder's name is no valid setting."""
+    from mmldlm.settings.fields import build
+
     try:
         return build(RunSettings, {"dir": str(Path(path).absolute())}).dir if path else path
     except ConfigError:
@@ -365,6 +377,8 @@ def _absolute(path: str) -> str:
 
 def write_config(config: RunConfig, run_dir: Path) -> None:
     """Write all settings with absolute paths, so that `mmldlm train RUN/config.yaml run.dir=NEW` repeats the run."""
+    from mmldlm.settings.fields import to_yaml
+
     (run_dir / CONFIG_NAME).write_text(to_yaml(with_absolute_paths(config)), encoding="utf-8")
 
 

@@ -26,8 +26,8 @@ from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.run.load import add_run_options, load_run, newest_checkpoint, run_config
-from mmldlm.utils.files import write_atomically
+from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run, newest_checkpoint, run_config
+from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.progress import INTERVAL_S, Progress
 
@@ -75,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="joint: local folder of a causal language model for transformers",
     )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where to write the results; default: the run folder"
+    )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
     return parser
 
@@ -93,6 +96,9 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
     extras = Extras(options.sts, options.perplexity_model)
+    out: Path = options.out or options.run
+    if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
+        parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
     saved = run_config(options.run)
     with (
         process_group(saved.distributed, read_launcher_env(os.environ)) as processes,
@@ -111,7 +117,8 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         result = replace_nonfinite({**overrides, **measured})
         with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:
-                _write(options.run, result)
+                make_folder(out)
+                _write(out, result)
     return ExitCode.DONE
 
 

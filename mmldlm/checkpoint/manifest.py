@@ -75,21 +75,22 @@ def write_checkpoint_manifest(
     return path
 
 
-def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
+def verify_checkpoint(folder: Path, hashes: bool = True, links: bool = False) -> Checkpoint:
     """Read the manifest of `folder` and check location, size and hash of every file.
 
     Args:
         folder: The checkpoint folder.
         hashes: Hash every file. False checks location and size only, for ranks other than the one that hashes.
+        links: Follow symbolic links, of which the cache of a model hub consists.
 
     Raises:
         DataError: A file is missing, damaged, misplaced or a symbolic link; the message names it.
     """
-    body = _read(folder / MANIFEST)
+    body = _read(folder / MANIFEST, links)
     files: dict[str, int] = {}
     for name, entry in body["files"].items():
         check_name(name)
-        size = _regular_size(folder, name)
+        size = _regular_size(folder, name, links)
         if size != entry["bytes"]:
             raise DataError(f"{folder / name} has {size} bytes, its manifest says {entry['bytes']}")
         files[name] = size
@@ -132,12 +133,12 @@ def _hash(path: Path) -> str:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _regular_size(folder: Path, name: str) -> int:
-    """Return the size of the regular file `name`; neither it nor a folder between may be a symbolic link."""
+def _regular_size(folder: Path, name: str, links: bool) -> int:
+    """Return the size of the regular file `name`; unless `links`, no link may be on the way to it."""
     path = folder / name
     # The path and its parents below `folder`, which itself may be a link.
     components = [path, *path.parents][: len(PurePosixPath(name).parts)]
-    if any(component.is_symlink() for component in components):
+    if not links and any(component.is_symlink() for component in components):
         raise DataError(f"{path} is a symbolic link, or in one: refused")
     try:
         status = path.stat()
@@ -154,10 +155,10 @@ def _seal(body: Mapping[str, Any]) -> bytes:
     return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, links: bool = False) -> dict[str, Any]:
     """Return the content of a manifest after checking that it is byte for byte what `_seal` wrote, and its types."""
     try:
-        if path.is_symlink() or not path.is_file():
+        if not path.is_file() or (path.is_symlink() and not links):
             raise DataError(f"{path} is missing")
         with path.open("rb") as file:
             raw = file.read(MAX_MANIFEST_BYTES + 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmldlm.errors import ConfigError
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 _Size = Literal["global_batch_size", "micro_batch_size", "micro_batch_tokens"]
 

@@ -24,7 +24,7 @@ from mmldlm.data.sampler import MixedOrder, SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches
 from mmldlm.errors import DataError
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 from mmldlm.utils.short_repr import display_name
 
 Corrupt = Callable[[int, int, Sequence[Batch]], list[Batch]]

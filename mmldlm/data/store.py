@@ -92,6 +92,8 @@ class Store:
 
     def split(self, name: str) -> Split:
         """Return the split `name`; DataError if there is none."""
+        if not self._splits:
+            raise DataError(f"{self.path}: has no samples; expected a complete data store, such as with --data")
         if name not in self._splits:
             raise DataError(f"{self.path}: no split {name!r}, expected one of {', '.join(self._splits)}")
         return self._splits[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mmldlm import __version__
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.manifest import CHECKSUM_NAME, FORMAT, MANIFEST_NAME, LatentInfo, Manifest, token_dtype
 from mmldlm.data.shard_writer import SPLITS, TOKEN_COUNTS, Contents
+from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, file_info, fsync
@@ -103,3 +105,18 @@ def publish(folder: Path, path: Path, old: Path) -> None:
     folder.rename(path)
     fsync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_description(store: Store, folder: Path) -> None:
+    """Write the encoder of `store` and its manifest without samples to the existing `folder`.
+
+    `Store.open` opens the folder as a store without splits, which suffices to generate. Names of input files, which may
+    be private, are left out.
+    """
+    encoder = folder / "encoder"
+    shutil.rmtree(encoder, ignore_errors=True)
+    shutil.copytree(store.path / "encoder", encoder)
+    paths = sorted(path for path in encoder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): file_info(path) for path in paths}
+    private: dict[str, Any] = {"sources": [], "options": {}, "problems": {}, "grouping": {}}
+    replace(store.manifest, splits={}, files=files, **private).write(folder)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling
-from mmldlm.settings.fields import require_effect, setting
+from mmldlm.settings.declaration import require_effect, setting
 
 PredictionType = Literal["epsilon", "x0", "v"]
 LatentLoss = Literal["cosine", "mse", "normalized_mse", "huber"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler
-from mmldlm.settings.fields import require_effect, setting
+from mmldlm.settings.declaration import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 Masks = Literal["independent", "exact"]

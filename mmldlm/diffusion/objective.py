@@ -23,7 +23,7 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
 from mmldlm.diffusion.loss_stats import LossStats
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
 from mmldlm.diffusion.noise import MODES, Noise
-from mmldlm.settings.fields import require_effect, setting
+from mmldlm.settings.declaration import require_effect, setting
 from mmldlm.utils.packed_tensors import PackedTensors
 
 Network = Callable[..., tuple[Tensor, ...]]

@@ -20,7 +20,7 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler, Predicti
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
 from mmldlm.diffusion.objective import Network
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 # Part of error messages: what classifier-free guidance requires.
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"

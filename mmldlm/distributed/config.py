@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 DAY_S = 86_400
 SETTINGS_OF_VARIABLES = {  # with older names that PyTorch still reads

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
+from mmldlm.diffusion.likelihood import BOUND_SAMPLER, bound_terms
 from mmldlm.diffusion.noise import MODES, SampleStreams, draw_noise, mode_weights
-from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.evaluation.controls import bag_of_words_nats
 from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins
@@ -52,31 +50,21 @@ class TextBound:
 def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0.0) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
 
-    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, and masks exactly
-    n = ceil(t L) of a document's L tokens, see `MaskedDiffusion.weights`. The estimate is unbiased, and every condition
-    gets the same draws. The latent of `condition` has noise time `t_latent`; that of "none" is noise.
+    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, see `bound_terms`. The
+    estimate is unbiased, and every condition gets the same draws. The latent of `condition` has noise time `t_latent`;
+    that of "none" is noise.
     """
-    run, config = evaluation.run, evaluation.config
-    text = MaskedDiffusion(run.store.manifest.mask_id, "elbo", "exact")
-    objective = Objective(LossConfig(), text, run.objective.latent)
-    count, sampler = len(evaluation.ids), TextConfig(masks="exact").sampler
+    run, config, count = evaluation.run, evaluation.config, len(evaluation.ids)
     # The arrays of `TextBound`; other ranks fill in the remaining documents.
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
-        noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"), sampler)
+        noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"), BOUND_SAMPLER)
         # At 1 the network gets noise, whatever the latents of the batch are.
         noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if condition == "none" else t_latent))
-        noised = objective.corrupt(batch, noise)
-        prediction, _, length_logits, *_ = run.model(*noised.to(run.device).inputs)
-        if not counted:
-            continue
-        # On the host, where the order of summation is fixed.
-        nll, sample = prediction.double().cpu(), noised.layout.sample_of_token[noised.positions]
-        empty = torch.zeros(len(batch.lengths), dtype=torch.float64)
-        token_terms = torch.ones_like(nll), nll, noised.token_weight.double() * nll
-        sample_terms = [empty.index_add(0, sample, values) for values in token_terms]
-        length = F.cross_entropy(length_logits.double().cpu(), noised.length_target, reduction="none")
-        terms[:, draw, batch.slots.numpy()] = torch.stack([noise.t_text.double(), *sample_terms, length])
+        mask_id = run.store.manifest.mask_id
+        drawn = bound_terms(run.model, mask_id, run.objective.latent, batch, noise, run.device)
+        if counted:
+            terms[:, draw, batch.slots.numpy()] = drawn
     return TextBound(*evaluation.sum_over_ranks(terms))
 
 

@@ -63,14 +63,26 @@ def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
         raise DataError(f"--latents: {path} is not an .npy array: {error}") from None
     if not isinstance(latents, np.ndarray):
         raise DataError(f"--latents: {path} is an archive of arrays, expected one .npy array")
+    return check_latents(run, latents, f"--latents: {path}")
+
+
+def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
+    """Return latents on the encoder's scale as float32 [n, M, C]; [n, C] is accepted if M is 1.
+
+    Args:
+        run: The run.
+        latents: The latents.
+        name: Named in messages.
+
+    Raises:
+        DataError: They have another shape or type, or a row is not finite.
+    """
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
     if latents.ndim == 2 and shape[0] == 1:
         latents = latents[:, None]
     if latents.shape[1:] != shape or not len(latents) or latents.dtype.kind != "f":
-        raise DataError(
-            f"--latents: {path} is {latents.dtype} {list(latents.shape)}, expected float [n, {shape[0]}, {shape[1]}]"
-        )
+        raise DataError(f"{name} is {latents.dtype} {list(latents.shape)}, expected float [n, {shape[0]}, {shape[1]}]")
     bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
     if bad.any():
-        raise DataError(f"--latents: {path}: row {int(bad.argmax())} is not finite")
+        raise DataError(f"{name}: row {int(bad.argmax())} is not finite")
     return latents.astype(np.float32)

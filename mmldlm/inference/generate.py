@@ -29,7 +29,7 @@ def sample(
     raw_latents: np.ndarray | None = None,
     texts: list[str] | None = None,
     count: int = 1,
-    length: int | None = None,
+    length: int | Sequence[int] | None = None,
     callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
     """Generate `count` samples per condition.
@@ -42,14 +42,15 @@ def sample(
         raw_latents: The conditions in l2t, [n, M, C] on the encoder's scale.
         texts: The conditions in t2l.
         count: Samples per condition; in joint, which has none, the number of samples.
-        length: Tokens of each text; by default from the length head: its median in l2t, a draw in joint.
+        length: Tokens of each text, or of the texts of each condition; by default from the length head: its median in
+            l2t, a draw in joint.
         callback: Called after each step that generates text.
 
     Returns:
         The generation, its latents on the encoder's scale, and its texts.
 
     Raises:
-        UsageError: Guidance is not available for the mode or the run.
+        UsageError: Guidance is not available for the mode or the run, or `length` has another number of conditions.
         DataError: A text has no tokens, or more than any text of the run.
     """
     check_guidance(run, mode, config)
@@ -68,7 +69,11 @@ def sample(
         # Noise for the length head at t_latent = 1; `generate` draws its own.
         latents = torch.randn(count, *shape, generator=generator)
     if length:
-        lengths = (length,) * len(latents)
+        of_condition = [length] if isinstance(length, int) else list(length)
+        repeats = len(latents) // len(of_condition)
+        if repeats * len(of_condition) != len(latents):
+            raise UsageError(f"lengths: expected one, or one for each condition, found {len(of_condition)}")
+        lengths = tuple(tokens for tokens in of_condition for _ in range(repeats))
     else:
         lengths = draw_text_lengths(run, latents, generator, t_latent=0.0 if mode == "l2t" else 1.0)
     return generate_and_decode(run, mode, config, generator, latents, lengths, callback=callback)

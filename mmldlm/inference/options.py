@@ -9,7 +9,8 @@ from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.run.load import LoadedRun, add_run_options
-from mmldlm.settings.fields import build, dump
+from mmldlm.settings.declaration import dump
+from mmldlm.settings.fields import build
 
 MAX_POINTS = 1000
 DEFAULT_POINTS = 7

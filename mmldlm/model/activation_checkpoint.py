@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 CheckpointingMode = Literal["none", "full", "selective"]
 WRAPPED_METHOD = {"full": "forward", "selective": "attention"}  # of `MMDiTBlock`

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from mmldlm.batch import PackedLayout
 from mmldlm.errors import ConfigError
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 Backend = Literal["sdpa", "varlen", "efficient", "math", "cpu_half"]
 AMPERE = (8, 0)  # compute capability

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmldlm.model.attention import JOINT_BACKENDS
 from mmldlm.model.mmdit import MMDiT, MMDiTBlock
-from mmldlm.settings.fields import require_effect, setting
+from mmldlm.settings.declaration import require_effect, setting
 
 BLOCK_REGIONS = ("update",)  # methods of `MMDiTBlock`
 STREAM_REGIONS = ("project", "normalize", "residual")  # methods of `BlockStream`

@@ -32,7 +32,7 @@ from mmldlm.model.layers import (
 )
 from mmldlm.model.ops import SampleRows, add_gated, gather_rows, modulate
 from mmldlm.model.parts import Part, part_of
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -278,7 +278,8 @@ class MMDiT(nn.Module):
         super().__init__()
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
-        self.token_embedding = nn.Embedding(shape.vocab_size, width)
+        # `nn.Embedding` itself draws weights, for which PyTorch on the meta device imports its compiler: seconds.
+        self.token_embedding = nn.Embedding.from_pretrained(torch.empty(shape.vocab_size, width), freeze=False)
         self.latent_in = nn.Linear(shape.latent_channels, latent_width)
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)

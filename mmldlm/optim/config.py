@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmldlm.settings.fields import require_effect, setting
+from mmldlm.settings.declaration import require_effect, setting
 
 OptimizerName = Literal["adamw", "muon", "deepspeed_adam"]
 

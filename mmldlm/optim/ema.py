@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 Weights = Literal["ema", "trained"]  # the EMA of the weights, or the weights themselves
 WEIGHTS_LABELS: dict[Weights, str] = {"ema": "EMA weights", "trained": "trained weights"}

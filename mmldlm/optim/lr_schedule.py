@@ -11,7 +11,7 @@ from typing import Literal
 
 from mmldlm.checkpoint.state import LOSS_WINDOW, TrainState
 from mmldlm.optim.config import OptimConfig
-from mmldlm.settings.fields import require_effect, setting
+from mmldlm.settings.declaration import require_effect, setting
 
 ScheduleName = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "plateau"]
 

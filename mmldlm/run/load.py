@@ -1,11 +1,18 @@
-"""Load a trained run: its config, data and weights, ready to sample and evaluate."""
+"""Load a trained run, or a bundle of one: config, data and weights, ready to sample and evaluate.
+
+A bundle (`mmldlm export`) is a checkpoint of the weights alone, with `BUNDLE_CONFIG` in place of a run's `config.yaml`,
+and with a description of the data in `DESCRIPTION`, as a run folder has one.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +28,12 @@ from mmldlm.errors import ConfigError, DataError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
+from mmldlm.settings.declaration import restore
 from mmldlm.utils.meta_device import materialize
-from mmldlm.utils.short_repr import short_repr
+from mmldlm.utils.short_repr import short_repr, truncate
+
+BUNDLE_CONFIG = "config.json"
+DESCRIPTION = "data"  # folder with the data store's manifest and encoder, without samples
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class LoadedRun:
     step: int
     weights: Weights  # which weights the model has
     has_ema: bool  # whether the checkpoint has an EMA besides the trained weights
+    info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint: versions, revision and data of its run
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"
@@ -46,7 +58,7 @@ class LoadedRun:
 
 def add_run_options(parser: ArgumentParser) -> None:
     """Add the run, and the options that replace its newest checkpoint, data store and weights, to a parser."""
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder, or bundle of `mmldlm export`")
     parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: the newest valid one")
     parser.add_argument("--data", help="data store, if it is no longer at the config's data.path")
     parser.add_argument(
@@ -57,19 +69,67 @@ def add_run_options(parser: ArgumentParser) -> None:
 
 
 def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a run's latest start; raise `DataError` if the folder is not a run."""
-    path = Path(run_dir) / CONFIG_NAME
+    """Return the config of a run's latest start, or of a bundle; raise `DataError` if the folder is neither."""
+    path, bundled = Path(run_dir) / CONFIG_NAME, Path(run_dir) / BUNDLE_CONFIG
+    if bundled.is_file():
+        return _bundle_config(bundled, overrides)
     if not path.is_file():
-        raise DataError(f"{run_dir}: not a run folder, expected {CONFIG_NAME} and checkpoints/ of `mmldlm train`")
+        raise DataError(
+            f"{run_dir}: not a run folder, expected {CONFIG_NAME} and checkpoints/ of `mmldlm train`, or "
+            f"{BUNDLE_CONFIG} of `mmldlm export`"
+        )
     return load_config(path, overrides, may_extend=False)
 
 
+def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        config = restore(RunConfig, tree)
+    except (ConfigError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
+    if not overrides:
+        return config
+    from mmldlm.settings.fields import set_dotted  # needs YAML, without which a bundle can be loaded
+
+    for assignment in overrides:
+        set_dotted(tree, assignment)
+    return restore(RunConfig, tree)
+
+
 def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
-    """Return the newest intact checkpoint of a run; raise `DataError` if there is none."""
+    """Return the newest intact checkpoint of a run, or the bundle; raise `DataError` if there is none."""
+    if (Path(run_dir) / BUNDLE_CONFIG).is_file():
+        return verify_checkpoint(Path(run_dir), links=True)
     checkpoint = CheckpointStore(Path(run_dir) / "checkpoints", config.checkpoint.retention).newest(repair=False)
     if checkpoint is None:
         raise DataError(f"{run_dir}: no checkpoint in checkpoints/ yet; train first")
     return checkpoint
+
+
+def _open_data(folder: Path, config: RunConfig) -> Store:
+    """Open the data of a run; if it is gone, or of a bundle, the description of it in the folder."""
+    paths = [*config.data.mixture] or [config.data.path]
+    gone = next((path for path in paths if not path or not Path(path).is_dir()), None)
+    if gone is None:
+        return open_data(config.data.location)
+    description = folder / DESCRIPTION
+    if not description.is_dir():
+        raise DataError(f"{gone}: the run's data store is not there; give its path with --data")
+    if gone:
+        print(f"{gone}: the run's data store is not there; using the encoder in {description}", file=sys.stderr)
+    return Store.open(description)
+
+
+def _choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, evaluate_ema: bool) -> Weights:
+    """Return the weights to use: of a bundle its only ones, otherwise as in `load_run`."""
+    available: Sequence[Any] = [saved.info["weights"]] if "weights" in saved.info else ["trained", "ema"][: 1 + has_ema]
+    if not {*available} <= {*WEIGHTS_LABELS}:
+        raise DataError(f"{saved.path}: weights are {short_repr(available)}, expected {' or '.join(WEIGHTS_LABELS)}")
+    if requested is not None and requested not in available:
+        missing = "no EMA of the weights (ema.decay)" if requested == "ema" else "no trained weights besides the EMA"
+        raise DataError(f"{saved.path}: has {missing}; expected --weights {available[0]}")
+    default: Weights = available[-1] if evaluate_ema or len(available) == 1 else "trained"
+    return requested or default
 
 
 def load_run(
@@ -78,15 +138,17 @@ def load_run(
     data: str | None = None,
     weights: Weights | None = None,
     sampling: Sequence[str] = (),
+    device: torch.device | str | None = None,
 ) -> LoadedRun:
     """Load a trained run for generation and evaluation.
 
     Args:
-        run_dir: Run folder.
+        run_dir: Run folder, or bundle of `mmldlm export`.
         checkpoint: Checkpoint folder; by default the newest intact checkpoint of the run.
         data: Path of a data store that replaces the config's data.
         weights: "ema" or "trained"; by default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
         sampling: Overrides `sampling.KEY=VALUE` of the run's config.
+        device: Device of the network; by default the GPU, if there is one.
 
     Raises:
         ConfigError: An override is no setting of `sampling`, or out of bounds.
@@ -98,20 +160,16 @@ def load_run(
         if not override.startswith("sampling."):
             raise ConfigError(f"expected sampling.KEY=VALUE, found {short_repr(override)}")
     config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *sampling])
-    saved = verify_checkpoint(Path(checkpoint)) if checkpoint else newest_checkpoint(folder, config)
-    for path in config.data.mixture or [config.data.path]:
-        if not Path(path).is_dir():
-            raise DataError(f"{path}: the run's data store is not there; give its path with --data")
-    store = match_training_data(saved, open_data(config.data.location))
+    is_other = checkpoint is not None and Path(checkpoint) != folder
+    saved = verify_checkpoint(Path(str(checkpoint))) if is_other else newest_checkpoint(folder, config)
+    store = match_training_data(saved, _open_data(folder, config))
     check_compatible(saved, config, store)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     set_matmul_precision(config)
     model = build_meta_model(config, store.manifest, device.type)
     materialize(model, device)
     ema = saved_ema(saved, model, config)
-    if weights == "ema" and ema is None:
-        raise DataError(f"{saved.path}: has no EMA of the weights (ema.decay); expected --weights trained")
-    weights = weights or ("ema" if ema is not None and config.ema.evaluate else "trained")
+    weights = _choose_weights(saved, weights, ema is not None, config.ema.evaluate)
     tensors = saved_tensors(saved, "model", config)
     # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
     load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
@@ -126,4 +184,5 @@ def load_run(
         step=saved.step,
         weights=weights,
         has_ema=ema is not None,
+        info=saved.info,
     )

@@ -1,24 +1,23 @@
 """Typed, strict settings: dataclasses from nested mappings and `key.sub=value`, and back.
 
-A setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. pydantic
-checks a config against these dataclasses: unknown keys, wrong types and values out of bounds are reported together.
+pydantic checks a config against the dataclasses whose fields `declaration.setting` declares: unknown keys, wrong types
+and values out of bounds are reported together.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, SchemaValidator
 
 from mmldlm.errors import ConfigError
+from mmldlm.settings.declaration import dump, leaves
 from mmldlm.settings.yaml import parse_yaml
 from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
@@ -48,61 +47,6 @@ SYNONYMS = {
     "max_grad_norm": "optim.clip_norm",
     "mixed_precision": "precision",
 }
-
-
-_type_hints = functools.cache(get_type_hints)
-
-
-def setting(
-    default: Any = dataclasses.MISSING,
-    doc: str = "",
-    *,
-    factory: Any = dataclasses.MISSING,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    advice: str = "",
-) -> Any:
-    """Return a dataclass field for a setting.
-
-    Args:
-        default: Default value.
-        doc: One line for `docs/settings.md`.
-        factory: Function that returns the default, for mutable values.
-        at_least: Inclusive lower bound of a number.
-        at_most: Inclusive upper bound.
-        above: Exclusive lower bound.
-        below: Exclusive upper bound.
-        advice: How to choose the value, if there is a choice to make and something is known about it.
-    """
-    bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
-    metadata = {
-        "doc": doc,
-        "advice": advice,
-        # What follows are pydantic's names.
-        "description": ". ".join(filter(None, (doc, advice))),
-        **{name: bound for name, bound in bounds.items() if bound is not None},
-    }
-    if factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
-    """Check that the setting `name` is set only where it is read, which is if the setting `under` is one of `values`.
-
-    Raises:
-        ValueError: `name` is not at its default, and nothing reads it.
-    """
-    default = next(field.default for field in dataclasses.fields(settings) if field.name == name)
-    value = getattr(settings, under)
-    if value not in values and getattr(settings, name) != default:
-        # JSON spells null, true and false as YAML does.
-        expected = "its defaults" if dataclasses.is_dataclass(default) else json.dumps(default).strip('"')
-        raise ValueError(
-            f"{name}: does nothing under {under}: {value}, expected {expected} or {under}: {' or '.join(values)}"
-        )
 
 
 def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
@@ -265,44 +209,6 @@ def nearest_key(key: str, known: set[str]) -> str:
         if candidate in known:
             return f"did you mean {candidate!r}?"
     return "see docs/settings.md for the keys"
-
-
-# --- settings of a dataclass ---------------------------------------------------------------------------------
-
-
-def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yield (dotted key, field) of every setting of `cls` and its nested dataclasses, in order of declaration."""
-    hints = _type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from leaves(hints[field.name], f"{prefix}{key_of(field)}.")
-        else:
-            yield f"{prefix}{key_of(field)}", field
-
-
-def key_of(field: dataclasses.Field[Any]) -> str:
-    """Return the key of a field. A Python keyword such as `async` has a trailing underscore as a field name."""
-    return field.name.rstrip("_")
-
-
-def dump(value: Any) -> Any:
-    """Return a settings dataclass as nested dicts and lists in order of declaration; `build` reads it back."""
-    if dataclasses.is_dataclass(value):
-        return {key_of(field): dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: dump(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [dump(item) for item in value]
-    return value
-
-
-def flat_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a settings dataclass as `dump` has them, by dotted key in order of declaration."""
-    flat: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        key, value = f"{prefix}{key_of(field)}", getattr(settings, field.name)
-        flat |= flat_settings(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: dump(value)}
-    return flat
 
 
 def to_yaml(value: Any) -> str:

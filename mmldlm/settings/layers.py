@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.errors import ConfigError
-from mmldlm.settings.fields import build, check_partial, leaves, setting
+from mmldlm.settings.declaration import leaves, setting
+from mmldlm.settings.fields import build, check_partial
 from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_yaml_text
 from mmldlm.utils.short_repr import display_name, truncate
 

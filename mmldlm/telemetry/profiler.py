@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmldlm.errors import StorageError
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 
 FOLDER = "profile"
 _MAX_ROWS = 50  # of the table

@@ -19,7 +19,7 @@ from mmldlm.config import (
     with_absolute_paths,
 )
 from mmldlm.errors import ConfigError, ExitCode, UsageError
-from mmldlm.settings.fields import flat_settings
+from mmldlm.settings.declaration import flat_settings
 from mmldlm.settings.json_schema import json_schema
 from mmldlm.settings.layers import ExtendsConfig
 from mmldlm.utils.short_repr import display_name

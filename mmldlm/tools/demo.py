@@ -29,7 +29,8 @@ from mmldlm.inference.conditions import encode_or_raise, load_run_encoder
 from mmldlm.inference.generate import sample
 from mmldlm.inference.interpolate import interpolate
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
-from mmldlm.settings.fields import build, dump, setting
+from mmldlm.settings.declaration import dump, setting
+from mmldlm.settings.fields import build
 from mmldlm.utils.short_repr import truncate
 
 HOST, DEFAULT_PORT, MIN_PORT = "127.0.0.1", 8000, 1024

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mmldlm.config import RunConfig
-from mmldlm.settings.fields import key_of
+from mmldlm.settings.declaration import key_of
 
 HEAD = """\
 # Settings

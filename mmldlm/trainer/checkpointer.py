@@ -40,7 +40,8 @@ from mmldlm.run.compatibility import (
     saved_latent_stats,
     saved_tensors,
 )
-from mmldlm.settings.fields import dump, to_yaml
+from mmldlm.settings.declaration import dump
+from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.short_repr import short_repr

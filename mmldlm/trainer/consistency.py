@@ -18,7 +18,7 @@ import mmldlm
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, StorageError
-from mmldlm.settings.fields import flat_settings
+from mmldlm.settings.declaration import flat_settings
 from mmldlm.utils.files import make_folder, probe_file, wait_until_visible
 
 if TYPE_CHECKING:

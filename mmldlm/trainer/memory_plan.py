@@ -17,7 +17,7 @@ from mmldlm.distributed.launcher import FSDP2
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.model.ops import assume_device
 from mmldlm.run.factory import build_fake_model
-from mmldlm.telemetry import free_memory_mib
+from mmldlm.telemetry.resources import free_memory_mib
 from mmldlm.trainer.memory_tracker import StepCostTracker
 
 MIB = 2**20

@@ -1,24 +1,34 @@
-"""Start-up report: hardware, resolved settings, batch sizes and versions of a run, as JSON and as lines."""
+"""Start-up report: hardware, resolved settings, batch sizes and versions of a run, as JSON and as lines.
+
+Also the other files that a start writes to the run folder.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmldlm.config import RunConfig
+from mmldlm.config import RunConfig, write_config
+from mmldlm.data.store import Store
+from mmldlm.data.store_writer import publish, write_description
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import disabled_guards, settings_to_export, unread_variables
 from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
-from mmldlm.telemetry import memory_limits
+from mmldlm.run.load import DESCRIPTION
+from mmldlm.telemetry.resources import memory_limits
 from mmldlm.trainer.setup import Components
+from mmldlm.utils.files import write_atomically
 from mmldlm.utils.host_cpus import openmp_spinning
 
 
@@ -184,3 +194,14 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     if report["not_read"]:
         lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")
     return lines
+
+
+def write_run_files(run_dir: Path, config: RunConfig, store: Store, report: Mapping[str, Any]) -> None:
+    """Write config, report and a description of the data, with which the run can be sampled without its store."""
+    write_config(config, run_dir)
+    write_atomically(run_dir / "startup.json", json.dumps(report, indent=1) + "\n")
+    temporary = run_dir / f".{DESCRIPTION}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    write_description(store, temporary)
+    publish(temporary, run_dir / DESCRIPTION, run_dir / f".{DESCRIPTION}.old")

@@ -16,8 +16,11 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
-from mmldlm.telemetry import RankTimes, StepNumbers, StepStats, Tracker, cpu_load_metrics, memory_metrics
 from mmldlm.telemetry.metrics import MetricsFile
+from mmldlm.telemetry.rank_times import RankTimes
+from mmldlm.telemetry.resources import cpu_load_metrics, memory_metrics
+from mmldlm.telemetry.step_stats import StepNumbers, StepStats
+from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
 

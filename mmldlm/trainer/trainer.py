@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig, resolve_precision, write_config
+from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.engine import is_accepted
@@ -35,19 +34,20 @@ from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.run.factory import corrupt_step, set_matmul_precision
 from mmldlm.run.load import LoadedRun
-from mmldlm.settings.fields import dump
-from mmldlm.telemetry import Notices, StepProfiler, Tracker, phase
+from mmldlm.settings.declaration import dump
+from mmldlm.telemetry.notices import Notices
+from mmldlm.telemetry.profiler import StepProfiler, phase
+from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
 from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
 from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
-from mmldlm.trainer.startup_report import report_lines, startup_report
+from mmldlm.trainer.startup_report import report_lines, startup_report, write_run_files
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
 from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
-from mmldlm.utils.files import write_atomically
 from mmldlm.utils.garbage import ScheduledCollection
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
@@ -196,8 +196,7 @@ class Trainer:
         self._garbage = self._stack.enter_context(ScheduledCollection())
         if engine.is_main:
             self._notices.write = self.tracker.message
-            write_config(config, self.run_dir)
-            write_atomically(self.run_dir / "startup.json", (json.dumps(report, indent=1) + "\n").encode())
+            write_run_files(self.run_dir, config, store, report)
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
             self.tracker.start({**report, "samples": samples}, dump(config))
             lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]

@@ -16,6 +16,7 @@ def materialize(module: nn.Module, device: torch.device | str, recurse: bool = T
     """
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        # Not `empty_like`, for which PyTorch on the meta device imports sympy: a second.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
 
     module._apply(allocate, recurse)

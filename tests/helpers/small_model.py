@@ -28,11 +28,11 @@ def small_model(
 ) -> MMDiT:
     """Two blocks; `stir` is added to every parameter, for at initialization the blocks pass their input on."""
     settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
-    torch.manual_seed(0)
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
     network = CPUHalfMMDiT if (precision != "fp32", device, backend) == (True, "cpu", "sdpa") else MMDiT
     model = network(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
     model.init_weights()
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += stir * torch.randn_like(parameter)

@@ -12,7 +12,8 @@ import yaml
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError, ExitCode
 from mmldlm.model.parts import Part
-from mmldlm.settings.fields import build, dump, leaves, to_yaml
+from mmldlm.settings.declaration import dump, leaves
+from mmldlm.settings.fields import build, to_yaml
 from mmldlm.settings.yaml import parse_yaml
 
 pytestmark = pytest.mark.quick

@@ -14,7 +14,8 @@ from jsonschema import Draft202012Validator
 
 from mmldlm.config import RunConfig, load_config, require_paths
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_code_and_cause
-from mmldlm.settings.fields import build, dump, leaves
+from mmldlm.settings.declaration import dump, leaves
+from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import MAX_BYTES
 from mmldlm.tools.config import config_schema
 from mmldlm.trainer.checkpointer import check_resume

@@ -13,7 +13,7 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_with_provenance
 from mmldlm.model.mmdit import DataShape, MMDiT, count_parameters
-from mmldlm.settings.fields import flat_settings
+from mmldlm.settings.declaration import flat_settings
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.quick

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mmldlm.config import RunConfig
-from mmldlm.settings.fields import leaves
+from mmldlm.settings.declaration import leaves
 from tests.helpers.observed_run import ASPECTS, EXPLODING, Aspect, observe
 
 MUON = ("optim.name=muon",)

@@ -16,12 +16,13 @@ import mmldlm
 from mmldlm import cli, train
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ExitCode
-from mmldlm.settings.fields import key_of, leaves
+from mmldlm.settings.declaration import key_of, leaves
 from tests.helpers.observed_run import BASE, EXPLODING
 
 PACKAGE = Path(mmldlm.__file__).parent
 # What handles settings without acting on them: files of it, and functions in others.
 FILES = (
+    "settings/declaration.py",
     "settings/fields.py",
     "settings/layers.py",
     "tools/config.py",

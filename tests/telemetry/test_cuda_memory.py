@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mmldlm.telemetry import memory_metrics
+from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.tools.report.figures import PANEL_TITLES
 
 MIB = 2**20

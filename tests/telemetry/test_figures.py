@@ -20,9 +20,10 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import load_run
-from mmldlm.telemetry import Tracker, figures
+from mmldlm.telemetry import figures
 from mmldlm.telemetry.figure_data import FigureData
 from mmldlm.telemetry.tensorboard import LAYOUT
+from mmldlm.telemetry.tracker import Tracker
 from tests.helpers.engine_runs import record_list
 from tests.helpers.tiny_config import TINY
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mmldlm.telemetry import MetricsFile
+from mmldlm.telemetry.metrics import MetricsFile
 from tests.helpers.metrics import read_metrics
 
 pytestmark = pytest.mark.quick

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import Notices, ProgressLine, resources
-from mmldlm.telemetry.notices import to_stderr
+from mmldlm.telemetry import resources
+from mmldlm.telemetry.notices import Notices, to_stderr
+from mmldlm.telemetry.progress import ProgressLine
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.quick
@@ -37,7 +38,7 @@ def test_each_warning_once_in_one_line() -> None:
         lines = heard(notices)
         warn_in_each_step(4)
     assert lines == [
-        "warning: an old name (FutureWarning in test_notices.py:29)",
+        "warning: an old name (FutureWarning in test_notices.py:30)",
         "warning: odd shape 3",
         "warning: shard 0 is slow",
         "warning: shard 1 is slow",

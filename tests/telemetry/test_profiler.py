@@ -12,7 +12,7 @@ import pytest
 from mmldlm import train
 from mmldlm.errors import ConfigError
 from mmldlm.settings.fields import build
-from mmldlm.telemetry import ProfileConfig
+from mmldlm.telemetry.profiler import ProfileConfig
 from tests.helpers.forked_runs import ForkedRuns
 
 SETTINGS = ("train.steps=6", "validation.every=0", "checkpoint.every_steps=0")

@@ -5,8 +5,8 @@ import mmap
 
 import pytest
 
-from mmldlm.telemetry import ProgressLine, memory_metrics, resident_mib
-from mmldlm.telemetry.progress import STATUS_INTERVAL_S
+from mmldlm.telemetry.progress import STATUS_INTERVAL_S, ProgressLine
+from mmldlm.telemetry.resources import memory_metrics, resident_mib
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.quick

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mmldlm.telemetry import Tracker
+from mmldlm.telemetry.tracker import Tracker
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import TEST_TIMEOUT_S

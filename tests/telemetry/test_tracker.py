@@ -6,7 +6,7 @@ import signal
 import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from mmldlm.telemetry import Tracker
+from mmldlm.telemetry.tracker import Tracker
 from tests.helpers.metrics import read_metrics
 
 

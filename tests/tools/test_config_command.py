@@ -14,7 +14,8 @@ import pytest
 
 from mmldlm import cli
 from mmldlm.config import RunConfig, load_config, write_config
-from mmldlm.settings.fields import build, leaves
+from mmldlm.settings.declaration import leaves
+from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
 from tests.helpers.user_errors import assert_user_error
 

@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator
 from mmldlm import cli
 from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError
-from mmldlm.settings.fields import build, dump, leaves
+from mmldlm.settings.declaration import dump, leaves
+from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
 from mmldlm.tools.config import config_schema
 from tests.helpers.paths import ROOT

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmldlm.errors import DataError
-from mmldlm.telemetry import MetricsFile
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.run_history import History
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until

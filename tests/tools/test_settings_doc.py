@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmldlm.config import RunConfig
-from mmldlm.settings.fields import leaves
+from mmldlm.settings.declaration import leaves
 from mmldlm.settings.yaml import MAX_BYTES
 from mmldlm.tools.settings_doc import settings_markdown
 from tests.helpers.paths import ROOT

@@ -12,7 +12,7 @@ import pytest
 import mmldlm
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
-from mmldlm.settings.fields import leaves
+from mmldlm.settings.declaration import leaves
 from mmldlm.trainer.consistency import disagreements, fingerprint, revision
 
 pytestmark = pytest.mark.quick

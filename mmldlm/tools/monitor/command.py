@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmldlm.errors import ExitCode, UsageError
-from mmldlm.settings.fields import build, leaves, set_dotted
+from mmldlm.settings.declaration import leaves
+from mmldlm.settings.fields import build, set_dotted
 from mmldlm.tools.monitor.alerts import Alert, alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
 from mmldlm.tools.monitor.view import TerminalView, snapshot_to_dict

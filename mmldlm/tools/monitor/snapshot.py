@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from mmldlm.settings.fields import setting
+from mmldlm.settings.declaration import setting
 from mmldlm.tools.run_history import RECENT_RECORDS, History, Record
 from mmldlm.tools.run_status import RunState
 

@@ -25,7 +25,7 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import exit_process
-from mmldlm.telemetry import StepNumbers, StepStats
+from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.trainer.update_check import Gradients

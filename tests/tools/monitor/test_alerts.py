@@ -210,7 +210,7 @@ def test_a_rank_that_hangs_and_is_lost(forked: ForkedRuns, tiny_config: Path, tm
 @pytest.mark.quick
 def test_first_record_with_an_alert(tmp_path: Path) -> None:
     """Where exactly they begin, from records as a run writes them."""
-    from mmldlm.telemetry import MetricsFile
+    from mmldlm.telemetry.metrics import MetricsFile
 
     file = MetricsFile(tmp_path / "metrics.jsonl", None)
     file.write("start", 0, {"total_steps": 1000})

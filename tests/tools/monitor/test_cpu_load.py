@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import MetricsFile
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
 from mmldlm.tools.run_history import History

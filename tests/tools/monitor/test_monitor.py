@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.telemetry import MetricsFile
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.monitor.snapshot import Snapshot
 from mmldlm.tools.monitor.view import BARS, PLAIN_BARS, TerminalView, sparkline
 from mmldlm.tools.run_history import History

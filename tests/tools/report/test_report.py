@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from mmldlm import cli, train
-from mmldlm.telemetry import MetricsFile
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.report import figures
 from mmldlm.tools.report.comparison import group_runs
 from mmldlm.tools.report.run_summary import RunSummary

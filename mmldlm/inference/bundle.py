@@ -1,0 +1,157 @@
+"""Bundles: a trained network with all that it takes to generate, in one folder of hashed files without pickle.
+
+    manifest.json      sizes and SHA-256 of all other files, step, versions and revision of the code that trained it
+    config.json        all settings of the run, without the paths of its machine
+    model.safetensors  one set of weights, trained or EMA
+    latents.json       mean and scale of the latents
+    tokenizer/         as transformers' AutoTokenizer reads it
+    data/              the encoder, or the name of the one that computed the latents, and sizes of the data
+    evaluation.json    figures of `mmldlm evaluate`, if it measured these weights
+    README.md          the model card
+
+It has the form of a checkpoint, so that what reads checkpoints also reads, verifies and refuses bundles.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mmldlm.checkpoint.manifest import MANIFEST, write_checkpoint_manifest
+from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
+from mmldlm.checkpoint.state import model_state
+from mmldlm.checkpoint.tensors import write_tensors
+from mmldlm.config import RunConfig
+from mmldlm.data.store_writer import write_description
+from mmldlm.evaluation.table import table
+from mmldlm.run.compatibility import LATENTS_NAME, identity
+from mmldlm.run.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
+from mmldlm.settings.declaration import dump
+from mmldlm.utils.files import file_info, fsync
+
+EVALUATION_NAME, CARD_NAME = "evaluation.json", "README.md"
+
+CARD = """\
+---
+library_name: mmldlm
+pipeline_tag: text-generation
+tags:
+- masked-diffusion
+- latent-diffusion
+- text-embeddings
+---
+
+# Multimodal Latent Diffusion Language Model
+
+One network that generates texts from latents (l2t), latents of texts (t2l), and both from noise (joint).
+Trained modes: {modes}.
+
+{description}| | |
+|---|---|
+| weights | {weights}, {parameters:,} parameters |
+| vocabulary, longest text | {vocab_size:,} tokens, {max_length} tokens |
+| latents | {latent_tokens} x {channels}, by the encoder {encoder} |
+
+## Use
+
+    pip install mmldlm
+
+    import mmldlm
+
+    model = mmldlm.load("PATH")                  # of this folder
+    model.sample(texts=["A sentence."], mode="l2t").texts
+    model.sample(texts=["A sentence."]).latents  # t2l
+    model.sample(count=3).texts                  # joint
+    model.score(["A sentence."]).bits_per_token
+
+## Evaluation
+
+{evaluation}
+"""
+
+
+def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
+    """Write a run as a bundle to an existing folder; the same run gives the same bytes.
+
+    Args:
+        run: The run, with the weights to export.
+        folder: Files of the bundle are replaced, others remain.
+        description: Markdown for the model card; by default that of the bundle which the run was loaded from.
+
+    Raises:
+        NumericalError: A weight is not finite.
+        StorageError: The weights cannot be written.
+    """
+    assert isinstance(run.model, nn.Module)
+    tensors = model_state(run.model)
+    weights = TensorGroup(1, {name: SlicedTensor.like(tensor, ((0, 0),)) for name, tensor in tensors.items()})
+    names = [tensor_file_name("model", 0, 1), BUNDLE_CONFIG, LATENTS_NAME, CARD_NAME]
+    write_tensors(folder / names[0], tensors)
+    _write(folder / BUNDLE_CONFIG, _json(dump(portable(run.config))))
+    _write(folder / LATENTS_NAME, _json(asdict(run.store.manifest.latent)))
+    run.tokenizer.save(folder / "tokenizer")
+    (folder / DESCRIPTION).mkdir(exist_ok=True)
+    write_description(run.store, folder / DESCRIPTION)
+    info = {**run.info, "identity": identity(run.config, run.store), "weights": run.weights}
+    info["description"] = description = description or str(run.info.get("description", ""))
+    evaluation = matching_evaluation(run)
+    if evaluation is not None:
+        _write(folder / EVALUATION_NAME, _json(evaluation))
+        names.append(EVALUATION_NAME)
+    _write(
+        folder / CARD_NAME, _card(run, sum(weights.tensors[name].numel for name in tensors), evaluation, description)
+    )
+    inside = [path for name in ("tokenizer", DESCRIPTION) for path in (folder / name).rglob("*") if path.is_file()]
+    paths = sorted([*(folder / name for name in names), *inside])
+    for path in paths:
+        fsync(path)
+    files = {path.relative_to(folder).as_posix(): file_info(path) for path in paths}
+    write_checkpoint_manifest(folder, run.step, files, info, {"model": weights})
+    (folder / MANIFEST).chmod(0o644)  # unlike a checkpoint, a bundle is for others
+    fsync(folder / MANIFEST)
+
+
+def portable(config: RunConfig) -> RunConfig:
+    """Return the config without paths, which are private and mean nothing elsewhere."""
+    data = replace(config.data, path="", mixture={})
+    return replace(config, run=replace(config.run, dir=""), data=data, resume="auto")
+
+
+def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
+    """Return the content of the run's `evaluation.json`; None if there is none of this step and these weights."""
+    path = run.folder / EVALUATION_NAME
+    evaluation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    same = evaluation.get("step") == run.step and evaluation.get("weights") == run.weights
+    return evaluation if same else None
+
+
+def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, description: str) -> str:
+    manifest = run.store.manifest
+    figures = "Not measured: `mmldlm evaluate`, then export again."
+    if evaluation is not None:
+        lines = "\n".join(f"    {line}".rstrip() for line in table(evaluation).splitlines())
+        figures = f"Each value with its baselines, on documents of the split {evaluation['split']}:\n\n{lines}"
+    return CARD.format(
+        modes=", ".join(run.config.trained_modes),
+        description=f"{description.strip()}\n\n" if description else "",
+        weights=run,
+        parameters=parameters,
+        vocab_size=manifest.vocab_size,
+        max_length=manifest.max_length,
+        latent_tokens=manifest.latent.tokens,
+        channels=manifest.latent.channels,
+        encoder=manifest.encoder["name"],
+        evaluation=figures,
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _write(path: Path, content: str) -> None:
+    path.write_text(content, encoding="utf-8")

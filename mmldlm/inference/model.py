@@ -1,0 +1,252 @@
+"""`Model`: a trained network in three methods, `sample`, `encode` and `score`.
+
+Shape letters: n texts or conditions, B generated samples, M latent tokens of a sample, C latent channels, T draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from mmldlm.batch import Batch
+from mmldlm.data.encoders import LatentEncoder
+from mmldlm.diffusion.likelihood import BOUND_SAMPLER, bound_terms
+from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
+from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.errors import UsageError
+from mmldlm.inference.conditions import check_latents, encode_or_raise, load_run_encoder
+from mmldlm.inference.generate import sample, tokenize_texts
+from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.settings.declaration import dump, restore
+from mmldlm.utils.ratio import Ratio, ratio_of_sums
+
+if TYPE_CHECKING:
+    _HubMixin: Any = object
+else:
+    try:
+        from huggingface_hub import ModelHubMixin as _HubMixin
+    except ImportError:  # the extra `hub` is not installed
+        _HubMixin = object
+
+
+@dataclass(frozen=True)
+class Samples:
+    """B generated samples, those of one condition next to each other; what was given is returned unchanged.
+
+    Attributes:
+        texts: The texts.
+        tokens: Token ids of each text.
+        latents: float32 [B, M, C] on the encoder's scale.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    latents: np.ndarray
+
+
+@dataclass(frozen=True)
+class Score:
+    """Upper bounds on the negative log-likelihood of n texts, given their numbers of tokens.
+
+    Attributes:
+        nats: The bound of each text, float64 [n]; an unbiased estimate.
+        standard_errors: Its standard error over the T draws, float64 [n]; NaN for one draw.
+        tokens: Tokens of each text, int64 [n].
+    """
+
+    nats: np.ndarray
+    standard_errors: np.ndarray
+    tokens: np.ndarray
+
+    @property
+    def bits_per_token(self) -> Ratio:
+        """Bits of all texts per token, with the standard error and the 95 % interval over texts (from two on)."""
+        return ratio_of_sums(self.nats, self.tokens.astype(np.float64)) * (1 / math.log(2))
+
+
+class Model(_HubMixin):
+    """A trained network from a bundle, a run folder or, by `from_pretrained`, a model hub.
+
+    Args:
+        path: Bundle of `mmldlm export`, whose files are verified, or a run folder.
+        device: Device of the network; by default the GPU, if there is one.
+
+    Raises:
+        DataError: The folder is no bundle, or a file of it is damaged; the message names it.
+    """
+
+    def __init__(self, path: str | Path, device: str | None = None):
+        self.run: LoadedRun = load_run(path, device=device)
+
+    def __str__(self) -> str:
+        return f"{self.run.folder}: {self.run}"
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes that the network was trained for."""
+        return self.run.config.trained_modes
+
+    @property
+    def latent_shape(self) -> tuple[int, int]:
+        """(M, C)."""
+        return self.run.store.manifest.latent.tokens, self.run.store.manifest.latent.channels
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest text."""
+        return self.run.store.manifest.max_length
+
+    @cached_property
+    def _encoder(self) -> LatentEncoder:
+        return load_run_encoder(self.run)
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the encoder's latents of n texts on its own scale, float32 [n, M, C].
+
+        Raises:
+            DataError: The encoder has no latent for a text; one whose latents were imported has none for any.
+        """
+        return encode_or_raise(self._encoder, _as_list(texts), ", or latents")
+
+    def sample(
+        self,
+        texts: Sequence[str] | None = None,
+        latents: np.ndarray | None = None,
+        *,
+        mode: Mode | None = None,
+        count: int = 1,
+        lengths: int | Sequence[int] | None = None,
+        seed: int = 0,
+        **sampling: Any,
+    ) -> Samples:
+        """Generate texts from latents (l2t), latents from texts (t2l), or both from noise (joint).
+
+        Args:
+            texts: n conditions: in t2l the texts, in l2t texts whose latents by the encoder are the conditions.
+            latents: n conditions in l2t: float [n, M, C] on the encoder's scale, or [n, C] if M is 1.
+            mode: l2t, t2l or joint; by default l2t for latents, t2l for texts and joint without a condition.
+            count: Samples per condition; in joint, which has none, the number of samples.
+            lengths: Tokens of each text: one number, or one for each of the n conditions; by default from the length
+                head, its median in l2t and a draw in joint.
+            seed: Seed of the random numbers.
+            **sampling: Settings that replace the run's own `sampling`, such as steps, temperature, top_p or guidance.
+
+        Returns:
+            B = n x count samples.
+
+        Raises:
+            UsageError: The arguments do not fit together, or the network was not trained for guidance.
+            ConfigError: There is no such sampling setting, or it is out of bounds.
+            DataError: A text or a latent cannot be a condition.
+        """
+        mode = mode or ("l2t" if latents is not None else "t2l" if texts is not None else "joint")
+        given = [name for name, value in (("texts", texts), ("latents", latents)) if value is not None]
+        accepted = {"l2t": (["texts"], ["latents"]), "t2l": (["texts"],), "joint": ([],)}
+        if mode not in accepted or given not in accepted[mode]:
+            raise UsageError(
+                f"mode {mode}: found {' and '.join(given) or 'no condition'}, expected texts or latents in l2t, texts "
+                "in t2l, and neither in joint"
+            )
+        if count < 1:
+            raise UsageError(f"count: expected at least 1, found {count}")
+        for length in [lengths] if isinstance(lengths, int) else lengths or ():
+            if mode == "t2l" or not 1 <= length <= self.max_length:
+                raise UsageError(f"lengths: expected 1 to {self.max_length}, and none in t2l, found {length} in {mode}")
+        if "steps" in sampling:
+            sampling.setdefault("t2l_steps", sampling["steps"])
+        config = restore(SamplingConfig, {**dump(self.run.config.sampling), **sampling}, "sampling.")
+        raw = None if latents is None else check_latents(self.run, np.asarray(latents), "latents")
+        if mode == "l2t" and texts is not None:
+            raw = self.encode(texts)
+        conditions = _as_list(texts) if mode == "t2l" and texts is not None else None
+        generation, generated = sample(self.run, mode, config, seed, raw, conditions, count, lengths)
+        return Samples(generated, generation.split(), generation.latents.numpy())
+
+    @torch.no_grad()
+    def score(
+        self,
+        texts: Sequence[str],
+        latents: np.ndarray | None = None,
+        *,
+        draws: int = 4,
+        seed: int = 0,
+        batch_size: int = 64,
+    ) -> Score:
+        """Estimate the likelihood bound of n texts as `mmldlm evaluate` does, alone or given latents.
+
+        Args:
+            texts: The texts.
+            latents: float [n, M, C] on the encoder's scale, such as `encode(texts)`; None: without latents, for which
+                the network must have trained joint.
+            draws: T, noise times per text; each costs one forward pass.
+            seed: Seed of the noise.
+            batch_size: Texts per forward pass.
+
+        Raises:
+            UsageError: The network was not trained for that, or a number is out of range.
+            DataError: A text has no tokens or too many, or a latent has another shape.
+        """
+        run, mode = self.run, "joint" if latents is None else "l2t"
+        if mode not in self.modes:
+            raise UsageError(
+                f"score {'without' if latents is None else 'given'} latents: expected a network that "
+                f"trained {mode}, found {', '.join(self.modes)}"
+            )
+        if min(draws, batch_size) < 1:
+            raise UsageError(f"draws, batch_size: expected at least 1, found {draws}, {batch_size}")
+        ids = tokenize_texts(run, _as_list(texts))
+        raw = None if latents is None else check_latents(run, np.asarray(latents), "latents")
+        if raw is not None and len(raw) != len(ids):
+            raise UsageError(f"latents: expected one for each of {len(ids)} texts, found {len(raw)}")
+        standardized = (
+            np.zeros((len(ids), *self.latent_shape), np.float32) if raw is None else run.store.standardize(raw)
+        )
+        terms = np.zeros((draws, len(ids)))
+        for draw in range(draws):
+            for slots in torch.arange(len(ids)).split(batch_size):
+                tokens = [ids[slot] for slot in slots.tolist()]
+                conditions = torch.from_numpy(standardized[slots.numpy()])
+                flat = torch.tensor([token for text in tokens for token in text])
+                batch = Batch(flat, conditions, tuple(map(len, tokens)), slots, slots)
+                noise = draw_noise(batch, seed, draw, len(ids), mode_weights("l2t"), BOUND_SAMPLER)
+                noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if raw is None else 0.0))
+                mask_id = run.store.manifest.mask_id
+                drawn = bound_terms(run.model, mask_id, run.objective.latent, batch, noise, run.device)
+                terms[draw, slots.numpy()] = drawn[3]
+        errors = terms.std(0, ddof=1) / math.sqrt(draws) if draws > 1 else np.full(len(ids), math.nan)
+        return Score(terms.mean(0), errors, np.array([len(text) for text in ids]))
+
+    # --- huggingface_hub ------------------------------------------------------------------------------------
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Write the bundle, for `save_pretrained` and `push_to_hub`."""
+        from mmldlm.inference.bundle import write_bundle
+
+        write_bundle(self.run, save_directory)
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, revision: str | None, device: str | None = None, **download: Any
+    ) -> Model:
+        """Load a local bundle, or download one: for `from_pretrained`."""
+        if not Path(model_id).is_dir():
+            from huggingface_hub import snapshot_download
+
+            model_id = snapshot_download(model_id, revision=revision, **download)
+        return cls(model_id, device)
+
+
+def load(path: str | Path, device: str | None = None) -> Model:
+    """Load a bundle of `mmldlm export`, or a run folder, see `Model`."""
+    return Model(path, device)
+
+
+def _as_list(texts: Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)

@@ -1,0 +1,191 @@
+"""Declaration of settings: dataclasses whose fields carry documentation and bounds.
+
+A setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. This
+module needs the standard library only, so that a trained network can be loaded without pydantic and YAML: `restore`
+reads the config of a bundle. `fields` builds the dataclasses from configs that people write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mmldlm.errors import ConfigError
+from mmldlm.utils.short_repr import short_repr
+
+T = TypeVar("T")
+
+_BOUNDS = {  # by pydantic's names
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
+_type_hints = functools.cache(get_type_hints)
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    doc: str = "",
+    *,
+    factory: Any = dataclasses.MISSING,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    advice: str = "",
+) -> Any:
+    """Return a dataclass field for a setting.
+
+    Args:
+        default: Default value.
+        doc: One line for `docs/settings.md`.
+        factory: Function that returns the default, for mutable values.
+        at_least: Inclusive lower bound of a number.
+        at_most: Inclusive upper bound.
+        above: Exclusive lower bound.
+        below: Exclusive upper bound.
+        advice: How to choose the value, if there is a choice to make and something is known about it.
+    """
+    bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
+    metadata = {
+        "doc": doc,
+        "advice": advice,
+        # What follows are pydantic's names.
+        "description": ". ".join(filter(None, (doc, advice))),
+        **{name: bound for name, bound in bounds.items() if bound is not None},
+    }
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
+    """Check that the setting `name` is set only where it is read, which is if the setting `under` is one of `values`.
+
+    Raises:
+        ValueError: `name` is not at its default, and nothing reads it.
+    """
+    default = next(field.default for field in dataclasses.fields(settings) if field.name == name)
+    value = getattr(settings, under)
+    if value not in values and getattr(settings, name) != default:
+        # JSON spells null, true and false as YAML does.
+        expected = "its defaults" if dataclasses.is_dataclass(default) else json.dumps(default).strip('"')
+        raise ValueError(
+            f"{name}: does nothing under {under}: {value}, expected {expected} or {under}: {' or '.join(values)}"
+        )
+
+
+# --- settings of a dataclass ---------------------------------------------------------------------------------
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yield (dotted key, field) of every setting of `cls` and its nested dataclasses, in order of declaration."""
+    hints = _type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(hints[field.name], f"{prefix}{key_of(field)}.")
+        else:
+            yield f"{prefix}{key_of(field)}", field
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the key of a field. A Python keyword such as `async` has a trailing underscore as a field name."""
+    return field.name.rstrip("_")
+
+
+def dump(value: Any) -> Any:
+    """Return a settings dataclass as nested dicts and lists in order of declaration; `build` reads it back."""
+    if dataclasses.is_dataclass(value):
+        return {key_of(field): dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: dump(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [dump(item) for item in value]
+    return value
+
+
+def flat_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a settings dataclass as `dump` has them, by dotted key in order of declaration."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        key, value = f"{prefix}{key_of(field)}", getattr(settings, field.name)
+        flat |= flat_settings(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: dump(value)}
+    return flat
+
+
+# --- reading back without pydantic ------------------------------------------------------------------------------
+
+
+def restore(cls: type[T], tree: Any, prefix: str = "") -> T:
+    """Build the dataclass `cls` from the JSON values of its `dump`; missing keys take their defaults.
+
+    Args:
+        cls: The settings dataclass.
+        tree: What `dump` returned, before or after a way through JSON, which turns integer keys into text.
+        prefix: Dotted key of `tree` with a trailing dot, for messages.
+
+    Raises:
+        ConfigError: One line about the first value of another type or out of bounds, or an unknown key.
+    """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: expected keys below it, found {short_repr(tree)}")
+    fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    settings: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in fields:
+            raise ConfigError(f"unknown key {short_repr(name)}, expected one of {', '.join(fields)}")
+        field, hint = fields[key], _type_hints(cls)[fields[key].name]  # type: ignore[arg-type]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            settings[field.name] = restore(hint, value, f"{name}.")
+            continue
+        try:
+            settings[field.name] = value = _read(hint, value)
+        except TypeError:
+            raise ConfigError(f"{name}: expected {_describe(hint)}, found {short_repr(value)}") from None
+        for bound, (words, holds) in _BOUNDS.items():
+            if bound in field.metadata and type(value) in (int, float) and not holds(value, field.metadata[bound]):
+                raise ConfigError(f"{name}: must be {words} {field.metadata[bound]:g}, found {short_repr(value)}")
+    try:
+        return cls(**settings)
+    except ValueError as error:  # of __post_init__, whose message begins with the name of the setting
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """Return a JSON value as the type `hint`; TypeError if it is of another type, or no finite number."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        for arg in args:
+            with suppress(TypeError):
+                return _read(arg, value)
+    elif origin is Literal:
+        if any(type(value) is type(arg) and value == arg for arg in args):
+            return value
+    elif origin in (list, tuple):
+        if isinstance(value, (list, tuple)) and (origin is list or len(value) == len(args)):
+            return origin(_read(args[0], item) for item in value)
+    elif origin is dict:
+        if isinstance(value, Mapping):
+            # JSON has no integers as keys.
+            keys = [int(key) if args[0] is int and str(key).isdecimal() else key for key in value]
+            return {_read(args[0], key): _read(args[1], item) for key, item in zip(keys, value.values(), strict=True)}
+    elif hint is float:
+        if type(value) in (int, float) and abs(value) < math.inf:
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise TypeError
+
+
+def _describe(hint: Any) -> str:
+    """Return a type for a message, such as `int | None`."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -1,0 +1,48 @@
+"""`mmldlm export RUN OUT`: a run as a folder that needs neither its data store nor the trainer's dependencies."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from mmldlm.errors import DataError, UsageError
+from mmldlm.inference.bundle import EVALUATION_NAME, matching_evaluation, write_bundle
+from mmldlm.run.load import add_run_options, load_run
+from mmldlm.utils.files import fsync, make_folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm export`; returns the exit code."""
+    parser = argparse.ArgumentParser("mmldlm export", description=__doc__)
+    add_run_options(parser)
+    parser.add_argument("out", type=Path, help="folder of the bundle, which must not exist")
+    parser.add_argument("--card", type=Path, metavar="FILE", help="Markdown to include in the model card")
+    options = parser.parse_args(argv)
+    out: Path = options.out
+    if out.exists():
+        raise UsageError(f"{out}: exists already, expected a new folder")
+    description = _read(options.card) if options.card else ""
+    run = load_run(options.run, options.checkpoint, options.data, options.weights, device="cpu")
+    # Complete or not there at all: everything is written to a folder beside it, which is then renamed.
+    temporary = out.absolute().with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(temporary)
+    try:
+        write_bundle(run, temporary, description)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    fsync(out.absolute().parent)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    if (run.folder / EVALUATION_NAME).is_file() and matching_evaluation(run) is None:
+        print(f"{run.folder / EVALUATION_NAME}: is not of {run}, so the model card has no figures")
+    print(f"{out}: {run}, {size / 2**20:.1f} MiB; mmldlm sample {out} --text ..., or mmldlm.load({str(out)!r})")
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"--card: {path} cannot be read: {error}") from None
