@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from mmldlm.config import split_arguments
 from mmldlm.data.prepare.readers.tables import pyarrow
 from mmldlm.errors import DataError, ExitCode, UsageError
@@ -16,6 +14,7 @@ from mmldlm.tools.convert.lgdlm import LAYOUTS, find_layout, read_samples
 from mmldlm.tools.convert.lgdlm_config import convert_config, summary_lines, to_config_text, to_table
 from mmldlm.tools.convert.lgdlm_dat import INDEX, DatContents, row_type
 from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample
+from mmldlm.utils.progress import Progress, print_status
 
 GROUP_BYTES = 1 << 24  # of a row group, which is held in memory until it is written
 
@@ -64,14 +63,14 @@ def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> It
         DataError: A sample cannot be read, without `skip`.
     """
     num_skipped = 0
-    for location, read in tqdm(samples, desc="convert", unit=" samples", leave=False, disable=None):
+    for location, read in samples:
         try:
             sample = read()
             f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot hold
         except (UnusableSample, UnicodeEncodeError) as error:
             if not skip:
                 raise DataError(f"{location}: {error}; --on-problem skip leaves such samples out") from None
-            tqdm.write(f"{location}: {error}", file=sys.stderr)
+            print_status(f"{location}: {error}")
             num_skipped += 1
         else:
             yield sample
@@ -98,7 +97,10 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     out.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".incomplete")
     try:
-        num_samples = write_parquet(temporary, _usable(read_samples(source, layout, dat, notes), skip, notes))
+        with Progress() as progress:
+            progress.phase("converting", announce=False)
+            samples = progress.track(read_samples(source, layout, dat, notes), "samples")
+            num_samples = write_parquet(temporary, _usable(samples, skip, notes))
         if not num_samples:
             raise DataError(f"{source}: no usable samples of the layout {layout}")
         temporary.rename(path)

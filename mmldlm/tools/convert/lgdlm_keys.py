@@ -319,7 +319,7 @@ RULES: dict[str, Rule] = {
     **_drop("BASE_LR", "optim.lr, with optim.lr_scaling: sqrt and optim.lr_reference_batch: 32"),
     **_drop("L2T_CONFIG", "the config to convert"),
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": _heartbeat,
-    "NCCL_TIMEOUT": _to("distributed.timeout_s", "nothing reads the variable: LGDLM had PyTorch's default"),
+    "NCCL_TIMEOUT": _to("distributed.timeout_s", "nothing reads the variable: LGDLM's timeout was 30 minutes"),
     "TORCH_DISTRIBUTED_TIMEOUT": _to("distributed.timeout_s", "nothing reads the variable"),
     **_drop("NCCL_SOCKET_TIMEOUT", "nothing reads the variable"),
     "TORCH_NCCL_BLOCKING_WAIT": _flag("distributed.blocking_wait"),
