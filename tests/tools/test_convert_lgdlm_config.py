@@ -130,6 +130,9 @@ def test_files_of_defaults_are_read_if_they_are_there(configs: Path, tmp_path: P
     alone = write_configs(tmp_path / "alone", groups=())
     assert convert(alone / "mmdit_1024d.yaml")["optim.betas"] == [0.9, 0.95]
     assert "optim.name" in convert(alone / "mmdit_1024d.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("defaults: 5\nmodel: {n_blocks: 3}\n")
+    assert convert(broken)["model.depth"] == 3
     together = convert_config(configs / "mmdit_1024d.yaml")
     assert together.settings["log.every"] == 100, "the file itself comes last"
     assert next(row for row in together.rows if row.key == "optimizer.beta2").outcome == Outcome(
@@ -144,6 +147,8 @@ def test_files_of_defaults_are_read_if_they_are_there(configs: Path, tmp_path: P
         ("model.type=diffusion", "model.type: expected multimodal_mmdit, found 'diffusion'; no other can be converted"),
         ("training.dtype=fp64", "training.dtype: expected bf16, bfloat16, fp16"),
         ("training.train_batch_size=many", "training.train_batch_size: expected a whole number, at least 1, found 'ma"),
+        ("loss.loss_type=[l2t]", "loss.loss_type: expected unconditional, l2t, t2l"),
+        ("training.lr_schedule=[cosine]", "training.lr_schedule: expected constant, cosine, linear, found ['cosine']"),
         ("loss.loss_type=both", "loss.loss_type: expected unconditional, l2t, t2l"),
         ("+training.loss_type=t2l", "mode is 'l2t' by loss.loss_type and 't2l' by training.loss_type; expected one"),
         ("optimizer.lr=fast", "converted: optim.lr: expected number, found 'fast'"),

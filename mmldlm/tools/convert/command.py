@@ -88,7 +88,7 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     pyarrow()
     path, notes = out / "lgdlm.parquet", list[str]()
     if not source.is_dir():
-        raise DataError(f"{source}: no such folder; expected data of LGDLM")
+        raise DataError(f"{source}: no such folder or file; expected data or a YAML file of LGDLM")
     if path.exists():
         raise UsageError(f"{path}: exists already; expected another folder")
     layout = layout or find_layout(source)

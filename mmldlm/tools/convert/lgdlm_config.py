@@ -101,12 +101,13 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the values of a YAML file and of the files that its `defaults` name, by dotted key."""
     tree = read_yaml(path)
     base: dict[str, Any] = {}
-    for entry in tree.get("defaults") or ():
+    defaults = tree.get("defaults")
+    for entry in defaults if isinstance(defaults, list) else ():
         for group, name in entry.items() if isinstance(entry, dict) else ():
             file = path.parent / str(group) / f"{name}.yaml"
             if file.is_file():
                 base |= _flatten({group: read_yaml(file)})
-    return base | dict(_flatten(tree))
+    return base | _flatten(tree)
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

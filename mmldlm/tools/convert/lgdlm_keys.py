@@ -5,7 +5,7 @@ What is said here of LGDLM was read in its code: `train_mmdit.py`, `improved_tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,15 @@ class Outcome:
 Rule = Callable[[str, Any, Old], Outcome]
 
 
+def _is_one_of(value: Any, names: Container[Any]) -> bool:
+    return isinstance(value, str | bool) and value in names  # other types may have no hash
+
+
 def _to(target: str, why: str = "", values: Mapping[Any, Any] | None = None) -> Rule:
     """Return the rule of a key that is `target` here, with the same values or those of `values`."""
 
     def rule(key: str, value: Any, old: Old) -> Outcome:
-        if values is not None and (not isinstance(value, str | bool) or value not in values):
+        if values is not None and not _is_one_of(value, values):
             expected = ", ".join(str(name).lower() if isinstance(name, bool) else name for name in values)
             raise ConfigError(f"{key}: expected {expected}, found {short_repr(value)}")
         return Outcome({target: value if values is None else values[value]}, why)
@@ -87,7 +91,7 @@ _MODES = {"unconditional": "joint", "l2t": "l2t", "t2l": "t2l"}
 
 
 def _loss_type(key: str, value: Any, old: Old) -> Outcome:
-    if value in _MODES:
+    if _is_one_of(value, _MODES):
         why = "" if value == "unconditional" else "at all noise times; LGDLM trained it at noise time 1 alone"
         return Outcome({"mode": _MODES[value]}, why)
     if value == "random":
@@ -119,7 +123,7 @@ def _sequential_schedule(key: str, value: Any, old: Old) -> Outcome:
         return Outcome({}, "counts epochs: set mode and mode_schedule, which counts steps")
     start, modes = 0, dict[int, str]()
     for part in value:
-        if part["type"] not in _MODES:
+        if not _is_one_of(part["type"], _MODES):
             raise ConfigError(f"{key}: expected types {', '.join(_MODES)}, found {short_repr(part['type'])}")
         modes[start] = _MODES[part["type"]]
         start += _whole(f"{key}: steps", part["steps"])
@@ -173,7 +177,7 @@ def _optimizer(key: str, value: Any, old: Old) -> Outcome:
 
 def _lr_schedule(key: str, value: Any, old: Old) -> Outcome:
     ratios = {"cosine": 0.1, "linear": 0.0}
-    if value in ratios:
+    if _is_one_of(value, ratios):
         return Outcome({"schedule.lr": value, "schedule.min_lr_ratio": ratios[value]}, "decays until train.steps")
     outcome = _to("schedule.lr", values={"constant": "constant"} | dict.fromkeys(ratios))(key, value, old)
     return Outcome(outcome.settings, "LGDLM had no warmup with it: optim.warmup_steps: 0")
