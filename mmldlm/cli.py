@@ -14,7 +14,7 @@ from mmldlm.utils.malloc import configure_cuda_allocator
 
 COMMANDS = {
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
-    "convert": ("mmldlm.tools.convert.command", "data of the LGDLM trainer to Parquet for prepare"),
+    "convert": ("mmldlm.tools.convert.command", "data and run configs of the LGDLM trainer"),
     "data": ("mmldlm.data.inspect_command", "inspect or verify a data store"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),

@@ -29,7 +29,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.attention import BACKENDS
 from mmldlm.model.cpu_half import has_bf16_instructions
-from mmldlm.model.mmdit import DataShape
+from mmldlm.model.mmdit import DataShape, Prediction
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
@@ -303,8 +303,8 @@ class OldPractice(FeedTrainer):
         layout: PackedLayout,
         positions: Tensor,
         targets: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Stand in for the network: return what it returns for `targets`, computed from logits."""
+    ) -> Prediction:
+        """Stand in for the network: return what it returns for `targets`, computed from logits, without accuracy."""
         rows, labels = positions, targets
         if "head" in self.practices:
             rows = torch.arange(len(tokens), device=tokens.device)
@@ -313,7 +313,8 @@ class OldPractice(FeedTrainer):
         nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         if "reads" in self.practices:
             self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]
-        return nll.index_select(0, positions) if "head" in self.practices else nll, latent, length_logits
+        nll = nll.index_select(0, positions) if "head" in self.practices else nll
+        return Prediction(nll, latent, length_logits, is_best=nll.new_zeros(1))
 
     def _read(self, loss: Tensor, sums: Tensor) -> None:
         bins = self.components.objective.stats.num_bins

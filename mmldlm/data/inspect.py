@@ -26,6 +26,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import partition_items, verify_items
 from mmldlm.errors import DataError
 from mmldlm.utils.files import sha256
+from mmldlm.utils.progress import Progress
 
 _MAX_NORM_SAMPLES = 10_000  # samples per split whose latent norms are computed
 _MAX_REPORTED = 100  # bad samples per shard
@@ -132,12 +133,13 @@ def _bars(histogram: dict[str, Any]) -> Iterator[str]:
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def verify_store(path: Path, threads: int | None = None) -> list[str]:
+def verify_store(path: Path, threads: int | None = None, progress: Progress | None = None) -> list[str]:
     """Verify all files and samples of a store, and the numbers of its manifest.
 
     Args:
         path: Folder of the store.
         threads: Files that are read at a time; by default the number of CPU cores, at most 8.
+        progress: Counts the shards and other files; None shows nothing.
 
     Returns:
         A line for every damaged file, bad sample, and number that contradicts the data; empty if the store is intact.
@@ -161,7 +163,9 @@ def verify_store(path: Path, threads: int | None = None) -> list[str]:
 
     # Threads suffice: hashing and NumPy release the GIL.
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        problems = [line for lines in pool.map(verify_item, items) for line in lines]
+        verified = pool.map(verify_item, items)
+        verified = progress.track(verified, "shards and files", len(items)) if progress else verified
+        problems = [line for lines in verified for line in lines]
     if problems:
         return problems  # contradictions would only repeat them in other words
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from mmldlm.data import inspect as inspection
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.progress import Progress
 
 _MAX_PRINTED = 20  # problems
 
@@ -41,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         info = inspection.info(Store.open(options.store))
         print(json.dumps(info, indent=1, ensure_ascii=False) if options.json else inspection.describe(info))
     elif options.command == "verify":
-        problems = inspection.verify_store(options.store, options.threads)
+        with Progress() as progress:
+            progress.phase("verifying", announce=False)
+            problems = inspection.verify_store(options.store, options.threads, progress)
         for problem in problems[:_MAX_PRINTED]:
             print(problem)
         if problems:

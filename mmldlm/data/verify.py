@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.partition import partition_by_size
+from mmldlm.utils.progress import Progress
 
 if TYPE_CHECKING:
     from mmldlm.distributed.engine import Engine
@@ -60,7 +61,10 @@ def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tu
     with engine.raise_on_all_ranks("verification of the data"):
         if full:
             # One more than allowed is kept, so that the error can name the first of too many.
-            count, bad = verify_part(store, sharing.index(engine.rank), len(sharing), max_bad_samples + 1)
+            with Progress(engine.rank == 0) as progress:
+                progress.phase("verifying the data", announce=False)
+                part, parts = sharing.index(engine.rank), len(sharing)
+                count, bad = verify_part(store, part, parts, max_bad_samples + 1, progress=progress)
     # All copies have equal hashes and so the same bad samples: count those of rank 0's copy.
     local_result = (count, bad) if 0 in sharing else (0, [])
     results = engine.gather(local_result, "bad samples of the data")
@@ -97,9 +101,14 @@ def _leave_out(
 
 
 def verify_part(
-    store: Store, part: int = 0, parts: int = 1, keep: int = 1, splits: Sequence[str] = TRAINING_SPLITS
+    store: Store,
+    part: int = 0,
+    parts: int = 1,
+    keep: int = 1,
+    splits: Sequence[str] = TRAINING_SPLITS,
+    progress: Progress | None = None,
 ) -> tuple[int, list[BadSample]]:
-    """Verify the `part`-th of `parts` nearly equal parts of `splits`.
+    """Verify the `part`-th of `parts` nearly equal parts of `splits`, and count its files in `progress`.
 
     Returns:
         The number of bad samples, and the first `keep` of them.
@@ -107,10 +116,12 @@ def verify_part(
     Raises:
         DataError: Names the first file that is damaged.
     """
-    return verify_items(store, partition_items(store, parts, splits)[part], keep)
+    items = sorted(partition_items(store, parts, splits)[part])
+    tracked = progress.track(items, "shards and files", len(items)) if progress else items
+    return verify_items(store, tracked, keep)
 
 
-def verify_items(store: Store, items: Sequence[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
+def verify_items(store: Store, items: Iterable[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
     """Verify shards and files, given as `partition_items` returns them.
 
     Returns:
@@ -120,7 +131,7 @@ def verify_items(store: Store, items: Sequence[tuple[int, int, str]], keep: int)
         DataError: Names the first file that is damaged.
     """
     count, bad = 0, list[BadSample]()
-    for split, index, name in sorted(items):
+    for split, index, name in items:
         if split < len(SPLITS):
             bad_in_shard = _verify_shard(store, split, index)
             count, bad = count + len(bad_in_shard), (bad + bad_in_shard)[:keep]

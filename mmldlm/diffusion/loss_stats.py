@@ -25,7 +25,7 @@ class LossStats:
     Args:
         num_noise_bins: Number of noise bins.
         latent_weight, length_weight: Weights of the losses in the total.
-        aux_losses: Names of the terms that only training adds, and of learned weights.
+        aux_losses: Names of the terms that only training adds, of learned weights, and "accuracy" if it is counted.
     """
 
     def __init__(self, num_noise_bins: int, latent_weight: float, length_weight: float, aux_losses: tuple[str, ...]):
@@ -43,7 +43,7 @@ class LossStats:
         noise_bin = (t * self.num_noise_bins).long().clamp_max(self.num_noise_bins - 1)
         return mode * self.num_noise_bins + noise_bin
 
-    def counts(self, text_bin: Tensor, latent_bin: Tensor, loss_tokens: Tensor) -> Tensor:
+    def counts(self, text_bin: Tensor, latent_bin: Tensor, loss_tokens: Tensor, num_masked: int) -> Tensor:
         """Return the denominators [S]: tokens by bin, samples by bin, all samples, then those of `aux_losses`.
 
         Samples by bin are those whose latent is trained.
@@ -51,6 +51,7 @@ class LossStats:
         Args:
             text_bin, latent_bin: Bins of the samples [B].
             loss_tokens: Tokens of each sample that the text loss is a mean over [B].
+            num_masked: Number of masked tokens, which the accuracy is a mean over.
         """
         tokens = torch.zeros(self.num_bins, dtype=torch.float64).index_add(0, text_bin, loss_tokens.double())
         samples = torch.bincount(latent_bin, minlength=self.num_bins).double()
@@ -58,7 +59,8 @@ class LossStats:
         total = samples.sum()
         tokens.view(len(MODES), -1)[MODES.index("t2l")] = 0
         samples.view(len(MODES), -1)[MODES.index("l2t")] = 0
-        aux_counts = {"label_smoothing": tokens.sum(), "z": tokens.sum()}  # learned weights count once per micro-batch
+        aux_counts = {"label_smoothing": tokens.sum(), "z": tokens.sum(), "accuracy": total.new_tensor(num_masked)}
+        # Learned weights count once per micro-batch.
         aux = [aux_counts.get(name, torch.ones_like(total)) for name in self.aux_losses]
         return torch.cat([tokens, samples, torch.stack([total, *aux])])
 
@@ -67,7 +69,7 @@ class LossStats:
         return sum(counts[: self.num_bins]), sum(counts[self.num_bins : 2 * self.num_bins]), counts[2 * self.num_bins]
 
     def summary(self, sums: Tensor, counts: Tensor, coarsen: int = 1) -> dict[str, float]:
-        """Return mean losses by name; nats per token for text.
+        """Return mean losses by name, and the accuracy; nats per token for text.
 
         The total has the weights of the config even if others are learned, and no time weighting, so that it can be
         compared with validation and with other runs. Losses of noise bins are over all modes.
@@ -96,6 +98,7 @@ class LossStats:
             if bin_sums.shape[1] > 1:
                 by_bin = zip(noise_bin_names(bin_sums.shape[1]), bin_sums.sum(0), bin_counts.sum(0), strict=True)
                 details |= _means({f"loss/{name}{_NOISE_BIN}{part}": (value, count) for part, value, count in by_bin})
+        accuracy = {"accuracy/masked_tokens": aux.pop("accuracy")} if "accuracy" in aux else {}
         losses["loss/length"] = float(sums[2 * num_bins] / counts[2 * num_bins])
         losses["loss/total"] = (
             losses.get("loss/text", 0.0)
@@ -103,7 +106,7 @@ class LossStats:
             + self.length_weight * losses["loss/length"]
             + sum(aux.get(name, 0.0) for name in ("label_smoothing", "z"))
         )
-        return losses | {f"loss/{name}": value for name, value in aux.items()} | details
+        return losses | {f"loss/{name}": value for name, value in aux.items()} | accuracy | details
 
     def by_noise_bin(self, sums: Tensor, counts: Tensor) -> dict[str, list[float]]:
         """Return mean losses by noise bin, from t = 0 to 1, of each measured modality and mode ("text_l2t").

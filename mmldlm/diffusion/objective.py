@@ -165,18 +165,27 @@ class Objective:
         text: Diffusion of the text.
         latent: Diffusion of the latents.
         num_noise_bins: Number of noise bins.
+        accuracy: Count the tokens that are predicted right, for networks in training that return `Prediction.is_best`.
 
     Attributes:
         stats: Entries of the reported sums [S] and their counts.
     """
 
-    def __init__(self, config: LossConfig, text: MaskedDiffusion, latent: GaussianDiffusion, num_noise_bins: int = 1):
+    def __init__(
+        self,
+        config: LossConfig,
+        text: MaskedDiffusion,
+        latent: GaussianDiffusion,
+        num_noise_bins: int = 1,
+        accuracy: bool = False,
+    ):
         self.config, self.text, self.latent = config, text, latent
         enabled = {
             "label_smoothing": config.label_smoothing > 0,
             "z": config.z_loss > 0,
             "text_weight": config.latent_weighting == "uncertainty",
             "latent_weight": config.latent_weighting == "uncertainty",
+            "accuracy": accuracy,
         }
         aux_losses = tuple(name for name, is_enabled in enabled.items() if is_enabled)
         self.stats = LossStats(num_noise_bins, config.latent_weight, config.length_weight, aux_losses)
@@ -234,7 +243,7 @@ class Objective:
             trained_latent_weight=trained_latent_weight,
             latent_bin=latent_bin,
             length_target=lengths - 1,
-            counts=self.stats.counts(text_bin, latent_bin, loss_tokens),
+            counts=self.stats.counts(text_bin, latent_bin, loss_tokens, len(positions)),
             sample_ids=batch.sample_ids,
         )
 
@@ -252,7 +261,7 @@ class Objective:
             divided by their counts when they are logged, so that no step waits for the device.
         """
         config, stats = self.config, self.stats
-        text_terms, latent_pred, length_logits, *learned = model(*noised.inputs)
+        text_terms, latent_pred, length_logits, *optional = model(*noised.inputs)
         text_sums, trained_text, aux = self._text_loss(text_terms, noised)
         latent_sums, trained_latent = self._weighted_sums(
             self.latent.losses(latent_pred, noised.latent_target),
@@ -268,13 +277,16 @@ class Objective:
         if config.latent_weighting == "fixed":
             loss = text_loss + config.latent_weight * latent_loss + length_loss
         else:
-            (log_variances,) = learned
+            log_variances = optional[0]
             weights = (-log_variances).exp()
             loss = weights[0] * text_loss + weights[1] * latent_loss + length_loss
             # The term s / 2 counts once per step: each micro-batch adds its fraction of it.
             own_tokens, own_samples, _ = stats.totals(noised.counts.tolist())
             loss = loss + 0.5 * (own_tokens / tokens * log_variances[0] + own_samples / samples * log_variances[1])
             aux |= {"text_weight": weights[0], "latent_weight": weights[1]}
+        if "accuracy" in stats.aux_losses:
+            is_best = optional[1]
+            aux["accuracy"] = is_best.sum() * (len(noised.positions) / max(1, len(is_best)))
         reported = [aux[name].view(1) for name in stats.aux_losses]
         return loss, torch.cat([text_sums, latent_sums, length_sum[None], *reported]).detach()
 

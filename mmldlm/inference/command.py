@@ -15,6 +15,7 @@ from mmldlm.inference.interpolate import interpolate
 from mmldlm.inference.live_view import LiveView
 from mmldlm.inference.options import DEFAULT_POINTS, build_parser, check_options, sampling_config
 from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.utils.progress import Progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,14 +23,17 @@ def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     check_options(options)
     span_edit = None if options.edit is None else SpanEdit.parse(options.edit)
-    run = load_run(options.run, options.checkpoint, options.data, options.weights)
-    config = sampling_config(options, run)
-    view = LiveView(run.tokenizer) if options.watch else None
-    try:
-        generation, lines = _generate(options, run, config, span_edit, view)
-    finally:
-        if view is not None:
-            view.close()
+    with Progress(enabled=not options.watch) as progress:
+        progress.phase("loading the run", announce=False)
+        run = load_run(options.run, options.checkpoint, options.data, options.weights)
+        config = sampling_config(options, run)
+        progress.phase("generating", announce=False)
+        view = LiveView(run.tokenizer) if options.watch else None
+        try:
+            generation, lines = _generate(options, run, config, span_edit, view)
+        finally:
+            if view is not None:
+                view.close()
     if run.has_ema:
         print(f"{run}:")
     for line in lines:

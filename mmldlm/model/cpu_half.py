@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from mmldlm.batch import LengthGroup, PackedLayout
 from mmldlm.model.attention import BACKENDS, heads_first
+from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import MMDiT, Prediction
 
 ROW_MULTIPLE = 64
@@ -66,7 +67,10 @@ class CPUHalfMMDiT(MMDiT):
             pad_rows(positions),
             None if targets is None else pad_rows(targets),
         )
-        return prediction._replace(text=prediction.text[: len(positions)])
+        is_best = prediction.is_best
+        if is_best is not None:
+            is_best = is_best[: len(positions[::ACCURACY_STRIDE])]
+        return prediction._replace(text=prediction.text[: len(positions)], is_best=is_best)
 
 
 def _few_rows_in_float32(linear: nn.Linear, forward: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

@@ -17,6 +17,7 @@ from mmldlm.model.ops import matmul_dtype, runs_on_cpu
 CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
 GPU_CHUNK_ROWS = 4096  # kernels over fewer rows are too small for a GPU
 GPU_VOCAB_MULTIPLE = 128  # rows of logits are aligned, and fill the tiles of matrix products
+ACCURACY_STRIDE = 32  # training's accuracy is that of every 32nd token, at well under 1 % of a step
 MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
 
 ChunkFormula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -137,8 +138,10 @@ class TextHead(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
         self.bias: Tensor
 
-    def forward(self, hidden_PD: Tensor, embedding_VD: Tensor, targets_P: Tensor | None, terms: bool = False) -> Tensor:
-        """Return logits, or likelihoods of targets, in float32.
+    def forward(
+        self, hidden_PD: Tensor, embedding_VD: Tensor, targets_P: Tensor | None, terms: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return logits, or likelihoods of targets, in float32; in training also which targets are the most likely.
 
         Args:
             hidden_PD: Outputs of the text stream.
@@ -148,12 +151,20 @@ class TextHead(nn.Module):
 
         Returns:
             Logits [P, V]; with targets, their negative log likelihoods [P], or the terms [P, 3].
+            With targets, in training: bool [ceil(P / ACCURACY_STRIDE)], if every `ACCURACY_STRIDE`-th target is the
+            most likely token.
         """
         weight = embedding_VD if self.weight is None else self.weight
         if targets_P is None:
-            return _logits(hidden_PD, weight, self.bias)
+            return _logits(hidden_PD, weight, self.bias), None
         loss_fn = chunked_token_terms if terms else chunked_token_nll
-        return loss_fn(hidden_PD, weight, self.bias, targets_P)
+        is_best = None
+        if self.training:
+            rows, targets = hidden_PD[::ACCURACY_STRIDE], targets_P[::ACCURACY_STRIDE]
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # few rows: see `cpu_half`
+                # Detached: autocast would keep the cast weight, without its gradient, for the loss.
+                is_best = _logits(rows.to(weight.dtype), weight.detach(), self.bias).argmax(-1) == targets
+        return loss_fn(hidden_PD, weight, self.bias, targets_P), is_best
 
 
 class LengthHead(nn.Module):

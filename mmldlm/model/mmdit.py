@@ -114,6 +114,7 @@ class Prediction(NamedTuple):
     latent: Tensor  # [B, M, C], of the configured prediction type
     length_logits: Tensor  # [B, max_length]; column i is length i + 1
     log_variances: Tensor | None = None  # [2] of the text and the latent loss; only in training, if they are learned
+    is_best: Tensor | None = None  # bool [ceil(P / 32)]; only in training, see `TextHead.forward`
 
 
 class BlockStream(nn.Module):
@@ -374,22 +375,23 @@ class MMDiT(nn.Module):
                 text, latent = block(text, latent, conditioning_BT, rotary, rows, attended, self.backend)
             text, latent = last_block(text, latent, conditioning_BT, rotary, rows, attended, self.backend, positions)
 
-            text_pred = self._predict_text(text, conditioning_BT, rows.predicted, targets)
+            text_pred, is_best = self._predict_text(text, conditioning_BT, rows.predicted, targets)
             latent_pred = self._predict_latents(latent, conditioning_BT, rows.latent, noised_latents)
             log_variances = None if self.loss_weights is None or not self.training else self.loss_weights()
-            return Prediction(text_pred, latent_pred, length_logits, log_variances)
+            return Prediction(text_pred, latent_pred, length_logits, log_variances, is_best)
 
     # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
 
     def _predict_text(
         self, text_PD: Tensor, conditioning_BT: Tensor, rows: SampleRows, targets_P: Tensor | None
-    ) -> Tensor:
-        """Return `Prediction.text`; `rows` are the samples of the tokens to predict."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `Prediction.text` and `is_best`; `rows` are the samples of the tokens to predict."""
         (final,) = self.text_final(conditioning_BT)
         hidden_PD = self.text_out(text_PD, final, rows) * gather_rows(1 + final.gate, rows)
         # Validation's objective takes likelihoods alone (`Objective.for_validation`).
         terms = self.training and self.text_terms
-        return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
+        values, is_best = self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
+        return values, is_best
 
     def _predict_latents(
         self, latent_TE: Tensor, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor

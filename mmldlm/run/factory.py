@@ -87,6 +87,7 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
         MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),
         GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
         config.log.noise_levels,
+        accuracy=True,
     )
 
 

@@ -26,27 +26,56 @@ T = TypeVar("T")
 MAX_PROBLEMS = 8  # reported for one config
 MAX_MESSAGE_CHARS = 1600
 
-# Keys of other trainers; the error message suggests ours.
+# Names of other trainers, LGDLM's included, by the last part of their keys; the error message suggests ours.
 SYNONYMS = {
     "learning_rate": "optim.lr",
     "lr": "optim.lr",
+    "beta1": "optim.betas",
+    "beta2": "optim.betas",
+    "warmup": "optim.warmup_steps",
+    "grad_clip": "optim.clip_norm",
+    "grad_clip_norm": "optim.clip_norm",
+    "max_grad_norm": "optim.clip_norm",
+    "use_fused": "optim.fused",
+    "lr_schedule": "schedule.lr",
     "epochs": "train.steps",
     "num_epochs": "train.steps",
     "max_steps": "train.steps",
+    "num_train_steps": "train.steps",
+    "total_steps": "train.steps",
     "steps": "train.steps",
-    "output_dir": "run.dir",
     "batch_size": "train.global_batch_size",
     "bs": "train.global_batch_size",
+    "train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.micro_batch_size",
+    "output_dir": "run.dir",
+    "save_dir": "run.dir",
+    "run_name": "run.dir",
     "seed": "run.seed",
     "num_layers": "model.depth",
+    "layers": "model.depth",
+    "n_blocks": "model.depth",
     "hidden_size": "model.width",
+    "cond_dim": "model.conditioning_width",
     "n_heads": "model.num_heads",
     "heads": "model.num_heads",
-    "timeout": "distributed.timeout_s",
-    "max_grad_norm": "optim.clip_norm",
+    "loss_type": "mode",
+    "mode_weights": "mode",
+    "sequential_schedule": "mode_schedule",
+    "latent_beta_schedule": "latent.process",
+    "latent_parameterization": "latent.prediction",
+    "latent_loss_weight": "loss.latent_weight",
+    "dtype": "precision",
     "mixed_precision": "precision",
+    "compile_model": "compile.scope",
+    "log_freq": "log.every",
+    "eval_freq": "validation.every",
+    "num_eval_batches": "validation.samples",
+    "save_freq": "checkpoint.every_steps",
+    "save_every_n_steps": "checkpoint.every_steps",
+    "timeout": "distributed.timeout_s",
 }
+_MIN_LIKENESS, _MIN_GROUP_LIKENESS = 0.75, 0.75  # of a key that a message suggests, and of its group
 
 
 def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
@@ -198,17 +227,34 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """Return advice for an unknown key: the nearest known key, if there is one."""
+    """Return advice for an unknown key: the known key of the same meaning or spelling, if there is one."""
     key = truncate(key)  # a long key resembles none, and is slow to compare
-    leaf = key.rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    same_leaf = [candidate for candidate in sorted(known) if candidate.rsplit(".", 1)[-1] == leaf]
-    close_leaf = [c for c in sorted(known) if difflib.SequenceMatcher(None, c.rsplit(".", 1)[-1], leaf).ratio() > 0.75]
-    for candidate in [*same_leaf, SYNONYMS.get(leaf), *close, *close_leaf]:
-        # False for None, and for a synonym's key that these settings lack.
-        if candidate in known:
-            return f"did you mean {candidate!r}?"
-    return "see docs/settings.md for the keys"
+    group, _, leaf = key.rpartition(".")
+    likeness = {candidate: _likeness(key, candidate) for candidate in sorted(known)}
+    best = max(likeness, key=lambda candidate: likeness[candidate])
+    synonym = SYNONYMS.get(leaf)
+    if synonym in known and not (group and likeness[best] == 1):  # False for None, and if these settings lack the key
+        return f"did you mean {synonym!r}?"
+    return f"did you mean {best!r}?" if likeness[best] >= _MIN_LIKENESS else "see docs/settings.md for the keys"
+
+
+def _likeness(key: str, candidate: str) -> float:
+    """Return how nearly two keys are spelled alike, from 0 to 1.
+
+    Their last parts are compared word by word: max_val_samples is no misspelled max_bad_samples. Their groups must be
+    alike too, unless the last parts are equal and say enough by themselves: tokenizer.path is not data.path.
+    """
+    if re.sub("[._]", "", key) == re.sub("[._]", "", candidate):
+        return 1.0
+    (group, _, leaf), (other_group, _, other_leaf) = key.rpartition("."), candidate.rpartition(".")
+    words, other_words = leaf.split("_"), other_leaf.split("_")
+    if len(words) != len(other_words):
+        return 0.0
+    near = min(difflib.SequenceMatcher(None, *pair).ratio() for pair in zip(other_words, words, strict=True))
+    is_near_group = difflib.SequenceMatcher(None, other_group, group).ratio() >= _MIN_GROUP_LIKENESS
+    is_longer_group = bool(other_group) and group.startswith(other_group)  # as optimizer
+    is_distinctive = near == 1 and (len(words) > 1 or not other_group)
+    return near if not group or is_near_group or is_longer_group or is_distinctive else 0.0
 
 
 def to_yaml(value: Any) -> str:

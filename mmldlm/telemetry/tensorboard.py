@@ -28,6 +28,7 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
         "loss: training and validation": [r"^loss/total$", r"^validation/total$"],
         "text loss: training and validation": [r"^loss/text$", r"^validation/text$"],
         "latent loss: training and validation": [r"^loss/latent$", r"^validation/latent$"],
+        "masked tokens predicted right, training": [r"^accuracy/masked_tokens$"],
         "learning rate": [r"^optim/lr$"],
         "gradient norm": [r"^optim/grad_norm$"],
         "tokens per second": [r"^speed/tokens_per_s$"],

@@ -21,6 +21,7 @@ from mmldlm.run.load import run_config
 from mmldlm.tools.config import config_diff
 from mmldlm.utils.format import format_number, human_duration
 from mmldlm.utils.nested import flatten
+from mmldlm.utils.progress import Progress
 
 GROUPS = ("model", "optimizer", "ema")
 MAX_PRINTED = 20  # differing tensors
@@ -59,13 +60,18 @@ def _row(path: Path, body: dict[str, Any], retention: Retention, best: set[int])
     }
 
 
-def verify_all(target: Path) -> list[dict[str, Any]]:
+def verify_all(target: Path, progress: Progress) -> list[dict[str, Any]]:
     """Verify the hashes of a checkpoint, or of all checkpoints of a run, and that each tensor is there exactly once.
+
+    Args:
+        target: Folder of the checkpoint or of the run.
+        progress: Counts the checkpoints.
 
     Returns:
         Name and, if it is damaged, problem of each checkpoint.
     """
-    return [{"name": path.name, "problem": _problem(path)} for path in _checkpoints(target)]
+    paths = _checkpoints(target)
+    return [{"name": path.name, "problem": _problem(path)} for path in progress.track(paths, "checkpoints", len(paths))]
 
 
 def _problem(path: Path) -> str | None:
@@ -197,10 +203,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "list":
         result: Any = list_checkpoints(options.run)
     elif options.command == "verify":
-        result = verify_all(options.target)
+        with Progress() as progress:
+            progress.phase("verifying", announce=False)
+            result = verify_all(options.target, progress)
         status = ExitCode.DATA if any(row["problem"] for row in result) else ExitCode.DONE
     else:
-        result = diff_checkpoints(options.first, options.second)
+        with Progress() as progress:
+            progress.phase("verifying and comparing", announce=False)
+            result = diff_checkpoints(options.first, options.second)
     if options.json:
         print(json.dumps(result, indent=1))
     elif options.command == "list":

@@ -38,6 +38,7 @@ from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.engine_costs import Sharding, padded_parameters, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
+from mmldlm.utils.progress import Progress
 
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
 MIB = 2**20
@@ -225,7 +226,9 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
     world_size, replicas, mixed_precision = read_launcher_sizes(os.environ, accelerate_file)
     config = resolve_precision(config, mixed_precision)
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
-    costs = estimate(config, store, world_size)
+    with Progress() as progress:
+        progress.phase("estimating the costs", announce=False)
+        costs = estimate(config, store, world_size)
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in costs.parameters.items()))
     print(f"total parameters     {sum(costs.parameters.values()):,}, {costs.trainable:,} trained")

@@ -151,7 +151,7 @@ class StepLog:
             batch_sizes: Batch sizes of the last step, by name.
         """
         self.fetch()
-        stats, components, train = self.stats, self.components, self.config.train
+        stats, components = self.stats, self.components
         if not stats.steps:  # every step since the last record was skipped: there is no loss to log
             return
         assert isinstance(stats.sums, Tensor) and isinstance(stats.counts, Tensor)
@@ -172,11 +172,11 @@ class StepLog:
             "data/epoch": self.state.samples_drawn / len(components.loader.order),
             **self._epochs(),
             "data/tokens": self.state.tokens_seen,
+            "data/tokens_per_step": stats.tokens / stats.steps,
+            **{f"data/{name}": size for name, size in batch_sizes.items() if size},
             "health/skipped_steps": self.state.skipped_steps,
             **memory_metrics(),
         }
-        if train.batch_schedule or train.auto_micro_batch:
-            values |= {f"data/{name}": size for name, size in batch_sizes.items() if size}
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)
         self.tracker.train(self.state.step, values)

@@ -51,6 +51,7 @@ from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradient
 from mmldlm.utils.garbage import ScheduledCollection
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
+from mmldlm.utils.progress import Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,7 +134,9 @@ class Trainer:
         """Wrap the model for the engine and restore the run from a checkpoint; return notes for the user."""
         config, engine = self.config, self.engine
         self.checkpointer = Checkpointer(config, engine, self.run_dir, self._signals)
-        restored = self.checkpointer.restore(self.components.model, self.components.store)
+        with Progress(engine.is_main) as progress:
+            progress.phase("verifying and reading the checkpoint", announce=False)
+            restored = self.checkpointer.restore(self.components.model, self.components.store)
         # Before the loader reads latents and before `AutoMicroBatch` replaces its batch sizes.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)

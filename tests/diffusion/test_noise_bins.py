@@ -12,6 +12,7 @@ from mmldlm.diffusion.loss_stats import noise_bin_names
 from mmldlm.diffusion.masked import Masks
 from mmldlm.diffusion.noise import MODES, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
+from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from tests.helpers.toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs
 
@@ -109,3 +110,36 @@ def test_fine_bins_add_up_to_coarse_ones(model: MMDiT) -> None:
     assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
     assert all(len(curve) == 30 for curve in fine.stats.by_noise_bin(sums, noised.counts).values())
     assert noise_bin_names(5) == ["0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1"]
+
+
+@pytest.mark.parametrize("masks", ["independent", "exact"])
+def test_accuracy_is_that_of_the_masked_tokens_and_changes_no_loss(model: MMDiT, masks: Masks) -> None:
+    plain = of_levels(2, masks=masks)
+    counting = Objective(plain.config, plain.text, plain.latent, 2, accuracy=True)
+    noised, expected = counting.corrupt(PAIRS, noise()), plain.corrupt(PAIRS, noise())
+    loss, sums = counting(model, noised, noised.counts.tolist())
+    same_loss, same_sums = plain(model, expected, expected.counts.tolist())
+    assert torch.equal(loss, same_loss) and torch.equal(sums[:-1], same_sums)
+    assert torch.equal(noised.counts[:-1], expected.counts)
+    with torch.no_grad():
+        logits, *_ = model(*noised.inputs[:-1])
+    right = (logits.argmax(-1) == noised.targets)[::ACCURACY_STRIDE].double().mean()
+    summary = counting.stats.summary(sums.double(), noised.counts)
+    assert summary["accuracy/masked_tokens"] == pytest.approx(float(right), rel=1e-6)
+    assert summary == plain.stats.summary(same_sums.double(), expected.counts) | {
+        "accuracy/masked_tokens": summary["accuracy/masked_tokens"]
+    }
+
+
+def test_accuracy_of_micro_batches_counts_each_masked_token_alike(model: MMDiT) -> None:
+    plain = of_levels(1)
+    counting = Objective(plain.config, plain.text, plain.latent, accuracy=True)
+    noised = counting.corrupt(PAIRS, noise())
+    _, sums = counting(model, noised, noised.counts.tolist())
+    no_text = draw_noise(PAIRS, 0, 3, len(LENGTHS), mode_weights("t2l"))
+    t2l = counting.corrupt(PAIRS, no_text)
+    _, t2l_sums = counting(model, t2l, t2l.counts.tolist())
+    alone = counting.stats.summary(sums.double(), noised.counts)
+    both = counting.stats.summary(sums.double() + t2l_sums.double(), noised.counts + t2l.counts)
+    assert both["accuracy/masked_tokens"] == alone["accuracy/masked_tokens"], "t2l has no masked tokens"
+    assert "accuracy/masked_tokens" not in counting.stats.summary(t2l_sums.double(), t2l.counts)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -64,6 +65,11 @@ def test_the_run_folder_is_complete(tiny_config: Path, tmp_path: Path) -> None:
     flops_per_token = last["speed/tflops_per_s"] * 1e12 / last["speed/tokens_per_s"]
     parameters = json.loads((run / "startup.json").read_text())["parameters_total"]
     assert 1 < flops_per_token / parameters < 12, "about six a parameter, whatever the machine"
+    sizes = {key: value for key, value in last.items() if key.startswith("data/") and key.endswith("batch_size")}
+    assert sizes == {"data/global_batch_size": 8, "data/micro_batch_size": 8}
+    tokens = [0, *(record["data/tokens"] for record in record_list(run))]
+    assert [record["data/tokens_per_step"] for record in record_list(run)] == np.diff(tokens).tolist()
+    assert all(0 <= record["accuracy/masked_tokens"] <= 1 for record in record_list(run))
     assert last["speed/tokens_per_s"] > 0 and last["memory/resident_mib"] > 0 and last["optim/lr"] > 0
     # Everything done: the same command ends at once and changes nothing.
     before = (run / "metrics.jsonl").read_text()

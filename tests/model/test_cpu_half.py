@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmldlm.batch import PackedLayout
 from mmldlm.model.attention import _grouped_sdpa, joint_attention
 from mmldlm.model.cpu_half import ROW_MULTIPLE, RowPaddedLayout, pad_rows
+from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import MMDiT, Precision
 from tests.helpers.small_model import VOCAB, Inputs, random_inputs, small_model
 
@@ -60,7 +61,15 @@ def test_many_numbers_of_rows_make_few_shapes(precision: Precision) -> None:
     assert all_rows.found == first.found
     with Rows() as more:
         step(model, random_inputs((16,) * 8), 2 * ROW_MULTIPLE - 1)
-    assert more.found - first.found == {2 * ROW_MULTIPLE}
+    assert more.in_half - first.in_half == {2 * ROW_MULTIPLE}
+
+
+@HALF
+def test_padding_rows_are_no_tokens_that_could_be_right(precision: Precision) -> None:
+    model, inputs, predicted = small_model(precision=precision), random_inputs((16,) * 8), 2 * ACCURACY_STRIDE + 1
+    positions, targets = torch.arange(predicted), torch.arange(predicted) % (VOCAB - 2)
+    result = model(inputs.tokens, inputs.latents, inputs.t_text, inputs.t_latent, inputs.layout, positions, targets)
+    assert result.is_best is not None and result.is_best.shape == (3,)
 
 
 @HALF

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.model.heads import (
+    ACCURACY_STRIDE,
     CHUNK_ROWS,
     GPU_CHUNK_ROWS,
     GPU_VOCAB_MULTIPLE,
     MASKED_LOGIT,
+    TextHead,
     chunked_token_nll,
     chunked_token_terms,
 )
@@ -173,3 +175,17 @@ def test_terms_are_float32_under_autocast() -> None:
         terms = chunked_token_terms(*inputs)
     assert terms.dtype == torch.float32
     assert (terms - full_terms(*inputs)).norm() <= 0.02 * terms.norm()
+
+
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, ACCURACY_STRIDE + 1, 3 * CHUNK_ROWS + 7])
+def test_every_32nd_best_token_is_compared_in_training(path: str, rows: int, terms: bool) -> None:
+    hidden, weight, bias, targets = leaves(rows)
+    best = (hidden @ weight.T + bias).argmax(-1)
+    targets = torch.where(torch.arange(rows) % 3 == 0, targets, best)
+    head = TextHead(WIDTH, VOCAB, (VOCAB - 2, VOCAB - 1), tied=True)
+    values, is_best = head(hidden, weight, targets, terms)
+    assert is_best is not None and is_best.tolist() == (best == targets)[::ACCURACY_STRIDE].tolist()
+    assert not is_best.requires_grad
+    alone, none = head.eval()(hidden, weight, targets, terms)
+    assert none is None and torch.equal(alone, values), "measuring changes no bit of the loss"

@@ -13,11 +13,88 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError, ExitCode
 from mmldlm.model.parts import Part
 from mmldlm.settings.declaration import dump, leaves
-from mmldlm.settings.fields import build, to_yaml
+from mmldlm.settings.fields import SYNONYMS, build, nearest_key, to_yaml
 from mmldlm.settings.yaml import parse_yaml
 
 pytestmark = pytest.mark.quick
 ALL_PARTS = ", ".join(get_args(Part))
+
+
+# Unknown keys, most of them of LGDLM, with the key that an error message suggests; None: none of the same meaning.
+SUGGESTIONS = {
+    "optim.lrr": "optim.lr",
+    "modle.depth": "model.depth",
+    "model.widht": "model.width",
+    "trian.steps": "train.steps",
+    "vaildation.every": "validation.every",
+    "latent.predction": "latent.prediction",
+    "checkpoint.keep_bst": "checkpoint.keep_best",
+    "data.num_worker": "data.num_workers",
+    "guard.non_finite": "guard.nonfinite",
+    "ema_decay": "ema.decay",
+    "warmup": "optim.warmup_steps",
+    "model.heads": "model.num_heads",
+    "model.n_blocks": "model.depth",
+    "model.n_heads": "model.num_heads",
+    "model.hidden_size": "model.width",
+    "model.cond_dim": "model.conditioning_width",
+    "model.latent_beta_schedule": "latent.process",
+    "model.latent_parameterization": "latent.prediction",
+    "model.latent_dim": None,
+    "model.max_seq_len": None,
+    "model.num_residual_streams": None,
+    "model.p_uniform": None,
+    "model.qk_rmsnorm": None,
+    "model.t_eps": None,
+    "model.type": None,
+    "training.train_batch_size": "train.micro_batch_size",
+    "training.eval_batch_size": None,
+    "training.num_train_steps": "train.steps",
+    "training.num_epochs": "train.steps",
+    "training.dtype": "precision",
+    "training.compile_model": "compile.scope",
+    "training.lr_schedule": "schedule.lr",
+    "training.warmup_steps": "optim.warmup_steps",
+    "training.loss_type": "mode",
+    "training.sequential_schedule": "mode_schedule",
+    "training.resume": "resume",
+    "training.seed": "run.seed",
+    "training.world_size": None,
+    "loss.latent_loss_weight": "loss.latent_weight",
+    "loss.text_loss_weight": None,
+    "loss.loss_scale": None,
+    "loss.reduction": None,
+    "logging.log_freq": "log.every",
+    "logging.eval_freq": "validation.every",
+    "logging.save_freq": "checkpoint.every_steps",
+    "logging.run_name": "run.dir",
+    "logging.wandb_project": None,
+    "optimizer.lr": "optim.lr",
+    "optimizer.betas": "optim.betas",
+    "optimizer.beta2": "optim.betas",
+    "optimizer.weight_decay": "optim.weight_decay",
+    "optimizer.grad_clip_norm": "optim.clip_norm",
+    "optimizer.use_fused": "optim.fused",
+    "optimizer.type": None,
+    "tokenizer.path": None,
+    "tokenizer.name": None,
+    "data.latent_dir": None,
+    "data.max_samples": None,
+    "data.max_val_samples": None,
+    "data.val_ratio": None,
+    "hydra.run.dir": None,
+}
+
+
+@pytest.mark.parametrize(("key", "suggested"), SUGGESTIONS.items())
+def test_suggestions_have_the_same_meaning_or_spelling(key: str, suggested: str | None) -> None:
+    advice = nearest_key(key, {known for known, _ in leaves(RunConfig)})
+    assert advice == (f"did you mean {suggested!r}?" if suggested else "see docs/settings.md for the keys")
+
+
+def test_every_synonym_is_a_setting_and_no_setting_is_a_synonym() -> None:
+    known = {key for key, _ in leaves(RunConfig)}
+    assert set(SYNONYMS.values()) <= known and not set(SYNONYMS) & known
 
 
 @pytest.mark.parametrize(

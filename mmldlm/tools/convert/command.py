@@ -1,19 +1,20 @@
-"""`mmldlm convert FORMAT SOURCE OUT`: data of another trainer to a Parquet file for `mmldlm prepare`."""
+"""`mmldlm convert FORMAT SOURCE OUT`: data and run configs of another trainer."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
+from mmldlm.config import split_arguments
 from mmldlm.data.prepare.readers.tables import pyarrow
 from mmldlm.errors import DataError, ExitCode, UsageError
 from mmldlm.tools.convert.lgdlm import LAYOUTS, find_layout, read_samples
+from mmldlm.tools.convert.lgdlm_config import convert_config, summary_lines, to_config_text, to_table
 from mmldlm.tools.convert.lgdlm_dat import INDEX, DatContents, row_type
 from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample
+from mmldlm.utils.progress import Progress, print_status
 
 GROUP_BYTES = 1 << 24  # of a row group, which is held in memory until it is written
 
@@ -62,14 +63,14 @@ def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> It
         DataError: A sample cannot be read, without `skip`.
     """
     num_skipped = 0
-    for location, read in tqdm(samples, desc="convert", unit=" samples", leave=False, disable=None):
+    for location, read in samples:
         try:
             sample = read()
             f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot hold
         except (UnusableSample, UnicodeEncodeError) as error:
             if not skip:
                 raise DataError(f"{location}: {error}; --on-problem skip leaves such samples out") from None
-            tqdm.write(f"{location}: {error}", file=sys.stderr)
+            print_status(f"{location}: {error}")
             num_skipped += 1
         else:
             yield sample
@@ -87,7 +88,7 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     pyarrow()
     path, notes = out / "lgdlm.parquet", list[str]()
     if not source.is_dir():
-        raise DataError(f"{source}: no such folder; expected data of LGDLM")
+        raise DataError(f"{source}: no such folder or file; expected data or a YAML file of LGDLM")
     if path.exists():
         raise UsageError(f"{path}: exists already; expected another folder")
     layout = layout or find_layout(source)
@@ -96,7 +97,10 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     out.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".incomplete")
     try:
-        num_samples = write_parquet(temporary, _usable(read_samples(source, layout, dat, notes), skip, notes))
+        with Progress() as progress:
+            progress.phase("converting", announce=False)
+            samples = progress.track(read_samples(source, layout, dat, notes), "samples")
+            num_samples = write_parquet(temporary, _usable(samples, skip, notes))
         if not num_samples:
             raise DataError(f"{source}: no usable samples of the layout {layout}")
         temporary.rename(path)
@@ -107,16 +111,43 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     print(f"Next: mmldlm prepare {path}{tokens} --latents-field latents --key-field id --out STORE")
 
 
+def convert_lgdlm_config(source: Path, out: Path, assignments: Sequence[str]) -> None:
+    """Write a run config of LGDLM as `out/NAME.yaml`, and what became of each of its keys as `out/NAME.md`.
+
+    Raises:
+        ConfigError: The config cannot be read or converted.
+        UsageError: One of the files exists already.
+    """
+    converted = convert_config(source, assignments)
+    config, table = out / f"{source.stem}.yaml", out / f"{source.stem}.md"
+    for path in (config, table):
+        if path.exists():
+            raise UsageError(f"{path}: exists already; expected another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    table.write_text(to_table(converted, source), encoding="utf-8")
+    config.write_text(to_config_text(converted, source), encoding="utf-8")
+    print(f"{config}, and what became of each key in {table}", *summary_lines(converted), sep="\n")
+
+
 def main(argv: list[str]) -> int:
     """Run `mmldlm convert`; an `MmldlmError` propagates."""
-    parser = argparse.ArgumentParser(prog="mmldlm convert", description="Convert data for `mmldlm prepare`.")
+    parser = argparse.ArgumentParser(prog="mmldlm convert", description="Convert data and configs of other trainers.")
     lgdlm = parser.add_subparsers(required=True, metavar="FORMAT").add_parser(
         "lgdlm",
-        help="a data folder of the LGDLM trainer",
-        description="Convert a data folder of the LGDLM trainer to a Parquet file of tokens or texts with latents.",
+        help="a data folder or a run config of the LGDLM trainer",
+        description="Convert a data folder of the LGDLM trainer to a Parquet file of tokens or texts with latents, or "
+        "a YAML file of it to a run config and a table of what became of each key.",
     )
-    lgdlm.add_argument("source", metavar="SOURCE", type=Path, help="the folder with tokens/, latents/ or .dat files")
-    lgdlm.add_argument("out", metavar="OUT", type=Path, help="folder for lgdlm.parquet, created if needed")
+    lgdlm.add_argument(
+        "source", metavar="SOURCE", type=Path, help="the folder with tokens/, latents/ or .dat files, or a YAML file"
+    )
+    lgdlm.add_argument(
+        "arguments",
+        metavar="OUT | KEY=VALUE",
+        nargs="*",
+        help="folder to write to, created if needed (default: converted); for a YAML file also the keys and shell "
+        "variables that the command of the run set",
+    )
     lgdlm.add_argument("--layout", choices=LAYOUTS, help="see docs/data.md (default: that of tokens, else texts)")
     lgdlm.add_argument(
         "--on-problem", choices=["error", "skip"], default="error", help="unusable samples (%(default)s)"
@@ -129,9 +160,20 @@ def main(argv: list[str]) -> int:
     dat.add_argument("--dat-latents", metavar="TYPE:SHAPE", type=row_type, help="of a row, such as float32:1024")
     dat.add_argument("--dat-pad-id", metavar="ID", type=int, help="token that fills rows without a mask")
     options = parser.parse_args(argv)
+    folders, assignments = split_arguments(options.arguments)
+    if len(folders) > 1:
+        raise UsageError(f"expected one folder to write to, found {len(folders)}: {' '.join(folders)}")
+    out = Path(folders[0] if folders else "converted")
     values = (options.dat_samples, options.dat_tokens, options.dat_latents)
+    if options.source.is_file():
+        if any(values) or options.dat_pad_id is not None or options.layout or options.on_problem == "skip":
+            raise UsageError(f"{options.source}: a file is converted as a run config, expected no options of data")
+        convert_lgdlm_config(options.source, out, assignments)
+        return ExitCode.DONE
+    if assignments:
+        raise UsageError(f"{options.source} is no file; expected no KEY=VALUE, found {assignments[0]}")
     if any(values) != all(values) or (options.dat_pad_id is not None and not any(values)):
         raise UsageError("--dat-samples, --dat-tokens and --dat-latents: expected all three of them, or none")
     contents = DatContents(*values, pad_id=options.dat_pad_id) if all(values) else None
-    convert_lgdlm(options.source, options.out, options.layout, contents, skip=options.on_problem == "skip")
+    convert_lgdlm(options.source, out, options.layout, contents, skip=options.on_problem == "skip")
     return ExitCode.DONE

@@ -31,6 +31,7 @@ from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import format_number
 from mmldlm.utils.nested import replace_nonfinite
+from mmldlm.utils.progress import Progress
 from mmldlm.utils.ratio import CONFIDENCE, SEEDS_METHOD, Ratio, SeedStats
 
 PAGE, METRICS = "report.html", "final_metrics.json"
@@ -185,7 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     _require_libraries()
     out = options.out or options.runs[0] / "report"
-    content = report(options.runs, options.baseline, out)
+    with Progress() as progress:
+        progress.phase("reading the runs and drawing figures", announce=False)
+        content = report(options.runs, options.baseline, out)
     print("\n".join(summary_lines(content)))
     print(f"written: {out / PAGE}, {out / METRICS}, {len(content.figures)} PNG files")
     return ExitCode.DONE

@@ -75,6 +75,7 @@ def _last(series: Series) -> float:
 # Per tag prefix: kinds of records, function that reduces the series to one value, and its description.
 SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Series], float], str]] = {
     "loss/": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
+    "accuracy/": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
     "validation/": (HELD_OUT_KINDS, _last, "last validation"),
     "quality/": (HELD_OUT_KINDS, _last, "last measurement of what the run generates"),
     "speed/": (("train",), lambda series: statistics.median(series.values), "median of the training records"),

@@ -25,6 +25,7 @@ from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.tools.run_history import Series
 from tests.helpers import report_numbers
 from tests.helpers.browser import browser_page, needs_browser
+from tests.helpers.engine_runs import record_list
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
 from tests.helpers.waiting import wait_until
@@ -94,6 +95,10 @@ def test_ratios_equal_those_worked_out_from_the_records(runs: Path, reported: tu
         assert interval is not None or "validation" not in key
         for name, numbers in zip(names("slow"), slow, strict=True):
             assert result["runs"][name]["metrics"][key] == pytest.approx(numbers[key], rel=1e-12)
+    accuracies = [each["accuracy/masked_tokens"] for each in record_list(runs / "slow-1") if each["step"] > 18]
+    metrics = result["runs"]["slow-1"]["metrics"]
+    assert metrics["accuracy/masked_tokens"] == pytest.approx(np.mean(accuracies))
+    assert metrics["data/global_batch_size"] == 8
 
 
 def test_seeds_are_one_group_and_only_what_was_changed_differs(reported: tuple[Path, dict[str, Any]]) -> None:
