@@ -280,7 +280,7 @@ class MMDiT(nn.Module):
         width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
         # `nn.Embedding` itself draws weights, for which PyTorch on the meta device imports its compiler: seconds.
-        self.token_embedding = nn.Embedding.from_pretrained(torch.empty(shape.vocab_size, width), freeze=False)
+        self.token_embedding = nn.Embedding(shape.vocab_size, width, _weight=torch.empty(shape.vocab_size, width))
         self.latent_in = nn.Linear(shape.latent_channels, latent_width)
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
