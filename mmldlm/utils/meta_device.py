@@ -16,7 +16,10 @@ def materialize(module: nn.Module, device: torch.device | str, recurse: bool = T
     """
 
     def allocate(tensor: Tensor) -> Tensor:
-        # Not `empty_like`, for which PyTorch on the meta device imports sympy: a second.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
+        if not tensor.is_meta:
+            return tensor.to(device)
+        if type(tensor) in (Tensor, nn.Parameter):  # for `empty_like` PyTorch imports sympy there: a second
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)  # sharded
 
     module._apply(allocate, recurse)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmldlm.utils.progress import Progress
+if TYPE_CHECKING:
+    from mmldlm.utils.progress import Progress
+
 
 HEAD_WIDTH = 32
 _BATCH_TOKENS = 768  # of a step, with padding: its time does not depend on the lengths of the texts

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from mmldlm.data.encoders.autoencoder import (
 from mmldlm.data.encoders.base import write_description
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.utils.progress import Progress
+
+if TYPE_CHECKING:
+    from mmldlm.utils.progress import Progress
 
 _WEIGHTS, _TOKENIZER = "learned.safetensors", "tokenizer"
 
