@@ -175,7 +175,7 @@ def test_tensorboard_and_the_metrics_file_have_the_same_scalars(run: Path) -> No
     ours = {(event.step, tag): event.value for tag in events.Tags()["scalars"] for event in events.Scalars(tag)}
     assert theirs.items() and {place: ours[place] for place in theirs} == pytest.approx(theirs, rel=1e-6)
     groups = {tag.partition("/")[0] for tag in events.Tags()["scalars"]}
-    assert groups == {"loss", "validation", "quality", "optim", "speed", "memory", "data", "health"}
+    assert groups == {"loss", "accuracy", "validation", "quality", "optim", "speed", "memory", "data", "health"}
 
 
 def test_the_layout_opens_on_the_losses_and_no_chart_is_empty(run: Path) -> None:
