@@ -129,7 +129,7 @@ def _sequential_schedule(key: str, value: Any, old: Old) -> Outcome:
         start += _whole(f"{key}: steps", part["steps"])
     first = modes.pop(0)
     return Outcome(
-        {"mode": first, "mode_schedule": modes}, f"the last mode stays; LGDLM began anew after {start} steps"
+        {"mode": first, "mode_schedule": modes}, f"the last mode stays; LGDLM started again after {start} steps"
     )
 
 
