@@ -28,6 +28,7 @@ from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig
 from mmldlm.data.store_writer import write_description
 from mmldlm.evaluation.table import table
+from mmldlm.model.initial_weights import InitConfig
 from mmldlm.run.compatibility import LATENTS_NAME, identity
 from mmldlm.run.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
 from mmldlm.settings.declaration import dump
@@ -118,7 +119,7 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
 def portable(config: RunConfig) -> RunConfig:
     """Return the config without paths, which are private and mean nothing elsewhere."""
     data = replace(config.data, path="", mixture={})
-    return replace(config, run=replace(config.run, dir=""), data=data, resume="auto")
+    return replace(config, run=replace(config.run, dir=""), data=data, init=InitConfig(), resume="auto")
 
 
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:

@@ -7,17 +7,58 @@ the same under every engine, on every device and for every order of the paramete
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmldlm.checkpoint.tensors import TensorSource
+from mmldlm.settings.declaration import setting
 from mmldlm.utils.random_stream import random_stream
+from mmldlm.utils.short_repr import short_repr
 
 _BLOCK = 2**20  # elements that one stream draws, at most
+_EMBEDDINGS = re.compile(r"(.+\.safetensors)(?::(.+))?")
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Trained weights that a new run starts from, in place of random ones. A run that resumes ignores them."""
+
+    from_: str = setting(
+        "",
+        "run folder, checkpoint folder or bundle whose weights are taken: the EMA, if that run has one and evaluates "
+        "by it. Optimizer, learning rate and data are new",
+        advice="The network must have the same settings; what the data determine may differ, and is new where it does",
+    )
+    skip: list[str] = setting(
+        factory=list,
+        doc="weights that are not taken: parts, as in `freeze`, or patterns of parameter names, such as `blocks.3.*`",
+    )
+    embeddings: str = setting(
+        "",
+        "FILE.safetensors or FILE.safetensors:TENSOR with token embeddings [vocabulary, model.width] of the data's "
+        "tokenizer",
+    )
+
+    def __post_init__(self) -> None:
+        if self.skip and not self.from_:
+            raise ValueError(f"skip: {self.skip} does nothing without init.from, expected []")
+        if self.embeddings and not _EMBEDDINGS.fullmatch(self.embeddings):
+            raise ValueError(
+                f"embeddings: expected FILE.safetensors or FILE.safetensors:TENSOR, found {short_repr(self.embeddings)}"
+            )
+
+    @property
+    def embeddings_tensor(self) -> tuple[Path, str]:
+        """File and name of the tensor in `embeddings`; the name may be empty."""
+        match = _EMBEDDINGS.fullmatch(self.embeddings)
+        assert match is not None
+        return Path(match[1]), match[2] or ""
 
 
 @dataclass(frozen=True)
