@@ -364,7 +364,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     run = replace(config.run, dir=_absolute(config.run.dir))
     mixture = {_absolute(path): weight for path, weight in config.data.mixture.items()}
     data = replace(config.data, path=_absolute(config.data.path), mixture=mixture)
-    init = replace(config.init, from_=_absolute(config.init.from_), embeddings=_absolute(config.init.embeddings))
+    given = config.init.from_, config.init.embeddings
+    source, embeddings = (path and _absolute(path) for path in given)
+    init = replace(config.init, from_=source, embeddings=embeddings)
     return replace(config, run=run, data=data, init=init, resume=resume)
 
 

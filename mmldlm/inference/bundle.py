@@ -136,10 +136,12 @@ def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, de
     if evaluation is not None:
         lines = "\n".join(f"    {line}".rstrip() for line in table(evaluation).splitlines())
         figures = f"Each value with its baselines, on documents of the split {evaluation['split']}:\n\n{lines}"
+    origin = run.info.get("init") or {}
+    started = f", started from {origin['from']}, step {origin.get('step')}" if "from" in origin else ""
     return CARD.format(
         modes=", ".join(run.config.trained_modes),
         description=f"{description.strip()}\n\n" if description else "",
-        weights=run,
+        weights=f"{run}{started}",
         parameters=parameters,
         vocab_size=manifest.vocab_size,
         max_length=manifest.max_length,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
-from mmldlm.checkpoint.tensors import TensorFiles, TensorSource
+from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import RunConfig, diff_configs
 from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import ConfigError, DataError
-from mmldlm.model.initial_weights import InitConfig, InitialWeights
+from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
@@ -32,44 +31,10 @@ _EMBEDDING = "token_embedding.weight"
 _LENGTH_ROWS = "length_head.out."  # row i is about length i + 1, whatever the longest sample
 
 
-class StartingWeights(TensorSource):
-    """Initial weights, with tensors that are read from elsewhere in their place, in float32.
-
-    Args:
-        initial: Initial values of all parameters.
-        taken: For some names a source, the name there, and how many elements, from the first one on, are taken.
-    """
-
-    def __init__(self, initial: InitialWeights, taken: Mapping[str, tuple[TensorSource, str, int]]):
-        self._initial, self._taken, self._meta = initial, taken, initial.meta()
-
-    def meta(self) -> dict[str, Tensor]:
-        return self._meta
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        if name not in self._taken:
-            return self._initial.read(name, start, stop)
-        source, key, count = self._taken[name]
-        border = min(max(start, count), stop)
-        parts = [source.read(key, start, border).float(), self._initial.read(name, border, stop)]
-        return torch.cat(parts) if start < border < stop else parts[border == start]
-
-    def __getitem__(self, name: str) -> Tensor:
-        shape = self._meta[name].shape
-        return self.read(name, 0, shape.numel()).view(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._meta)
-
-    def __len__(self) -> int:
-        return len(self._meta)
-
-
-@dataclass(frozen=True)
-class WarmStart:
+class WarmStart(NamedTuple):
     """Weights of a new run, and where they come from."""
 
-    weights: StartingWeights
+    weights: InitialWeights
     latents: LatentInfo  # standardization of the latents that these weights expect
     notes: list[str]  # for the user
     origin: dict[str, Any]  # for the start-up report and checkpoints; bundles have it, so it names no folders
@@ -110,7 +75,7 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
         DataError: A tensor cannot be taken.
     """
     shapes = {name: tensor.shape for name, tensor in initial.meta().items()}
-    taken: dict[str, tuple[TensorSource, str, int]] = {}
+    taken: dict[str, Taken] = {}
     new: dict[str, str] = {}  # why, by name
     latents, notes, origin = store.manifest.latent, [], dict[str, Any]()
     if "checkpoint" in source:
@@ -119,14 +84,13 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
         files, weights = _saved_weights(checkpoint)
         taken, new = _match(checkpoint, files, config, store, shapes)
         notes.append(f"weights from {path}: {WEIGHTS_LABELS[weights]} of step {checkpoint.step}")
-        current = identity(config, store)
         for group in ("model", "latent"):
-            differing = diff_configs(saved_identity(checkpoint).get(group) or {}, current[group], f"{group}.")
+            differing = diff_configs(_saved(checkpoint, group), identity(config, store)[group], f"{group}.")
             notes += [f"  other settings there: {display_name(line)}" for line in differing]
         if "latent_in.weight" in taken:
             latents = _on_scale(saved_latent_stats(checkpoint, store), latents)
             notes += ["  latents are standardized as there"] * (latents != store.manifest.latent)
-        name, git = Path(config.init.from_).resolve().name, checkpoint.info.get("git")
+        name, git = Path(config.init.from_ or path).resolve().name, checkpoint.info.get("git")
         origin |= {"from": name, "step": checkpoint.step, "weights": weights, "git": git}
         origin["manifest"] = source["manifest"]
     if "embeddings" in source:
@@ -135,7 +99,7 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
         new[_EMBEDDING] = "[MASK] and [PAD], which the file lacks"
         notes.append(f"token embeddings from {file}: {display_name(key)} {list(table.meta()[key].shape)}")
         origin["embeddings"] = {"file": file.name, "tensor": key, "sha256": source["embeddings"]}
-    counts = {name: taken[name][2] if name in taken else 0 for name in shapes}
+    counts = {name: taken[name].elements if name in taken else 0 for name in shapes}
     rest = {name: shape.numel() - counts[name] for name, shape in shapes.items()}
     origin |= {"taken": _sum_by_part(counts), "new": _sum_by_part(rest)}
     for title in ("taken", "new"):
@@ -143,7 +107,7 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
     for reason in dict.fromkeys(new.values()):
         names = [f"{name} {list(shapes[name])}" for name in shapes if new.get(name) == reason and rest[name]]
         notes += [f"  new because of {reason}: {truncate(', '.join(names), 300)}"] * bool(names)
-    return WarmStart(StartingWeights(initial, taken), latents, notes, origin)
+    return WarmStart(initial.replaced(taken), latents, notes, origin)
 
 
 def _saved_weights(checkpoint: Checkpoint) -> tuple[TensorFiles, Weights]:
@@ -155,14 +119,14 @@ def _saved_weights(checkpoint: Checkpoint) -> tuple[TensorFiles, Weights]:
 
 def _match(
     checkpoint: Checkpoint, files: TensorFiles, config: RunConfig, store: Store, shapes: Mapping[str, torch.Size]
-) -> tuple[dict[str, tuple[TensorSource, str, int]], dict[str, str]]:
-    """Return the tensors to take as `StartingWeights` has them, and why each of the others is new."""
+) -> tuple[dict[str, Taken], dict[str, str]]:
+    """Return the tensors to take as `InitialWeights.replaced` has them, and why each of the others is new."""
     saved, skip = files.meta(), config.init.skip
     names, changed = [*dict.fromkeys([*shapes, *saved])], _changed_modules(checkpoint, config, store)
     for entry in skip:
         if not any(_is_named(name, entry) for name in names):
             raise ConfigError(f"init.skip: {entry} is no part and matches no parameter, such as {names[0]}")
-    taken: dict[str, tuple[TensorSource, str, int]] = {}
+    taken: dict[str, Taken] = {}
     new, misfits = dict[str, str](), list[str]()
     for name in names:
         here, there = shapes.get(name), saved[name].shape if name in saved else None
@@ -171,10 +135,10 @@ def _match(
         elif reason := changed.get(name.partition(".")[0]):
             new[name] = reason
         elif here == there or (name.startswith(_LENGTH_ROWS) and here and there and here[1:] == there[1:]):
-            taken[name] = files, name, min(shapes[name].numel(), saved[name].numel())
-            new[name] = "longer texts"
+            taken[name] = Taken(files, name, min(shapes[name].numel(), saved[name].numel()))
+            new[name] = "longer texts"  # for what remains, if anything does
         else:
-            sizes = [list(shape) if shape else "missing" for shape in (there, here)]
+            sizes = ["missing" if shape is None else list(shape) for shape in (there, here)]
             misfits.append(f"{display_name(name)} is {sizes[0]} there and {sizes[1]} here")
     if misfits:
         raise DataError(
@@ -190,13 +154,19 @@ def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
     changed = {"loss_weights": "the objective"}
     if saved.get("tokenizer") != current["tokenizer"]:
         changed |= dict.fromkeys(("token_embedding", "text_head"), "another tokenizer")
-    before, now = saved.get("data") or {}, current["data"]
+    before, now = _saved(checkpoint, "data"), current["data"]
     shape = "latent_tokens", "latent_channels"
     if saved.get("encoder") != current["encoder"] or any(before.get(key) != now[key] for key in shape):
         changed |= dict.fromkeys(("latent_in", "latent_position", "latent_head", "latent_skip"), "other latents")
-    if (saved.get("latent") or {}).get("prediction") != config.latent.prediction:
+    if _saved(checkpoint, "latent").get("prediction") != config.latent.prediction:
         changed |= dict.fromkeys(("latent_head", "latent_skip", "latent_final"), "another latent.prediction")
     return changed
+
+
+def _saved(checkpoint: Checkpoint, group: str) -> dict[str, Any]:
+    """Return a group of the identity of a checkpoint's run; empty if it is none."""
+    values = saved_identity(checkpoint).get(group)
+    return values if isinstance(values, dict) else {}
 
 
 def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
@@ -205,7 +175,7 @@ def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
     return replace(saved, max_norm=max(saved.max_norm, (current.max_norm * current.rms + shift) / saved.rms))
 
 
-def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> tuple[TensorFiles, str, int]:
+def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:
     """Return the file of `init.embeddings`, the name of its matrix, and how many elements that has.
 
     Raises:
@@ -213,9 +183,7 @@ def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> tuple
     """
     (path, key), manifest = init.embeddings_tensor, store.manifest
     files = TensorFiles.of_files([path])
-    tables = {
-        name: tensor.shape for name, tensor in files.meta().items() if tensor.ndim == 2 and tensor.is_floating_point()
-    }
+    tables = {name: each.shape for name, each in files.meta().items() if each.ndim == 2 and each.is_floating_point()}
     if not key:
         candidates = [_EMBEDDING] if _EMBEDDING in tables else [*tables]
         key = candidates[0] if len(candidates) == 1 else ""
@@ -232,7 +200,7 @@ def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> tuple
     for folder in (path.parent, path.parent / "tokenizer"):
         if (folder / "tokenizer.json").is_file() and Tokenizer.load(folder).identity != manifest.tokenizer["sha256"]:
             raise DataError(f"init.embeddings: {path}: belongs to {folder}/tokenizer.json, not the data's tokenizer")
-    return files, key, rows * width
+    return Taken(files, key, rows * width)
 
 
 def _is_named(name: str, entry: str) -> bool:
