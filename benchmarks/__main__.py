@@ -39,6 +39,11 @@ BENCHMARKS = {  # module, function and description by name
     ),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),
     "trials": ("trials", "main", "an arm of a paired trial: what a change does to what is learned, over seeds"),
+    "warm_start": (
+        "warm_start",
+        "main",
+        "steps to the bound on another corpus, by `init.from` and from random weights",
+    ),
     "contextual": ("contextual", "main", "latents of as many vectors as tokens against text alone: bounds of the text"),
     "mdlm": ("mdlm", "main", "text alone compared with MDLM: bits per character at equal text and at equal CPU time"),
     "characters": ("learning", "characters_main", "a small character-level model against bigrams"),

@@ -120,7 +120,7 @@ def value(metrics: Mapping[str, Any], name: str) -> Any:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def _mmldlm(arguments: Sequence[str], log: Path) -> float:
+def mmldlm(arguments: Sequence[str], log: Path) -> float:
     """Run a command with one thread and its output in `log`, and return its CPU seconds.
 
     Raises:
@@ -144,9 +144,9 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
     # A resumed run counts its earlier time as well.
     earlier = float(spent.read_text()) if spent.exists() else 0.0
-    train_s = earlier + _mmldlm(["train", str(ROOT / case.config), *given], log)
+    train_s = earlier + mmldlm(["train", str(ROOT / case.config), *given], log)
     spent.write_text(f"{train_s}\n")
-    evaluate_s = _mmldlm(["evaluate", str(run)], log)
+    evaluate_s = mmldlm(["evaluate", str(run)], log)
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
     print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
@@ -208,7 +208,7 @@ def prepare_corpus(name: str, folder: Path, more: Sequence[str] = ()) -> tuple[P
     folder.mkdir(parents=True, exist_ok=True)
     print_status(f"{name}: preparing")
     arguments = ["prepare", "--corpus", name, *CASES[name].prepare, *more, "--out", str(store)]
-    return store, _mmldlm(arguments, folder / "prepare.log")
+    return store, mmldlm(arguments, folder / "prepare.log")
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

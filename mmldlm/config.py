@@ -23,6 +23,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.compile import CompileConfig
+from mmldlm.model.initial_weights import InitConfig
 from mmldlm.model.mmdit import ModelConfig
 from mmldlm.model.parts import Freezable, Loss, check_trainable, frozen_parts
 from mmldlm.optim.config import OptimConfig
@@ -184,9 +185,10 @@ class RunConfig:
     attention: AttentionConfig = setting(AttentionConfig(), "the joint attention")
     memory: MemoryConfig = setting(MemoryConfig(), "activation checkpointing, which saves memory at the cost of time")
     compile: CompileConfig = setting(CompileConfig(), "fused kernels by torch.compile")
+    init: InitConfig = setting(InitConfig(), "trained weights that a new run starts from")
     freeze: list[Freezable] = setting(
         factory=list,
-        doc="parts that are not trained and keep their weights, which are the initial ones in a new run. text_encoder: "
+        doc="parts that are not trained and keep their weights: in a new run those of `init`. text_encoder: "
         "token embedding, and the head matrix if tied; latent_encoder: input layers of the latents; noise_times: time "
         "embeddings; text_stream, latent_stream: one side of the blocks; backbone: both sides",
         advice="Saves the gradients and moments of the frozen parts; a loss without trainable parameters is refused",
@@ -362,7 +364,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     run = replace(config.run, dir=_absolute(config.run.dir))
     mixture = {_absolute(path): weight for path, weight in config.data.mixture.items()}
     data = replace(config.data, path=_absolute(config.data.path), mixture=mixture)
-    return replace(config, run=run, data=data, resume=resume)
+    given = config.init.from_, config.init.embeddings
+    source, embeddings = (path and _absolute(path) for path in given)
+    init = replace(config.init, from_=source, embeddings=embeddings)
+    return replace(config, run=run, data=data, init=init, resume=resume)
 
 
 def _absolute(path: str) -> str:

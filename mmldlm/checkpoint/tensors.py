@@ -96,13 +96,22 @@ class TensorFiles(TensorSource):
         names = sorted(name for name in checkpoint.files if pattern.fullmatch(name))
         if not names:
             return None
-        files = _Files([checkpoint.file(name) for name in names])
+        return cls.of_files([checkpoint.file(name) for name in names])
+
+    @classmethod
+    def of_files(cls, paths: Sequence[Path]) -> TensorFiles:
+        """Return the tensors of safetensors files, each of which is whole in one of them.
+
+        Raises:
+            DataError: A file is not safetensors, or a tensor name occurs twice.
+        """
+        files = _Files(paths)
         tensors: dict[str, tuple[SlicedTensor, _Files]] = {}
-        for index, name in enumerate(names):
+        for index, path in enumerate(paths):
             for key, dtype, shape in files.entries(index):
                 if key in tensors:
                     raise DataError(
-                        f"{checkpoint.path}: {display_name(key)} occurs twice, in {name} and in another file"
+                        f"{path.parent}: {display_name(key)} occurs twice, in {path.name} and in another file"
                     )
                 tensors[key] = SlicedTensor(dtype, shape, ((0, index),)), files
         return cls(tensors)

@@ -28,6 +28,7 @@ from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig
 from mmldlm.data.store_writer import write_description
 from mmldlm.evaluation.table import table
+from mmldlm.model.initial_weights import InitConfig
 from mmldlm.run.compatibility import LATENTS_NAME, identity
 from mmldlm.run.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
 from mmldlm.settings.declaration import dump
@@ -118,7 +119,7 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
 def portable(config: RunConfig) -> RunConfig:
     """Return the config without paths, which are private and mean nothing elsewhere."""
     data = replace(config.data, path="", mixture={})
-    return replace(config, run=replace(config.run, dir=""), data=data, resume="auto")
+    return replace(config, run=replace(config.run, dir=""), data=data, init=InitConfig(), resume="auto")
 
 
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
@@ -135,10 +136,12 @@ def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, de
     if evaluation is not None:
         lines = "\n".join(f"    {line}".rstrip() for line in table(evaluation).splitlines())
         figures = f"Each value with its baselines, on documents of the split {evaluation['split']}:\n\n{lines}"
+    origin = run.info.get("init") or {}
+    started = f", started from {origin['from']}, step {origin.get('step')}" if "from" in origin else ""
     return CARD.format(
         modes=", ".join(run.config.trained_modes),
         description=f"{description.strip()}\n\n" if description else "",
-        weights=run,
+        weights=f"{run}{started}",
         parameters=parameters,
         vocab_size=manifest.vocab_size,
         max_length=manifest.max_length,

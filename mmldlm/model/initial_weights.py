@@ -7,17 +7,59 @@ the same under every engine, on every device and for every order of the paramete
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmldlm.checkpoint.tensors import TensorSource
+from mmldlm.settings.declaration import setting
 from mmldlm.utils.random_stream import random_stream
+from mmldlm.utils.short_repr import short_repr
 
 _BLOCK = 2**20  # elements that one stream draws, at most
+_EMBEDDINGS = re.compile(r"(.+\.safetensors)(?::(.+))?")
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Trained weights that a new run starts from, in place of random ones. A run that resumes ignores them."""
+
+    from_: str | None = setting(
+        None,
+        "run folder, checkpoint folder or bundle whose weights are taken: the EMA, if that run has one and evaluates "
+        "by it. Optimizer, learning rate and data are new. null: none",
+        advice="The network must have the same settings; what the data determine may differ, and is new where it does",
+    )
+    skip: list[str] = setting(
+        factory=list,
+        doc="weights that are not taken: parts, as in `freeze`, or patterns of parameter names, such as `blocks.3.*`",
+    )
+    embeddings: str | None = setting(
+        None,
+        "FILE.safetensors or FILE.safetensors:TENSOR with token embeddings [vocabulary, model.width] of the data's "
+        "tokenizer; null: none",
+    )
+
+    def __post_init__(self) -> None:
+        if self.skip and not self.from_:
+            raise ValueError(f"skip: {self.skip} does nothing without init.from, expected []")
+        if self.embeddings and not _EMBEDDINGS.fullmatch(self.embeddings):
+            raise ValueError(
+                f"embeddings: expected FILE.safetensors or FILE.safetensors:TENSOR, found {short_repr(self.embeddings)}"
+            )
+
+    @property
+    def embeddings_tensor(self) -> tuple[Path, str]:
+        """File and name of the tensor in `embeddings`; the name may be empty."""
+        match = _EMBEDDINGS.fullmatch(self.embeddings or "")
+        assert match is not None
+        return Path(match[1]), match[2] or ""
 
 
 @dataclass(frozen=True)
@@ -26,6 +68,14 @@ class Normal:
 
     std: float = 0.0
     mean: float | tuple[float, ...] = 0.0
+
+
+class Taken(NamedTuple):
+    """Elements of a tensor that are read from elsewhere: the first `elements` of tensor `key` of `source`."""
+
+    source: TensorSource
+    key: str
+    elements: int
 
 
 class InitialWeights(TensorSource):
@@ -39,11 +89,25 @@ class InitialWeights(TensorSource):
 
     def __init__(self, distributions: Mapping[str, Normal], shapes: Mapping[str, torch.Size], seed: int):
         self._distributions, self._shapes, self._seed = distributions, shapes, seed
+        self._taken: Mapping[str, Taken] = {}
+
+    def replaced(self, taken: Mapping[str, Taken]) -> InitialWeights:
+        """Return these weights with the elements of other tensors in the place of theirs."""
+        weights = InitialWeights(self._distributions, self._shapes, self._seed)
+        weights._taken = taken
+        return weights
 
     def meta(self) -> dict[str, Tensor]:
         return {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name in self._taken and start < self._taken[name].elements:
+            source, key, count = self._taken[name]
+            first = source.read(key, start, min(stop, count)).float()
+            return first if stop <= count else torch.cat([first, self._draw(name, count, stop)])
+        return self._draw(name, start, stop)
+
+    def _draw(self, name: str, start: int, stop: int) -> Tensor:
         distribution = self._distributions[name]
         if isinstance(distribution.mean, tuple):
             return torch.tensor(distribution.mean[start:stop], device="cpu")

@@ -47,14 +47,20 @@ def identity(config: RunConfig, store: Store) -> dict[str, Any]:
     }
 
 
-def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
-    """Raise `DataError` with the first difference in `identity` between a checkpoint and a run."""
-    # The checkpoint's side went through JSON, which turns tuples into lists.
-    saved, current = checkpoint.info.get("identity"), json.loads(json.dumps(identity(config, store)))
+def saved_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the `identity` of the run that wrote a checkpoint; DataError if there is none."""
+    saved = checkpoint.info.get("identity")
     if not isinstance(saved, dict):
         raise DataError(
             f"{checkpoint.path}: has no identity of network and data, expected a checkpoint of mmldlm train"
         )
+    return saved
+
+
+def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
+    """Raise `DataError` with the first difference in `identity` between a checkpoint and a run."""
+    # The checkpoint's side went through JSON, which turns tuples into lists.
+    saved, current = saved_identity(checkpoint), json.loads(json.dumps(identity(config, store)))
     for group, values in current.items():
         before = saved.get(group)
         if before == values:

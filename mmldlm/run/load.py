@@ -120,7 +120,7 @@ def _open_data(folder: Path, config: RunConfig) -> Store:
     return Store.open(description)
 
 
-def _choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, evaluate_ema: bool) -> Weights:
+def choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, evaluate_ema: bool) -> Weights:
     """Return the weights to use: of a bundle its only ones, otherwise as in `load_run`."""
     available: Sequence[Any] = [saved.info["weights"]] if "weights" in saved.info else ["trained", "ema"][: 1 + has_ema]
     if not {*available} <= {*WEIGHTS_LABELS}:
@@ -169,7 +169,7 @@ def load_run(
     model = build_meta_model(config, store.manifest, device.type)
     materialize(model, device)
     ema = saved_ema(saved, model, config)
-    weights = _choose_weights(saved, weights, ema is not None, config.ema.evaluate)
+    weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
     tensors = saved_tensors(saved, "model", config)
     # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
     load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))

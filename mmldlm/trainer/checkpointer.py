@@ -25,13 +25,14 @@ from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import NO_STATE, TrainState, check_model_state, clean_name
 from mmldlm.checkpoint.store import CheckpointStore, write_files
-from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
+from mmldlm.checkpoint.tensors import TensorFiles, TensorSource, write_tensors
 from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
 from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import check_state_compatible
 from mmldlm.errors import ConfigError, DataError, MmldlmError
+from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.run.compatibility import (
     LATENTS_NAME,
     check_compatible,
@@ -40,6 +41,7 @@ from mmldlm.run.compatibility import (
     saved_latent_stats,
     saved_tensors,
 )
+from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.signals import SignalRequests
@@ -50,7 +52,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_FILE = "CHECKPOINT"  # in the run folder: asks for a checkpoint
 REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
-PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest")  # of the start-up report
+PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class RestoredRun:
     state: TrainState
     notes: list[str]  # for the user
     latents: LatentInfo  # standardization of latents since step 0
-    weights: TensorFiles | None = None  # of the model; None for a run from step 0
+    weights: TensorSource  # of the model
     moments: TensorFiles | None = None  # optimizer state; None for a run from step 0
     ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
+    origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Checkpointer:
         self.config, self.engine, self.signals = config, engine, signals
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
         self.saved_at: int | None = None  # step of this run's newest checkpoint, complete or in progress
+        self.origin: Any = None  # of the weights at step 0, see `WarmStart`; set by `restore`
         self._info: dict[str, Any] = {}
         self._files: dict[str, bytes] = {}
         self._request = run_dir / REQUEST_FILE
@@ -117,26 +121,37 @@ class Checkpointer:
 
     # --- start ---------------------------------------------------------------------------------------------
 
-    def restore(self, model: nn.Module, data: Store) -> RestoredRun:
+    def restore(self, model: nn.Module, data: Store, initial: InitialWeights) -> RestoredRun:
         """Open the checkpoint that rank 0 chooses by `resume`, and check that it fits the unwrapped model.
+
+        A run from step 0 starts from `init` instead.
 
         `Engine.prepare` loads the weights, then `restore_optimizer` the optimizer's state.
 
         Args:
             model: Model without the engine's wrapper.
             data: Opened data of the run.
+            initial: Initial weights of the model.
 
         Raises:
             ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
             DataError: The checkpoint is damaged or belongs to another network, tokenizer or encoder.
         """
-        path = None
+        path, source = None, dict[str, str]()
         with self.engine.raise_on_all_ranks("choice of the checkpoint"):
             if self.engine.is_main:
                 path = self._choose()
-        path = self.engine.gather(path and str(path), "choice of the checkpoint")[0]
+                source = find_source(self.config.init) if path is None else {}
+        path, source = self.engine.gather((path and str(path), source), "choice of the checkpoint")[0]
         with self.engine.raise_on_all_ranks("opening of the checkpoint"):
-            restored = restore_checkpoint(path and Path(path), model, self.config, data)
+            if path is not None:
+                restored = restore_checkpoint(Path(path), model, self.config, data)
+            elif source:
+                start = warm_start(source, self.config, data, initial)
+                restored = RestoredRun(TrainState(), start.notes, start.latents, start.weights, origin=start.origin)
+            else:
+                restored = RestoredRun(TrainState(), [], data.manifest.latent, initial)
+        self.origin = restored.origin
         if self.config.resume == "auto" and restored.state.step:
             self.saved_at = restored.state.step  # the checkpoint is one of this run
         return restored
@@ -350,11 +365,11 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
     }
 
 
-def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
+def restore_checkpoint(path: Path, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
     """Open a verified checkpoint and check that it fits the unwrapped model; weights and moments are not read yet.
 
     Args:
-        path: Checkpoint folder; None to start from step 0.
+        path: Checkpoint folder.
         model: Model without the engine's wrapper.
         config: Config of the run.
         store: Opened data of the run.
@@ -363,8 +378,6 @@ def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, s
         ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
         DataError: The checkpoint belongs to another network, tokenizer or encoder.
     """
-    if path is None:
-        return RestoredRun(TrainState(), [], store.manifest.latent)
     # Hashes were compared by rank 0, which chose the checkpoint.
     checkpoint = verify_checkpoint(path, hashes=False)
     check_compatible(checkpoint, config, store)
@@ -383,17 +396,17 @@ def restore_checkpoint(path: Path | None, model: nn.Module, config: RunConfig, s
     latents = saved_latent_stats(checkpoint, store)
     if latents != store.manifest.latent:
         notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
-    ema = saved_ema(checkpoint, model, config)
+    ema, origin = saved_ema(checkpoint, model, config), checkpoint.info.get("init")
     if not config.ema.decay:
         if ema is not None:
             notes.append("ema: the checkpoint's EMA of the weights ends here (ema.decay: 0)")
-        return RestoredRun(state, notes, latents, weights, moments)
+        return RestoredRun(state, notes, latents, weights, moments, origin=origin)
     kept = {} if ema is None else ema.filter(_trained_names(model).__contains__)
     if ema is None:
         notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
     elif num_new:
         notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, weights, moments, kept)
+    return RestoredRun(state, notes, latents, weights, moments, kept, origin)
 
 
 def _saved_config(checkpoint: Checkpoint) -> RunConfig:

@@ -136,13 +136,13 @@ class Trainer:
         self.checkpointer = Checkpointer(config, engine, self.run_dir, self._signals)
         with Progress(engine.is_main) as progress:
             progress.phase("verifying and reading the checkpoint", announce=False)
-            restored = self.checkpointer.restore(self.components.model, self.components.store)
+            model, initial = self.components.model, self.components.initial_weights
+            restored = self.checkpointer.restore(model, self.components.store, initial)
         # Before the loader reads latents and before `AutoMicroBatch` replaces its batch sizes.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
         self.update_check = UpdateCheck(config, engine, self.components.model)
-        weights = self.components.initial_weights if restored.weights is None else restored.weights
-        engine.prepare(self.components.model, self.components.optimizer, weights)
+        engine.prepare(model, self.components.optimizer, restored.weights)
         engine.check_precision()
         self.checkpointer.restore_optimizer(restored)
         if config.ema.decay:
@@ -177,7 +177,7 @@ class Trainer:
         engine.model.train()
         self._stack.enter_context(self._signals)
         self._stack.callback(self.checkpointer.close)
-        report = startup_report(engine, config, self.components, fingerprint)
+        report = startup_report(engine, config, self.components, fingerprint) | {"init": self.checkpointer.origin}
         self.checkpointer.describe(report, store)
         # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()

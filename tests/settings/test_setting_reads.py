@@ -101,6 +101,7 @@ def read(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> set[str]
         patch.setattr(torch, "compile", lambda function, **_: function)  # which would take minutes
         for settings in RUNS:
             assert train.main([*given, *settings]) in (ExitCode.DONE, ExitCode.NUMERICAL), settings
+        assert train.main([*given, f"run.dir={folder}-2", f"init.from={folder}", "train.steps=1"]) == 0
         assert train.main([*given, "--dry-run"]) == 0
         assert cli.main(["evaluate", str(folder), "--samples", "4", "--texts", "2", "--times", "1"]) == 0
         assert cli.main(["sample", str(folder), "--mode", "joint", "--length", "4"]) == 0

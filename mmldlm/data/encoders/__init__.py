@@ -17,6 +17,7 @@ from mmldlm.data.encoders.learned import LearnedEncoder
 from mmldlm.data.encoders.lsa import LsaEncoder
 from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncoder
 from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.short_repr import short_repr
 
 __all__ = [
     "ChunkedEncoder",
@@ -26,6 +27,7 @@ __all__ = [
     "LsaEncoder",
     "SentenceTransformerEncoder",
     "load_encoder",
+    "read_description",
 ]
 
 
@@ -45,16 +47,27 @@ def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
         DataError: The encoder is missing or damaged, or its model has changed.
     """
     folder = Path(folder)
-    path = folder / "encoder.json"
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected the encoder folder of a data store")
+    path, description = folder / "encoder.json", read_description(folder)
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
         if description["kind"] == ChunkedEncoder.kind:
             return ChunkedEncoder(load_encoder(folder / "inner", **model_options), description["latent_tokens"])
         encoder = _ENCODERS[description["kind"]]
         return encoder.load(folder, description | {"model_options": model_options})
     except (DataError, UsageError):
         raise
-    except Exception as error:  # JSON, a missing key, safetensors' own error type
+    except Exception as error:  # a missing key, safetensors' own error type
         raise DataError(f"{path}: not a readable encoder ({' '.join(str(error).split())})") from None
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return the content of `encoder.json`, whose key `kind` is that of an encoder; DataError if there is none."""
+    path = folder / "encoder.json"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected the encoder folder of a data store")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        if description["kind"] not in (*_ENCODERS, ChunkedEncoder.kind):
+            raise ValueError(f"kind {short_repr(description['kind'])}")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{path}: not a readable encoder ({' '.join(str(error).split())})") from None
+    return description

@@ -19,6 +19,7 @@ from mmldlm.data.encoders import (
     LearnedEncoder,
     LsaEncoder,
     SentenceTransformerEncoder,
+    load_encoder,
 )
 from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, Corpus
 from mmldlm.data.prepare.documents import Problem, batches
@@ -83,17 +84,20 @@ def _fit_encoder(
     tokenizer: Tokenizer,
     progress: StageProgress,
 ) -> LatentEncoder:
-    """Return the encoder of `config`: fitted to `texts` or pretrained, or a placeholder for imported latents.
+    """Return the encoder of `config`: fitted to `texts`, pretrained, or a placeholder for imported latents.
 
     Imported latents come from the file `latents`, or with the documents in the shape [M, C] given by `shape`.
     """
     kind, _, name = config.encoder.partition(":")
     if config.imports_latents:
-        # Included latents are part of the inputs, so the hashes of these identify them.
+        # Included latents are part of the inputs, so the hashes of these identify them, unless the user does.
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
-        revision, shape = (latents.revision, latents.shape) if latents else (digest, shape)
+        revision = config.encoder_version or (latents.revision if latents else digest)
+        shape = latents.shape if latents else shape
         assert shape is not None, "a document without latents"
         return ImportedLatents(config.latents_of or kind, revision, shape, config.channels, config.normalise)
+    if config.encoder_folder is not None:
+        return load_encoder(config.encoder_folder, batch_size=config.encoder_batch_size, device=config.encoder_device)
     if kind == "learned":
         shape = config.latent_tokens or 4, config.channels or 64
         width, steps = config.encoder_width or 128, config.encoder_steps or 1000

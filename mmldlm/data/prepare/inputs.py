@@ -92,7 +92,7 @@ def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
 
 
 def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
-    """Return the manifest's `sources`: the inputs, then the files of precomputed latents, with sizes and hashes.
+    """Return the manifest's `sources`: the inputs, then precomputed latents or another store's encoder, with hashes.
 
     Reads every file in full to hash it.
 
@@ -106,8 +106,9 @@ def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) ->
     for path in latent_paths:
         if not path.is_file():
             raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
+    more = [*latent_paths, *([config.encoder_folder] if config.encoder_folder else [])]
     with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        return list(pool.map(_describe_source, [*(path for path, _ in inputs), *map(str, latent_paths)]))
+        return list(pool.map(_describe_source, [*(path for path, _ in inputs), *map(str, more)]))
 
 
 def _describe_source(path: str) -> dict[str, Any]:

@@ -55,7 +55,9 @@ def _provenance(job: Job) -> dict[str, Any]:
     sources = job.plan.sources
     if job.config.corpus:  # with the number of documents from each package
         origins = sum((Counter(result["origins"]) for result in read), Counter[str]())
-        sources = [source | {"documents": origins[source["package"]]} for source in sources]
+        sources = [
+            source | ({"documents": origins[source["package"]]} if "package" in source else {}) for source in sources
+        ]
     return {
         "sources": sources,
         "options": job.plan.options,

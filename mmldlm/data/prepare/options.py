@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from mmldlm.data.encoders import ImportedLatents, read_description
 from mmldlm.data.encoders.autoencoder import HEAD_WIDTH
 from mmldlm.data.prepare.documents import FORMATS, Format
 from mmldlm.data.prepare.readers.python_docs import CORPORA
@@ -56,6 +58,7 @@ class PrepareConfig:
     latent_tokens: int | None = None
     latent_ids: str | None = None
     latents_of: str | None = None
+    encoder_version: str | None = None
     min_length: int = 1
     max_length: int = 128
     over_length: str = "split"
@@ -86,6 +89,12 @@ class PrepareConfig:
     def imports_latents(self) -> bool:
         """True if latents are read from the documents or from a file instead of computed by an encoder."""
         return self.encoder == "included" or self.encoder.startswith("precomputed:")
+
+    @property
+    def encoder_folder(self) -> Path | None:
+        """The encoder of another store, whose path `encoder` then is; None if it is a kind of encoder."""
+        is_kind = self.encoder in ("lsa", "learned") or self.encoder.startswith("sentence-transformers:")
+        return None if is_kind or self.imports_latents else Path(self.encoder) / "encoder"
 
     def check(self) -> None:
         """Check every option by itself and in combination.
@@ -155,10 +164,16 @@ class PrepareConfig:
                 "precomputed:FILE with latents made in a separate environment (docs/data.md)"
             )
         is_learned = self.encoder == "learned"
-        if self.encoder != "lsa" and not is_learned and not is_library and not self.imports_latents:
+        store, is_fitted = self.encoder_folder, self.encoder in ("lsa", "learned")
+        if store is not None and not store.is_dir():
             raise UsageError(
                 f"--encoder {self.encoder}: expected lsa, learned, sentence-transformers:NAME_OR_FOLDER, "
-                "included or precomputed:FILE"
+                "included, precomputed:FILE or the folder of a data store"
+            )
+        if store is not None and read_description(store)["kind"] == ImportedLatents.kind:
+            raise UsageError(
+                f"--encoder {self.encoder}: has imported latents and no encoder for other texts; expected the same "
+                "--latents-of and --encoder-version for latents of one model"
             )
         if self.imports_latents and self.corpus:
             raise UsageError(f"--encoder {self.encoder}: {self.corpus} has no latents, expected one that reads text")
@@ -176,12 +191,16 @@ class PrepareConfig:
             ("--encoder-device", self.encoder_device, is_library, "sentence-transformers:..."),
             ("--encoder-steps", self.encoder_steps, is_learned, "learned"),
             ("--encoder-width", self.encoder_width, is_learned, "learned"),
-            ("--latent-tokens", self.latent_tokens, not self.imports_latents, "one that reads text"),
+            ("--channels", self.channels, store is None, "another, or the channels of the store"),
+            ("--latent-tokens", self.latent_tokens, is_fitted or is_library, "one that reads text, and no store's"),
             ("--latent-ids", self.latent_ids, is_precomputed, "precomputed:FILE"),
             ("--latents-of", self.latents_of, self.imports_latents, "included or precomputed:FILE"),
+            ("--encoder-version", self.encoder_version, self.imports_latents, "included or precomputed:FILE"),
         ):
             if value is not None and not is_allowed:
                 raise UsageError(f"{option} {value}: --encoder is {self.encoder}, expected {expected}")
+        if self.encoder_version is not None and not (self.encoder_version and self.latents_of):
+            raise UsageError(f"--encoder-version {self.encoder_version!r}: expected a version of --latents-of NAME")
         for option, count in (
             ("--latent-tokens", self.latent_tokens),
             ("--encoder-batch-size", self.encoder_batch_size),
@@ -214,12 +233,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--encoder",
         help="lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
-        "included, for --latents-field (included with --latents-field, else lsa)",
+        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
     )
     add("--channels", type=int, help="latent channels (64 for lsa and learned, else all)")
     add("--latent-tokens", type=int, metavar="M", help="latents of a text, each of one of M segments (1; learned: 4)")
     add("--latent-ids", metavar="FILE", help="ids of the rows of precomputed:FILE (.json, .txt, .npy), or position")
     add("--latents-of", metavar="NAME", help="name of the model that computed the imported latents, for the record")
+    add("--encoder-version", metavar="V", help="of --latents-of: all stores with both have latents of one encoder")
     add("--prompt", help="prefix of each text for the sentence-transformers model, such as 'passage: '")
     add("--prompt-name", metavar="NAME", help="one of the prompts defined by the model, such as query")
     add("--encoder-revision", metavar="COMMIT", help="of a sentence-transformers model given by name")

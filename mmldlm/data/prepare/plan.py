@@ -67,7 +67,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     options = json.loads(json.dumps(config.recorded()))
     if config.corpus:
         chunk = (ChunkPart("", Part(config.corpus, 0, 0)),)
-        return Plan(__version__, options, python_docs.sources(config.corpus), [chunk])
+        return Plan(__version__, options, python_docs.sources(config.corpus) + describe_sources([], config), [chunk])
     inputs = find_inputs(config)
     sources = describe_sources(inputs, config)
     return Plan(__version__, options, sources, list(_make_chunks(inputs, sources, config)))

@@ -21,10 +21,11 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
 from mmldlm.distributed.environment import disabled_guards
-from mmldlm.errors import ConfigError, DataError, ExitCode
+from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.model.mmdit import count_parameters
+from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.run.factory import attention_backend, build_meta_model
+from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.utils.files import probe_file
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -237,11 +238,27 @@ def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
     return store, ok("data store", f"{paths}, {len(store.split('train')):,} samples to train on")
 
 
+def check_init(config: RunConfig, store: Store) -> list[Finding]:
+    """Check that weights of `init` can be taken; nothing if it names none, or if the run has checkpoints to resume."""
+    resumes = config.resume != "never" and any((Path(config.run.dir) / "checkpoints").glob("step-*"))
+    try:
+        source = {} if resumes else find_source(config.init)
+        if not source:
+            return []
+        start = warm_start(source, config, store, _meta_model(config, store).initial_weights(config.run.seed))
+    except MmldlmError as error:
+        return [fail("init", str(error), "docs/checkpoints.md, Start from a trained model", int(error.exit_code))]
+    return [ok("init", "; ".join(line.strip() for line in start.notes))]
+
+
 def parameter_count(config: RunConfig, store: Store) -> int:
     """Return the number of parameters of the configured network."""
+    return sum(count_parameters(_meta_model(config, store)).values())
+
+
+def _meta_model(config: RunConfig, store: Store) -> MMDiT:
     # The configured backend may be refused on the CPU, and has no influence on the parameters.
-    model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
-    return sum(count_parameters(model).values())
+    return build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
 
 
 def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> Finding:

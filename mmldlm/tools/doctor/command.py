@@ -22,6 +22,7 @@ from mmldlm.tools.doctor.checks import (
     check_config,
     check_disk,
     check_folder,
+    check_init,
     check_machine,
     check_store,
     device_type,
@@ -81,6 +82,7 @@ def run_checks(options: argparse.Namespace, node_env: NodeEnv, clock: Callable[[
             findings.append(finding)
             if store is not None:
                 groups["data"] = data_fingerprint(store)
+                findings += check_init(config, store)
             findings.append(check_disk(config, store, options.min_free_gib))
     if node_env.nodes > 1:
         first_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")

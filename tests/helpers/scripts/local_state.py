@@ -1,16 +1,19 @@
 """`mmldlm.train` that looks at the engine's state, each rank at its own.
 
-At the start it fails if a weight is not the initial one, at the end if drawing the state for a checkpoint exchanged
-anything.
+At the start it fails if a weight is not the initial one, or not that of the safetensors file EXPECTED, at the end if
+drawing the state for a checkpoint exchanged anything.
 """
 
 from __future__ import annotations
 
 import math
+import os
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor.debug import CommDebugMode
 
+from mmldlm.checkpoint.tensors import read_range
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 
@@ -18,11 +21,12 @@ from tests.helpers.trainer_scripts import train_and_exit
 class ObservedTrainer(Trainer):
     def _restore(self) -> list[str]:
         notes = super()._restore()
+        path = os.environ.get("EXPECTED")
+        weights = load_file(path) if path else self.components.initial_weights
         for group, name, tensor, part in self.engine.local_state():
             start, stop = (0, 0) if self.engine.writer is None else tensor.slice_in(self.engine.writer)
             if group == "model" and start < stop:
-                expected = self.components.initial_weights.read(name, start, stop)
-                assert torch.equal(part.flatten(), expected), name
+                assert torch.equal(part.flatten(), read_range(weights, name, start, stop)), name
         return notes
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:

@@ -1,0 +1,224 @@
+"""Warm starts (`init`): a new run takes tensors of a trained network, or of any file, as its weights at step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.tensors import TensorFiles
+from mmldlm.config import RunConfig, diff_configs
+from mmldlm.data.manifest import LatentInfo
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import ConfigError, DataError
+from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
+from mmldlm.model.parts import frozen_parts, part_of
+from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
+from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
+from mmldlm.run.load import BUNDLE_CONFIG, choose_weights, newest_checkpoint, run_config
+from mmldlm.utils.files import sha256
+from mmldlm.utils.short_repr import display_name, truncate
+
+_EMBEDDING = "token_embedding.weight"
+_LENGTH_ROWS = "length_head.out."  # row i is about length i + 1, whatever the longest sample
+
+
+class WarmStart(NamedTuple):
+    """Weights of a new run, and where they come from."""
+
+    weights: InitialWeights
+    latents: LatentInfo  # standardization of the latents that these weights expect
+    notes: list[str]  # for the user
+    origin: dict[str, Any]  # for the start-up report and checkpoints; bundles have it, so it names no folders
+
+
+def find_source(init: InitConfig) -> dict[str, str]:
+    """Verify what `init` names, on one rank for all.
+
+    Returns:
+        "checkpoint": the folder, and "manifest": SHA-256 of its manifest, with `init.from`; "embeddings": SHA-256 of
+        the file, with `init.embeddings`.
+
+    Raises:
+        DataError: It is missing or damaged.
+    """
+    source: dict[str, str] = {}
+    if init.from_:
+        path = Path(init.from_)
+        try:
+            is_checkpoint = (path / MANIFEST).is_file() and not (path / BUNDLE_CONFIG).is_file()
+            checkpoint = verify_checkpoint(path) if is_checkpoint else newest_checkpoint(path, run_config(path))
+        except DataError as error:
+            raise DataError(f"init.from: {error}") from None
+        source |= {"checkpoint": str(checkpoint.path), "manifest": sha256(checkpoint.path / MANIFEST)}
+    if init.embeddings:
+        file, _ = init.embeddings_tensor
+        if not file.is_file():
+            raise DataError(f"init.embeddings: {file}: no such file; expected a safetensors file")
+        source["embeddings"] = sha256(file)
+    return source
+
+
+def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initial: InitialWeights) -> WarmStart:
+    """Choose the weights that are taken from what `find_source` returned; none are read yet.
+
+    Raises:
+        ConfigError: An entry of `init.skip` names no weight.
+        DataError: A tensor cannot be taken.
+    """
+    shapes = {name: tensor.shape for name, tensor in initial.meta().items()}
+    taken: dict[str, Taken] = {}
+    new: dict[str, str] = {}  # why, by name
+    latents, notes, origin = store.manifest.latent, [], dict[str, Any]()
+    if "checkpoint" in source:
+        path = Path(source["checkpoint"])
+        checkpoint = verify_checkpoint(path, hashes=False, links=(path / BUNDLE_CONFIG).is_file())
+        files, weights = _saved_weights(checkpoint)
+        taken, new = _match(checkpoint, files, config, store, shapes)
+        notes.append(f"weights from {path}: {WEIGHTS_LABELS[weights]} of step {checkpoint.step}")
+        for group in ("model", "latent"):
+            differing = diff_configs(_saved(checkpoint, group), identity(config, store)[group], f"{group}.")
+            notes += [f"  other settings there: {display_name(line)}" for line in differing]
+        if "latent_in.weight" in taken:
+            latents = _on_scale(saved_latent_stats(checkpoint, store), latents)
+            notes += ["  latents are standardized as there"] * (latents != store.manifest.latent)
+        name, git = Path(config.init.from_ or path).resolve().name, checkpoint.info.get("git")
+        origin |= {"from": name, "step": checkpoint.step, "weights": weights, "git": git}
+        origin["manifest"] = source["manifest"]
+    if "embeddings" in source:
+        file, _ = config.init.embeddings_tensor
+        table, key, _ = taken[_EMBEDDING] = _open_embeddings(config.init, store, shapes[_EMBEDDING])
+        new[_EMBEDDING] = "[MASK] and [PAD], which the file lacks"
+        notes.append(f"token embeddings from {file}: {display_name(key)} {list(table.meta()[key].shape)}")
+        origin["embeddings"] = {"file": file.name, "tensor": key, "sha256": source["embeddings"]}
+    counts = {name: taken[name].elements if name in taken else 0 for name in shapes}
+    rest = {name: shape.numel() - counts[name] for name, shape in shapes.items()}
+    origin |= {"taken": _sum_by_part(counts), "new": _sum_by_part(rest)}
+    for title in ("taken", "new"):
+        notes.append(f"  {title}: {', '.join(f'{part} {n:,}' for part, n in origin[title].items()) or 'nothing'}")
+    for reason in dict.fromkeys(new.values()):
+        names = [f"{name} {list(shapes[name])}" for name in shapes if new.get(name) == reason and rest[name]]
+        notes += [f"  new because of {reason}: {truncate(', '.join(names), 300)}"] * bool(names)
+    return WarmStart(initial.replaced(taken), latents, notes, origin)
+
+
+def _saved_weights(checkpoint: Checkpoint) -> tuple[TensorFiles, Weights]:
+    """Return the weights by which the run of a checkpoint evaluates, and which these are."""
+    files, ema = TensorFiles.open(checkpoint, "model"), TensorFiles.find(checkpoint, "ema")
+    weights = choose_weights(checkpoint, None, ema is not None, run_config(checkpoint.path).ema.evaluate)
+    return files if ema is None or weights == "trained" else files.overlay(ema), weights
+
+
+def _match(
+    checkpoint: Checkpoint, files: TensorFiles, config: RunConfig, store: Store, shapes: Mapping[str, torch.Size]
+) -> tuple[dict[str, Taken], dict[str, str]]:
+    """Return the tensors to take as `InitialWeights.replaced` has them, and why each of the others is new."""
+    saved, skip = files.meta(), config.init.skip
+    names, changed = [*dict.fromkeys([*shapes, *saved])], _changed_modules(checkpoint, config, store)
+    for entry in skip:
+        if not any(_is_named(name, entry) for name in names):
+            raise ConfigError(f"init.skip: {entry} is no part and matches no parameter, such as {names[0]}")
+    taken: dict[str, Taken] = {}
+    new, misfits = dict[str, str](), list[str]()
+    for name in names:
+        here, there = shapes.get(name), saved[name].shape if name in saved else None
+        if any(_is_named(name, entry) for entry in skip):
+            new[name] = "init.skip"
+        elif reason := changed.get(name.partition(".")[0]):
+            new[name] = reason
+        elif here == there or (name.startswith(_LENGTH_ROWS) and here and there and here[1:] == there[1:]):
+            taken[name] = Taken(files, name, min(shapes[name].numel(), saved[name].numel()))
+            new[name] = "longer texts"  # for what remains, if anything does
+        else:
+            sizes = ["missing" if shape is None else list(shape) for shape in (there, here)]
+            misfits.append(f"{display_name(name)} is {sizes[0]} there and {sizes[1]} here")
+    if misfits:
+        raise DataError(
+            f"init.from: {checkpoint.path}: {misfits[0]}, and {len(misfits) - 1} other tensors differ; expected the "
+            "same network, or their names or parts in init.skip"
+        )
+    return taken, new
+
+
+def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) -> dict[str, str]:
+    """Return the modules whose weights mean nothing here, as the data or the objective are others, and why."""
+    saved, current = saved_identity(checkpoint), identity(config, store)
+    changed = {"loss_weights": "the objective"}
+    if saved.get("tokenizer") != current["tokenizer"]:
+        changed |= dict.fromkeys(("token_embedding", "text_head"), "another tokenizer")
+    before, now = _saved(checkpoint, "data"), current["data"]
+    shape = "latent_tokens", "latent_channels"
+    if saved.get("encoder") != current["encoder"] or any(before.get(key) != now[key] for key in shape):
+        changed |= dict.fromkeys(("latent_in", "latent_position", "latent_head", "latent_skip"), "other latents")
+    if _saved(checkpoint, "latent").get("prediction") != config.latent.prediction:
+        changed |= dict.fromkeys(("latent_head", "latent_skip", "latent_final"), "another latent.prediction")
+    return changed
+
+
+def _saved(checkpoint: Checkpoint, group: str) -> dict[str, Any]:
+    """Return a group of the identity of a checkpoint's run; empty if it is none."""
+    values = saved_identity(checkpoint).get(group)
+    return values if isinstance(values, dict) else {}
+
+
+def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
+    """Return the statistics of `current` on the scale of `saved`; `max_norm` is a bound for both."""
+    shift = float(np.linalg.norm(np.subtract(saved.mean, current.mean)))
+    return replace(saved, max_norm=max(saved.max_norm, (current.max_norm * current.rms + shift) / saved.rms))
+
+
+def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:
+    """Return the file of `init.embeddings`, the name of its matrix, and how many elements that has.
+
+    Raises:
+        DataError: It has no such matrix, or one for another vocabulary or width.
+    """
+    (path, key), manifest = init.embeddings_tensor, store.manifest
+    files = TensorFiles.of_files([path])
+    tables = {name: each.shape for name, each in files.meta().items() if each.ndim == 2 and each.is_floating_point()}
+    if not key:
+        candidates = [_EMBEDDING] if _EMBEDDING in tables else [*tables]
+        key = candidates[0] if len(candidates) == 1 else ""
+    if key not in tables:
+        names = truncate(", ".join(map(display_name, tables)) or "none", 300)
+        raise DataError(f"init.embeddings: {path}: its matrices are {names}; expected {path}:NAME with one of them")
+    rows, width = tables[key]
+    # A tokenizer without [MASK] and [PAD] gets them from `prepare`, behind its own tokens.
+    if width != shape[1] or rows > shape[0] or not {*range(rows, shape[0])} <= {manifest.mask_id, manifest.pad_id}:
+        raise DataError(
+            f"init.embeddings: {path}: {display_name(key)} is {[rows, width]}, expected {list(shape)}: the vocabulary "
+            "of the data's tokenizer, and model.width"
+        )
+    for folder in (path.parent, path.parent / "tokenizer"):
+        if (folder / "tokenizer.json").is_file() and Tokenizer.load(folder).identity != manifest.tokenizer["sha256"]:
+            raise DataError(f"init.embeddings: {path}: belongs to {folder}/tokenizer.json, not the data's tokenizer")
+    return Taken(files, key, rows * width)
+
+
+def _is_named(name: str, entry: str) -> bool:
+    """Return whether an entry of `init.skip`, a part or a pattern, names a parameter."""
+    return fnmatchcase(name, entry) or _part(name) in frozen_parts([entry])  # type: ignore[list-item]
+
+
+def _part(name: str) -> str:
+    """Return the part of a parameter; "" if the name is no parameter's, as a file may have any names."""
+    with suppress(KeyError, IndexError):
+        return part_of(name)
+    return ""
+
+
+def _sum_by_part(counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of elements in each part that has any."""
+    sums: dict[str, int] = {}
+    for name, count in counts.items():
+        if count:
+            sums[_part(name)] = sums.get(_part(name), 0) + count
+    return sums
