@@ -186,7 +186,8 @@ class Mirror:
             fsync(Path(target).parent)
         stored = self._system.info(target)
         md5 = str(stored.get("ETag", "")).strip('"') or base64.b64decode(stored.get("md5Hash", "")).hex()
-        if stored["size"] != info.bytes or (md5 not in _md5s(path) and self._sha256(target) != info.sha256):
+        is_known = bool(md5) and md5 in _md5s(path)
+        if stored["size"] != info.bytes or not (is_known or self._sha256(target) == info.sha256):
             raise StorageError(f"{self.url}/{name} is not what was copied: {stored['size']} of {info.bytes} bytes")
         return info
 
