@@ -163,6 +163,18 @@ class CheckpointConfig:
         at_least=0,
         advice="For runs that may overfit or diverge: each is a full checkpoint on disk",
     )
+    mirror: str = setting(
+        "",
+        "where to copy checkpoints, into a subfolder with the name of run.dir: a folder on another disk, "
+        "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX. A start on an empty disk resumes from there. Empty: no copies",
+        advice="If the machine, or its disk, may be taken away",
+    )
+    mirror_wait_s: float = setting(
+        300.0,
+        "seconds for which the end of a run, also by a signal, waits for the last copy",
+        at_least=0,
+        advice="Less than the time from a scheduler's signal to its kill, less the time of a save",
+    )
     async_: bool = setting(True, "write files in the background; training waits only for the copy to host memory")
 
     def __post_init__(self) -> None:
@@ -367,7 +379,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     given = config.init.from_, config.init.embeddings
     source, embeddings = (path and _absolute(path) for path in given)
     init = replace(config.init, from_=source, embeddings=embeddings)
-    return replace(config, run=run, data=data, init=init, resume=resume)
+    mirror = config.checkpoint.mirror
+    checkpoint = replace(config.checkpoint, mirror=mirror if "://" in mirror else _absolute(mirror))
+    return replace(config, run=run, data=data, init=init, checkpoint=checkpoint, resume=resume)
 
 
 def _absolute(path: str) -> str:

@@ -103,6 +103,14 @@ class CheckpointStore:
                     )
             fsync(write_checkpoint_manifest(temporary, step, files, info, tensors))
             fsync(temporary)
+        except OSError as error:
+            raise self._save_error(step, error) from error
+        return self.publish(temporary, step)
+
+    def publish(self, temporary: Path, step: int) -> Path:
+        """Publish a complete checkpoint in `temporary`, with its manifest; otherwise as `commit`."""
+        try:
+            make_folder(self.folder)
             final = self._unused_path(step)
             temporary.rename(final)
             fsync(self.folder)

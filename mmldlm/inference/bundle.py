@@ -119,7 +119,8 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
 def portable(config: RunConfig) -> RunConfig:
     """Return the config without paths, which are private and mean nothing elsewhere."""
     data = replace(config.data, path="", mixture={})
-    return replace(config, run=replace(config.run, dir=""), data=data, init=InitConfig(), resume="auto")
+    run, checkpoint = replace(config.run, dir=""), replace(config.checkpoint, mirror="")
+    return replace(config, run=run, data=data, checkpoint=checkpoint, init=InitConfig(), resume="auto")
 
 
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:

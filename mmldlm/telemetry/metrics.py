@@ -23,6 +23,7 @@ Kind = Literal[
     "quality",
     "start",
     "checkpoint",
+    "mirror",
     "resume",
     "skip",
     "micro_batch",

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -44,6 +44,8 @@ from mmldlm.run.compatibility import (
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import to_yaml
+from mmldlm.telemetry.tracker import Tracker
+from mmldlm.trainer.mirroring import Mirroring
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.short_repr import short_repr
@@ -95,8 +97,8 @@ class _PendingCheckpoint:
 class Checkpointer:
     """The checkpoints of a run, written one at a time.
 
-    Its methods are collective except `due`, `save_requested`, `describe`, `close` and the properties, which are local
-    to this rank.
+    Its methods are collective except `due`, `save_requested`, `describe`, `mirror`, `close` and the properties, which
+    are local to this rank.
 
     Args:
         config: Config of the run.
@@ -118,6 +120,8 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
         self._pending: _PendingCheckpoint | None = None
+        mirrors = bool(config.checkpoint.mirror) and engine.is_main
+        self.mirroring = Mirroring(config.checkpoint, run_dir) if mirrors else None
 
     # --- start ---------------------------------------------------------------------------------------------
 
@@ -154,6 +158,8 @@ class Checkpointer:
         self.origin = restored.origin
         if self.config.resume == "auto" and restored.state.step:
             self.saved_at = restored.state.step  # the checkpoint is one of this run
+            if self.mirroring is not None:
+                self.mirroring.request(self.saved_at)
         return restored
 
     def restore_optimizer(self, restored: RestoredRun) -> None:
@@ -173,13 +179,16 @@ class Checkpointer:
     def _choose(self) -> Path | None:
         """Return the verified checkpoint to start from, or None for step 0.
 
-        With `resume: auto`, damaged checkpoints are moved aside if there is an intact one.
+        With `resume: auto`, damaged checkpoints are moved aside if there is an intact one, and a newer one is fetched
+        from the mirror.
         """
-        resume = self.config.resume
+        resume, checkpoint = self.config.resume, None
+        if resume != "never":
+            checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
+        if self.mirroring is not None:
+            checkpoint = self.mirroring.fetch_newer(checkpoint, resume != "auto", self.store)
         if resume == "never":
             self.store.set_aside_after(-1)
-            return None
-        checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
         return None if checkpoint is None else checkpoint.path
 
     # --- when to save --------------------------------------------------------------------------------------
@@ -292,9 +301,29 @@ class Checkpointer:
                 return [saved]
         return []
 
+    def mirror(self, saved: Sequence[SavedCheckpoint], tracker: Tracker) -> None:
+        """Have complete checkpoints copied to the mirror, and log what was copied. Not collective."""
+        if self.mirroring is not None:
+            for checkpoint in saved:
+                self.mirroring.request(checkpoint.step)
+            self.mirroring.poll(tracker)
+
+    def finish_mirror(self, tracker: Tracker) -> None:
+        """Wait until the mirror has the last checkpoint, at most for `checkpoint.mirror_wait_s`."""
+        if not self.config.checkpoint.mirror:
+            return
+        tracker.heartbeat(self.saved_at or 0, "copying to the mirror")
+        deadline = time.monotonic() + self.config.checkpoint.mirror_wait_s
+        # In short collectives, since a long one counts as a hang.
+        while self.engine.gather(self.mirroring is not None and self.mirroring.busy, "copy to the mirror")[0]:
+            if self.mirroring is not None:
+                self.mirroring.wait(deadline, tracker)
+
     def close(self) -> None:
         """Stop the thread without committing; do not wait for it if a peer is lost. Not collective."""
         self._pool.shutdown(wait=not self.engine.peer_lost, cancel_futures=True)
+        if self.mirroring is not None:
+            self.mirroring.close()
 
     def _finish_phase(self) -> SavedCheckpoint | None:
         """Wait for all ranks to finish this phase, then start the next one or return the complete checkpoint."""

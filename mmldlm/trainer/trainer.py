@@ -490,9 +490,11 @@ class Trainer:
                 self._log_checkpoints(self.checkpointer.save(self.state, validation_loss))
         if wait:
             self._log_checkpoints(self.checkpointer.finish())
+            self.checkpointer.finish_mirror(self.tracker)
 
     def _log_checkpoints(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Log newly completed checkpoints."""
+        """Log newly completed checkpoints, and have them copied to the mirror."""
         for saved in checkpoints:
             seconds = {"stall_s": saved.stall_s, "seconds": saved.seconds}
             self.tracker.event("checkpoint", saved.step, {"path": str(saved.path), **seconds})
+        self.checkpointer.mirror(checkpoints, self.tracker)

@@ -280,6 +280,20 @@ def _disk(snapshot: Snapshot) -> str | None:
     return f"{free / _GIB:.2g} GiB are free for {folder}; a checkpoint takes {checkpoint / _GIB:.2g} GiB"
 
 
+def _mirror(snapshot: Snapshot) -> str | None:
+    """Return why the newest checkpoints are not in the mirror."""
+    attempt, copied = snapshot.history.last("mirror"), snapshot.history.by_kind("mirror")
+    if not (snapshot.history.config.get("checkpoint") or {}).get("mirror"):
+        return None
+    if attempt is not None and "error" in attempt:
+        return f"not copied at step {attempt['step']}: {attempt['error']}"
+    step = max((record["step"] for record in copied if "error" not in record), default=0)
+    missing = [record for record in snapshot.history.by_kind("checkpoint") if record["step"] > step]
+    if len(missing) <= snapshot.thresholds.mirror_checkpoints:
+        return None
+    return f"{len(missing)} checkpoints are newer than the newest copy, of step {step}"
+
+
 def _data_bound(snapshot: Snapshot) -> str | None:
     share = snapshot.data_wait_share
     if share is None or share <= snapshot.thresholds.data_wait:
@@ -422,6 +436,12 @@ ALERTS: tuple[tuple[str, Condition, Advice], ...] = (
         "disk",
         _disk,
         "make room, or keep fewer checkpoints (checkpoint.keep_last); a run that cannot save ends with exit code 74",
+    ),
+    (
+        "mirror",
+        _mirror,
+        "repair what is named (credentials, space, network): the run tries again by itself, and training goes on; if "
+        "copies are only slow, save less often, or raise checkpoint.keep_last",
     ),
 )
 

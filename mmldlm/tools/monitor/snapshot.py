@@ -58,6 +58,7 @@ class Thresholds:
     memory: float = setting(0.95, "share of the device's or the host's memory that is used", above=0, below=1)
     disk_checkpoints: float = setting(3.0, "free disk space, in sizes of the newest checkpoint", at_least=0)
     disk_gib: float = setting(1.0, "free disk space in GiB", at_least=0)
+    mirror_checkpoints: int = setting(3, "checkpoints that are newer than the newest copy in the mirror", at_least=0)
     silent_steps: float = setting(
         10.0, "typical step times without news, at least the time of two records, plus --interval", at_least=1
     )

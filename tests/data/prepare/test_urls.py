@@ -65,7 +65,7 @@ def test_urls_that_cannot_be_read(memory: str, tmp_path: Path) -> None:
         (f"{memory}/none.txt", DataError, "none.txt: no such file"),
         (f"{memory}/*.none", DataError, "no such file"),
         ("nonsense://a/b.txt", DataError, "nonsense://a/b.txt: cannot read: Protocol not known"),
-        ("s3://bucket/a.txt", UsageError, "s3://bucket/a.txt: .*s3fs"),
+        ("abfs://bucket/a.txt", UsageError, "abfs://bucket/a.txt: .*adlfs"),
     ):
         with pytest.raises(error, match=message):
             prepare(replace(small_config(tmp_path / "store"), inputs=(url,)), progress=False)

@@ -59,6 +59,23 @@ def test_healthy_run_has_no_alert(forked: ForkedRuns, tiny_config: Path, tmp_pat
     assert "rising loss" in alerts_at(run, 122, **BUSY_MACHINE, diverged=1e12), "above where it was"
 
 
+def test_mirror_without_the_newest_checkpoints(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
+    run, file, saves = tmp_path / "run", tmp_path / "file", ("validation.every=0", "checkpoint.every_steps=4")
+    file.touch()
+    forked.succeed("single", run, 1, tiny_config, *saves, f"checkpoint.mirror={file}/no/folder")
+    result = alerts(seen_at(run, 8))
+    assert [alert.name for alert in result] == ["mirror"] and "Not a directory" in result[0].found
+    assert "tries again by itself" in result[0].advice
+
+    # Copies that are slow: two checkpoints came before the first copy.
+    shutil.rmtree(run)
+    forked.succeed("single", run, 1, tiny_config, *saves, f"checkpoint.mirror={tmp_path / 'disk'}")
+    assert alerts_at(run, 8, mirror_checkpoints=0) == set()
+    lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"kind": "mirror"' not in line]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert alerts_at(run, 8, mirror_checkpoints=1) == {"mirror"} and alerts_at(run, 8, mirror_checkpoints=2) == set()
+
+
 def test_a_run_that_diverges(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     forked.succeed("single", run, 1, tiny_config, *BARE, "train.steps=26", "optim.lr=0.1")
