@@ -1,0 +1,5 @@
+"""`python -m mmldlm COMMAND ...`, for launchers."""
+
+from mmldlm.cli import main
+
+main()
