@@ -23,6 +23,5 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"{folder / taken[0]}: exists already, expected a folder without {', '.join(names)}")
     shutil.copytree(FILES, folder, dirs_exist_ok=True)
     print(f"written to {folder}: {', '.join(names)}")
-    print(f"    cd {folder} && bash scripts/quickstart.sh    # data, training, evaluation and samples in 15 minutes")
-    print("    mmldlm config configs/tiny.yaml              # every setting of a preset")
+    print("next, in that folder: bash scripts/quickstart.sh; mmldlm config configs/tiny.yaml shows every setting")
     return 0
