@@ -13,11 +13,13 @@ from mmldlm.utils.host_cpus import configure_openmp_spinning
 from mmldlm.utils.malloc import configure_cuda_allocator
 
 COMMANDS = {
+    "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
     "convert": ("mmldlm.tools.convert.command", "data and run configs of the LGDLM trainer"),
     "data": ("mmldlm.data.inspect_command", "inspect or verify a data store"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
+    "score": ("mmldlm.inference.score", "the likelihood bound of each text of a file"),
     "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
@@ -28,7 +30,7 @@ COMMANDS = {
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
-COMPUTE_COMMANDS = ("train", "sample", "demo", "evaluate")  # use all OpenMP threads
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate")  # use all OpenMP threads
 PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         configure_cuda_allocator(os.environ)
     module = importlib.import_module(COMMANDS[name][0])
     status = run_command(lambda: module.main(rest))
-    if argv is None and name in ("train", "doctor", "evaluate", "demo"):
+    if argv is None and name in ("train", "doctor", "evaluate", "sample", "score", "demo"):
         exit_process(status)  # besides, a thread of the demo may still be generating
     return status
 

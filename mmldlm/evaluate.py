@@ -26,7 +26,7 @@ from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run, newest_checkpoint, run_config
+from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.progress import INTERVAL_S, Progress
@@ -37,6 +37,13 @@ def _parse_modes(text: str) -> tuple[str, ...]:
     if not set(names) <= set(MODES):
         raise argparse.ArgumentTypeError(f"expected some of {', '.join(MODES)}, separated by commas, found {text}")
     return tuple(name for name in MODES if name in names)
+
+
+def _parse_steps(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, separated by commas, found {text}")
+    return tuple(map(int, numbers))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         help="joint: local folder of a causal language model for transformers",
     )
     parser.add_argument(
+        "--steps", type=_parse_steps, default=(), metavar="1,2,4,...", help="a table of generation by reverse steps"
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the results; default: the run folder"
     )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
@@ -95,23 +105,16 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         if getattr(options, name) < minimum:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
-    extras = Extras(options.sts, options.perplexity_model)
+    extras = Extras(options.sts, options.perplexity_model, options.steps)
     out: Path = options.out or options.run
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
         parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
-    saved = run_config(options.run)
     with (
-        process_group(saved.distributed, read_launcher_env(os.environ)) as processes,
+        process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
         Progress(processes.is_main, interval) as progress,
     ):
         progress.phase("loading the run")
-        checkpoint = options.checkpoint
-        with processes.raise_on_all_ranks("loading of the run"):
-            if checkpoint is None and processes.is_main:  # once for all ranks, as a running run may save another one
-                checkpoint = newest_checkpoint(options.run, saved).path
-        checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
-        with processes.raise_on_all_ranks("loading of the run"):
-            loaded = load_run(options.run, checkpoint, options.data, options.weights, options.sampling)
+        loaded = load_run_on_all_ranks(options, processes, options.sampling)
         measured = evaluate(loaded, config, options.modes, extras, processes, progress)
         overrides = {"sampling": " ".join(options.sampling)} if options.sampling else {}
         result = replace_nonfinite({**overrides, **measured})

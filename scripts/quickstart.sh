@@ -6,10 +6,20 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-step() { printf '\n==> %s\n    %s\n' "$1" "$2"; }
+# In a checkout .venv is made here; in a folder of `mmldlm new`, mmldlm is installed.
+if [ -f scripts/setup.sh ]; then
+  bash scripts/setup.sh
+fi
+bin=""
+if [ -x .venv/bin/mmldlm ]; then
+  bin=.venv/bin/
+elif ! command -v mmldlm >/dev/null; then
+  echo "quickstart: error: no mmldlm on PATH or in .venv: pip install mmldlm" >&2
+  exit 1
+fi
+mmldlm="${bin}mmldlm"
 
-bash scripts/setup.sh
-mmldlm=.venv/bin/mmldlm
+step() { printf '\n==> %s\n    %s\n' "$1" "$2"; }
 
 prepare=(prepare --corpus simple-docs --tokenizer words --latent-tokens 4 --on-problem skip --out data/simple-docs)
 step "1/4 Preparing data: short English sentences from the docs of Python and of installed packages" \
@@ -27,12 +37,12 @@ step "4/4 Sampling: a latent from a sentence, texts from the latent" \
   "mmldlm sample runs/quickstart --mode l2t --text \"$text\" -n 3"
 "$mmldlm" sample runs/quickstart --mode l2t --text "$text" -n 3
 
-cat <<'END'
+cat <<END
 
 ==> Done. Look at
     runs/quickstart/samples.md         held-out texts and those generated from their latents
     runs/quickstart/evaluation.json    every metric with its baseline
-    .venv/bin/mmldlm demo runs/quickstart    a page to generate from sentences of your own
+    ${bin}mmldlm demo runs/quickstart    a page to generate from sentences of your own
     and at the curves:
-    .venv/bin/tensorboard --logdir runs --samples_per_plugin text=200,images=200,scalars=100000 --host 127.0.0.1
+    ${bin}tensorboard --logdir runs --samples_per_plugin text=200,images=200,scalars=100000 --host 127.0.0.1
 END

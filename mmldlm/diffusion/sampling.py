@@ -246,7 +246,7 @@ def _reverse(
 
 @torch.no_grad()
 def draw_lengths(
-    model: Network, mask_id: int, latents: Tensor, t_latent: float, generator: torch.Generator
+    model: Network, mask_id: int, latents: Tensor, t_latent: float, generator: RandomSource
 ) -> tuple[int, ...]:
     """Return a length for each sample from the length head, given its latents [B, M, C] at noise time `t_latent`.
 
@@ -259,8 +259,9 @@ def draw_lengths(
     ones = torch.ones(batch, device=device)
     _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
     p = logits.float().softmax(-1).cpu()
-    if t_latent == 0:
-        index = (p.cumsum(-1) < 0.5).sum(-1).clamp_max(p.shape[-1] - 1)
-    else:
+    if t_latent != 0 and isinstance(generator, torch.Generator):
         index = torch.multinomial(p, 1, generator=generator).squeeze(1)
+    else:
+        quantile = torch.tensor(0.5) if t_latent == 0 else draw_uniform(generator, 1, (1,) * batch).T
+        index = (p.cumsum(-1) < quantile).sum(-1).clamp_max(p.shape[-1] - 1)
     return tuple((index + 1).tolist())

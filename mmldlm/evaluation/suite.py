@@ -9,6 +9,7 @@ from typing import Any
 
 from mmldlm.diffusion.noise import Mode
 from mmldlm.distributed.collectives import Collectives
+from mmldlm.evaluation.by_steps import steps_metrics
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.l2t import text_metrics
@@ -26,6 +27,7 @@ class Extras:
 
     sts: Path | None = None  # pairs of sentences with a score
     perplexity_model: Path | None = None  # folder of a causal language model
+    steps: Sequence[int] = ()  # numbers of reverse steps to compare
 
 
 def evaluate(
@@ -82,4 +84,6 @@ def evaluate(
             result["t2l"] |= sts_metrics(evaluation, pairs)
     if "joint" in modes:
         result["joint"] = joint_metrics(evaluation, model)
+    if extras.steps:
+        result["by_steps"] = steps_metrics(evaluation, modes, extras.steps)
     return result

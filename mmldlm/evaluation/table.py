@@ -114,6 +114,8 @@ def table(result: Mapping[str, Any]) -> str:
     if "t2l" in result:
         rows = result["t2l"]["by_t_latent"]
         lines += ["", "latents from texts by noise bin, in one pass", *_align(_noise_bin_cells("t_latent", rows))]
+    for mode, rows in result.get("by_steps", {}).items():
+        lines += ["", f"{mode} by reverse steps", *_align(_steps_cells(rows))]
     return "\n".join(lines)
 
 
@@ -144,6 +146,11 @@ def _latent_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     keys = ("latent_bits_per_token", "text_bits_per_token", "bits_per_token")
     head = ["t_latent", "of the latent", "of the text", "together"]
     return [head] + [[f"{row['t_latent']:.1f}", *(_number(row[key]) for key in keys)] for row in rows]
+
+
+def _steps_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    head = [name.replace("_", " ") for name in rows[0]]
+    return [head] + [[str(row["steps"]), *(_number(row[name]) for name in list(row)[1:])] for row in rows]
 
 
 def _noise_bin_cells(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mmldlm.diffusion.sampling import Generation, SamplingConfig
 from mmldlm.evaluation import cosine
+from mmldlm.inference.batch_sample import sample_file
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, edit, mask_span
 from mmldlm.inference.generate import sample
@@ -22,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm sample`; returns the exit code."""
     options = build_parser().parse_args(argv)
     check_options(options)
+    if options.out and options.out.suffix == ".jsonl":
+        return sample_file(options)
     span_edit = None if options.edit is None else SpanEdit.parse(options.edit)
     with Progress(enabled=not options.watch) as progress:
         progress.phase("loading the run", announce=False)

@@ -55,15 +55,20 @@ def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
     Raises:
         DataError: The file is missing, has another shape or type, or a row is not finite.
     """
+    return check_latents(run, load_latents(run, path), f"--latents: {path}")
+
+
+def load_latents(run: LoadedRun, path: Path) -> np.ndarray:
+    """Map an .npy file of latents to memory, of its own type, with the checks of `read_latents` except for finite."""
     try:
-        latents = np.load(path, allow_pickle=False)
+        latents = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DataError(f"--latents: {path} does not exist") from None
     except ValueError as error:
         raise DataError(f"--latents: {path} is not an .npy array: {error}") from None
     if not isinstance(latents, np.ndarray):
         raise DataError(f"--latents: {path} is an archive of arrays, expected one .npy array")
-    return check_latents(run, latents, f"--latents: {path}")
+    return _check_shape(run, latents, f"--latents: {path}")
 
 
 def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
@@ -77,12 +82,17 @@ def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
     Raises:
         DataError: They have another shape or type, or a row is not finite.
     """
+    latents = _check_shape(run, latents, name)
+    bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
+    if bad.any():
+        raise DataError(f"{name}: row {int(bad.argmax())} is not finite")
+    return latents.astype(np.float32)
+
+
+def _check_shape(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
     if latents.ndim == 2 and shape[0] == 1:
         latents = latents[:, None]
     if latents.shape[1:] != shape or not len(latents) or latents.dtype.kind != "f":
         raise DataError(f"{name} is {latents.dtype} {list(latents.shape)}, expected float [n, {shape[0]}, {shape[1]}]")
-    bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
-    if bad.any():
-        raise DataError(f"{name}: row {int(bad.argmax())} is not finite")
-    return latents.astype(np.float32)
+    return latents

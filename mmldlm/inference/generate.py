@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion.noise import Mode
+from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, draw_normal
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
@@ -31,6 +31,7 @@ def sample(
     count: int = 1,
     length: int | Sequence[int] | None = None,
     callback: StepCallback | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Generation, list[str]]:
     """Generate `count` samples per condition.
 
@@ -45,6 +46,7 @@ def sample(
         length: Tokens of each text, or of the texts of each condition; by default from the length head: its median in
             l2t, a draw in joint.
         callback: Called after each step that generates text.
+        slots: int64 [B], keys of the samples' own random streams; by default all are drawn from one.
 
     Returns:
         The generation, its latents on the encoder's scale, and its texts.
@@ -55,7 +57,9 @@ def sample(
     """
     check_guidance(run, mode, config)
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
-    generator = torch.Generator().manual_seed(seed)
+    generator: RandomSource = torch.Generator().manual_seed(seed)
+    if slots is not None:
+        generator = SampleStreams(seed, MODES.index(mode), slots)
     if mode == "t2l":
         assert texts is not None
         ids = [text_ids for text_ids in tokenize_texts(run, texts) for _ in range(count)]
@@ -67,7 +71,7 @@ def sample(
         latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
     else:
         # Noise for the length head at t_latent = 1; `generate` draws its own.
-        latents = torch.randn(count, *shape, generator=generator)
+        latents = draw_normal(generator, (count, *shape))
     if length:
         of_condition = [length] if isinstance(length, int) else list(length)
         repeats = len(latents) // len(of_condition)
@@ -83,7 +87,7 @@ def generate_and_decode(
     run: LoadedRun,
     mode: Mode,
     config: SamplingConfig,
-    generator: torch.Generator,
+    generator: RandomSource,
     latents: Tensor,
     lengths: tuple[int, ...],
     tokens: Tensor | None = None,
@@ -121,7 +125,7 @@ def generate_and_decode(
 
 
 def draw_text_lengths(
-    run: LoadedRun, latents: Tensor, generator: torch.Generator, t_latent: float = 0.0
+    run: LoadedRun, latents: Tensor, generator: RandomSource, t_latent: float = 0.0
 ) -> tuple[int, ...]:
     """Return a length for each of the standardized `latents` [B, M, C] from the length head, see `draw_lengths`."""
     return draw_lengths(run.model, run.store.manifest.mask_id, latents.to(run.device), t_latent, generator)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.data.encoders import LatentEncoder
@@ -169,7 +170,6 @@ class Model(_HubMixin):
         generation, generated = sample(self.run, mode, config, seed, raw, conditions, count, lengths)
         return Samples(generated, generation.split(), generation.latents.numpy())
 
-    @torch.no_grad()
     def score(
         self,
         texts: Sequence[str],
@@ -193,33 +193,20 @@ class Model(_HubMixin):
             UsageError: The network was not trained for that, or a number is out of range.
             DataError: A text has no tokens or too many, or a latent has another shape.
         """
-        run, mode = self.run, "joint" if latents is None else "l2t"
-        if mode not in self.modes:
-            raise UsageError(
-                f"score {'without' if latents is None else 'given'} latents: expected a network that "
-                f"trained {mode}, found {', '.join(self.modes)}"
-            )
+        run = self.run
+        check_scored_mode(run, latents is not None)
         if min(draws, batch_size) < 1:
             raise UsageError(f"draws, batch_size: expected at least 1, found {draws}, {batch_size}")
         ids = tokenize_texts(run, _as_list(texts))
         raw = None if latents is None else check_latents(run, np.asarray(latents), "latents")
         if raw is not None and len(raw) != len(ids):
             raise UsageError(f"latents: expected one for each of {len(ids)} texts, found {len(raw)}")
-        standardized = (
-            np.zeros((len(ids), *self.latent_shape), np.float32) if raw is None else run.store.standardize(raw)
-        )
+        standardized = None if raw is None else run.store.standardize(raw)
         terms = np.zeros((draws, len(ids)))
-        for draw in range(draws):
-            for slots in torch.arange(len(ids)).split(batch_size):
-                tokens = [ids[slot] for slot in slots.tolist()]
-                conditions = torch.from_numpy(standardized[slots.numpy()])
-                flat = torch.tensor([token for text in tokens for token in text])
-                batch = Batch(flat, conditions, tuple(map(len, tokens)), slots, slots)
-                noise = draw_noise(batch, seed, draw, len(ids), mode_weights("l2t"), BOUND_SAMPLER)
-                noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if raw is None else 0.0))
-                mask_id = run.store.manifest.mask_id
-                drawn = bound_terms(run.model, mask_id, run.objective.latent, batch, noise, run.device)
-                terms[draw, slots.numpy()] = drawn[3]
+        for slots in torch.arange(len(ids)).split(batch_size):
+            tokens, rows = [ids[slot] for slot in slots.tolist()], slots.numpy()
+            given = None if standardized is None else standardized[rows]
+            terms[:, rows] = draw_bounds(run, tokens, given, slots, len(ids), seed, range(draws))
         errors = terms.std(0, ddof=1) / math.sqrt(draws) if draws > 1 else np.full(len(ids), math.nan)
         return Score(terms.mean(0), errors, np.array([len(text) for text in ids]))
 
@@ -250,3 +237,47 @@ def load(path: str | Path, device: str | None = None) -> Model:
 
 def _as_list(texts: Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
+
+
+def check_scored_mode(run: LoadedRun, given_latents: bool) -> None:
+    """Raise `UsageError` if the network was not trained to generate texts so."""
+    mode = "l2t" if given_latents else "joint"
+    if mode not in run.config.trained_modes:
+        raise UsageError(
+            f"score {'given' if given_latents else 'without'} latents: expected a network that "
+            f"trained {mode}, found {', '.join(run.config.trained_modes)}"
+        )
+
+
+@torch.no_grad()
+def draw_bounds(
+    run: LoadedRun,
+    tokens: Sequence[Sequence[int]],
+    latents: np.ndarray | None,
+    slots: Tensor,
+    num_slots: int,
+    seed: int,
+    draws: range,
+) -> np.ndarray:
+    """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B], see `Model.score`.
+
+    Args:
+        run: The run.
+        tokens: Token ids of each text.
+        latents: Standardized latents [B, M, C]; None: without.
+        slots: int64 [B], places of the texts among those that share the low-discrepancy grids of noise times.
+        num_slots: Number of these.
+        seed: Seed of the noise.
+        draws: Numbers of the draws: each has its own noise.
+    """
+    latent = run.store.manifest.latent
+    conditions = np.zeros((len(tokens), latent.tokens, latent.channels), np.float32) if latents is None else latents
+    flat = torch.tensor([token for text in tokens for token in text])
+    batch = Batch(flat, torch.from_numpy(conditions), tuple(map(len, tokens)), slots, slots)
+    terms = []
+    for draw in draws:
+        noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
+        noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if latents is None else 0.0))
+        mask_id = run.store.manifest.mask_id
+        terms.append(bound_terms(run.model, mask_id, run.objective.latent, batch, noise, run.device)[3].numpy())
+    return np.stack(terms)

@@ -8,6 +8,7 @@ from pathlib import Path
 from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ConfigError, UsageError
+from mmldlm.inference.batch import add_batch_options
 from mmldlm.run.load import LoadedRun, add_run_options
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import build
@@ -26,12 +27,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--text", action="append", help="l2t: generate from this text's latent; t2l: generate its latent; repeatable"
     )
     parser.add_argument("--latents", type=Path, help="l2t: .npy of latents [n, C] or [n, M, C] on the encoder's scale")
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        metavar="FILE",
+        help="as --text, for each line of a file, or `text` of a .jsonl; see --out",
+    )
     parser.add_argument("-n", "--count", type=int, default=1, help="generations per condition; default: %(default)s")
     parser.add_argument("--length", type=int, help="tokens to generate; default: by the length head")
-    parser.add_argument("--out", type=Path, help="write the generated latents to this .npy file")
+    parser.add_argument(
+        "--out", type=Path, help=".npy: write the generated latents to it; .jsonl: a result of each text or latent"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--watch", action="store_true", help="show the texts step by step as they are generated")
     add_run_options(parser)
+    add_batch_options(parser.add_argument_group("--out OUT.jsonl: many, resumable, also under a launcher"))
     group = parser.add_argument_group("interpolation and editing (l2t)")
     group.add_argument(
         "--interpolate", nargs=2, metavar=("A", "B"), help="generate texts between the latents of two texts"
@@ -59,17 +69,34 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise `UsageError` if options contradict each other, independent of the run."""
-    _check_conditions(options)
+    suffixes = (".jsonl",) if options.texts else (".npy", ".jsonl")
+    if options.texts and not options.out:
+        raise UsageError("--texts: needs --out OUT.jsonl")
+    if options.out and (options.out.suffix not in suffixes or not options.out.absolute().parent.is_dir()):
+        raise UsageError(f"--out: expected a {' or '.join(suffixes)} file in an existing folder, found {options.out}")
+    if options.out and options.out.suffix == ".jsonl":
+        _check_batch(options)
+    else:
+        _check_conditions(options)
     if options.watch and options.mode == "t2l":
         raise UsageError("--watch: shows texts as they are generated, expected --mode l2t or joint, found t2l")
-    if options.out and (options.out.suffix != ".npy" or not options.out.absolute().parent.is_dir()):
-        raise UsageError(f"--out: expected a .npy file in an existing folder, found {options.out}")
     for name, maximum in (("count", None), ("points", MAX_POINTS), ("span_length", None)):
         value = getattr(options, name)
         minimum = 2 if name == "points" else 1
         if value is not None and not minimum <= value <= (maximum or value):
             expected = f"{minimum} to {maximum}" if maximum else f"at least {minimum}"
             raise UsageError(f"--{name.replace('_', '-')}: expected {expected}, found {value}")
+
+
+def _check_batch(options: argparse.Namespace) -> None:
+    """Raise `UsageError` unless the options name one file of conditions."""
+    for option in ("text", "interpolate", "edit", "watch"):
+        if getattr(options, option):
+            raise UsageError(f"--{option}: cannot be combined with --out {options.out}")
+    needs = {"l2t": "--texts or --latents", "t2l": "--texts", "joint": "neither --texts nor --latents"}[options.mode]
+    given = bool(options.texts) + bool(options.latents)
+    if given != (options.mode != "joint") or (options.mode == "t2l" and options.latents):
+        raise UsageError(f"--mode {options.mode} --out {options.out} needs {needs}")
 
 
 def _check_conditions(options: argparse.Namespace) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_pre
 from mmldlm.settings.declaration import restore
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.short_repr import short_repr, truncate
+
+if TYPE_CHECKING:
+    from mmldlm.distributed.collectives import Collectives
 
 BUNDLE_CONFIG = "config.json"
 DESCRIPTION = "data"  # folder with the data store's manifest and encoder, without samples
@@ -186,3 +189,14 @@ def load_run(
         has_ema=ema is not None,
         info=saved.info,
     )
+
+
+def load_run_on_all_ranks(options: Namespace, processes: Collectives, sampling: Sequence[str] = ()) -> LoadedRun:
+    """Load the run that the options of `add_run_options` name, the same checkpoint on every rank (collective)."""
+    checkpoint = options.checkpoint
+    with processes.raise_on_all_ranks("loading of the run"):
+        if checkpoint is None and processes.is_main:  # once for all ranks, as a running run may save another one
+            checkpoint = newest_checkpoint(options.run, run_config(options.run)).path
+    checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
+    with processes.raise_on_all_ranks("loading of the run"):
+        return load_run(options.run, checkpoint, options.data, options.weights, sampling)

@@ -131,6 +131,15 @@ def test_commands_take_a_bundle(
             shown.append(capsys.readouterr().out)
         assert shown[0] == shown[1]
     before = folder_bytes(bundle)
+    (tmp_path / "own.txt").write_text("\n".join(TEXTS))
+    for command in (["sample", "--texts"], ["score"]):
+        written = []
+        for name, source in (("bundle", bundle), ("run", evaluated_dir)):
+            out = tmp_path / f"{command[0]}-{name}.jsonl"
+            assert cli.main([command[0], str(source), *command[1:], str(tmp_path / "own.txt"), "--out", str(out)]) == 0
+            written.append((out.read_bytes(), out.with_suffix(".json").read_bytes()))
+        assert written[0] == written[1]
+    capsys.readouterr()
     few = ["--texts", "4", "--samples", "20"]
     out = tmp_path / "results"
     assert cli.main(["evaluate", str(bundle), "--data", str(tiny_store), "--out", str(out), *few]) == 0

@@ -100,7 +100,7 @@ def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.Capt
         (["--mode", "joint", "--guidance", "2"], 2, "--guidance"),
         (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
         (["--text", TEXT, "--top-p", "2"], 2, "top_p: must be at most 1"),
-        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy file in an existing folder"),
+        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy or .jsonl file in an existing folder"),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
     ],

@@ -56,7 +56,11 @@ def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
 
 
 def read_text(
-    part: Part, field: str, format: Format = "lines", key_field: str | None = None
+    part: Part,
+    field: str,
+    format: Format = "lines",
+    key_field: str | None = None,
+    key_optional: bool = False,
 ) -> Iterator[Document | Problem]:
     """Yield the documents and problems of a part of a text file.
 
@@ -64,11 +68,12 @@ def read_text(
         field: Field of JSON lines that holds the text.
         format: One of `TEXT_FORMATS`.
         key_field: Field of JSON lines that holds the document's key.
+        key_optional: Accept JSON lines without it.
 
     Raises:
         DataError: The file cannot be read.
     """
-    json_texts = partial(_json_texts, field=field, key_field=key_field)
+    json_texts = partial(_json_texts, field=field, key_field=key_field, key_optional=key_optional)
     parsers: dict[Format, Callable[[_Lines], _NumberedTexts]]
     parsers = {"lines": _line_texts, "blocks": _block_texts, "jsonl": json_texts}
     try:
@@ -150,22 +155,22 @@ def _block_texts(lines: _Lines) -> _NumberedTexts:
             start, block, problem = 0, [], None
 
 
-def _json_texts(lines: _Lines, field: str, key_field: str | None) -> _NumberedTexts:
+def _json_texts(lines: _Lines, field: str, key_field: str | None, key_optional: bool) -> _NumberedTexts:
     for number, line in lines:
         text, key = _decode(line), ""
         if isinstance(text, str):
-            text, key = _json_row(text, field, key_field) if text.strip() else (_EMPTY, "")
+            text, key = _json_row(text, field, key_field, key_optional) if text.strip() else (_EMPTY, "")
         yield number, text, key
 
 
-def _json_row(line: str, field: str, key_field: str | None) -> tuple[_Text, str]:
+def _json_row(line: str, field: str, key_field: str | None, key_optional: bool) -> tuple[_Text, str]:
     """Return the text, or the problem, of a JSON line, and its key."""
     try:
         row = json.loads(line)
     except ValueError as error:
         return ("invalid", f"not valid JSON: {error}"), ""
     text = _json_text(row, field)
-    if isinstance(text, tuple) or key_field is None:
+    if isinstance(text, tuple) or key_field is None or (key_optional and key_field not in row):
         return text, ""
     key = row.get(key_field)
     if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":

@@ -1,0 +1,7 @@
+"""`python -m mmldlm COMMAND ...`, for launchers."""
+
+import sys
+
+from mmldlm.cli import main
+
+sys.exit(main())

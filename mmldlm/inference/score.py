@@ -1,0 +1,104 @@
+"""`mmldlm score RUN FILE --out OUT.jsonl`: the likelihood bound of each text of a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmldlm.data.prepare.documents import Problem
+from mmldlm.errors import DataError
+from mmldlm.evaluation import BITS
+from mmldlm.inference.batch import (
+    Job,
+    add_batch_options,
+    batch_processes,
+    describe,
+    encode_with,
+    read_items,
+    read_rows,
+    run_batches,
+)
+from mmldlm.inference.model import check_scored_mode, draw_bounds
+from mmldlm.run.load import add_run_options
+from mmldlm.utils.ratio import Ratio, mean_of_draws, ratio_of_sums
+
+OWN = "own"
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("mmldlm score", description="Bound the negative log-likelihood of each text.")
+    add_run_options(parser)
+    parser.add_argument("texts", type=Path, metavar="FILE", help="a text a line, or .jsonl with `text`")
+    parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl", help="a line for each text")
+    parser.add_argument(
+        "--latents", metavar="own|FILE.npy", help="given the texts' own latents by the encoder, or these; default: none"
+    )
+    parser.add_argument("--draws", type=int, default=16, help="noise times per text; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    add_batch_options(parser)
+    options = parser.parse_args(argv)
+    if options.draws < 1:
+        parser.error(f"--draws: expected at least 1, found {options.draws}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm score`; returns the exit code."""
+    options = _parse(argv)
+    draws, size = options.draws, options.batch
+    with batch_processes(options) as (run, processes, progress):
+        check_scored_mode(run, options.latents is not None)
+        items = read_items(options.texts, run)
+        latent_file = Path(options.latents) if options.latents not in (None, OWN) else None
+        latents = encode_with(run) if options.latents == OWN else None
+        if latent_file is not None:
+            rows, latents = read_rows(latent_file, run)
+            if len(rows) != len(items):
+                raise DataError(f"{latent_file}: {len(rows)} latents, expected one for each of {len(items)} texts")
+            items = [row if isinstance(row, Problem) else item for item, row in zip(items, rows, strict=True)]
+
+        def compute(
+            indices: list[int], texts: list[str], latents: np.ndarray | None
+        ) -> tuple[list[dict[str, Any]], np.ndarray | None]:
+            tokens = run.tokenizer.encode_batch(texts)
+            # Items of a batch share the grids of noise times; each batch has draws of its own.
+            slots, first = torch.tensor(indices) % size, indices[0] // size * draws
+            given = None if latents is None else run.store.standardize(latents)
+            bounds = draw_bounds(run, tokens, given, slots, size, options.seed, range(first, first + draws))
+            return [_record(len(text), nats) for text, nats in zip(tokens, bounds.T, strict=True)], None
+
+        request = {
+            "command": "score",
+            **describe(run, options.texts, latent_file),
+            "latents": options.latents and ("given" if latent_file else OWN),
+            **{name: getattr(options, name) for name in ("draws", "seed", "batch")},
+        }
+        job = Job(options.out, request, items, size, options.on_problem == "skip", latents)
+        run_batches(job, compute, processes, progress)
+        if processes.is_main:
+            scored = [(record["nats"], record["tokens"]) for record in job.records() if "nats" in record]
+            nats, tokens = np.array(scored, np.float64).reshape(-1, 2).T
+            total = {"tokens": int(tokens.sum()), "nats": float(nats.sum())}
+            if scored:
+                total |= _bits_per_token(ratio_of_sums(nats, tokens))
+                print(f"bits per token: {total['bits_per_token']:.3f}, 95 % interval {total['bits_per_token_ci95']}")
+            job.finish(**total)
+    return 0
+
+
+def _record(tokens: int, nats: np.ndarray) -> dict[str, Any]:
+    """Return the bound of a text, with its interval over the draws."""
+    mean = mean_of_draws(nats)
+    return {"tokens": tokens, "nats": mean.value, **_bits_per_token(mean * (1 / tokens))}
+
+
+def _bits_per_token(nats: Ratio) -> dict[str, Any]:
+    bits = nats * BITS
+    return {
+        "bits_per_token": bits.value,
+        "bits_per_token_ci95": None if bits.no_interval_reason else [round(bound, 6) for bound in bits.interval],
+    }
