@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import NO_STATE, TrainState, check_model_state, clean_name
 from mmldlm.checkpoint.store import CheckpointStore, write_files
@@ -43,7 +43,7 @@ from mmldlm.run.compatibility import (
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.signals import SignalRequests
-from mmldlm.utils.files import FileInfo
+from mmldlm.utils.files import FileInfo, sha256
 from mmldlm.utils.short_repr import short_repr
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class RestoredRun:
     weights: TensorFiles | None = None  # of the model; None for a run from step 0
     moments: TensorFiles | None = None  # optimizer state; None for a run from step 0
     ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
+    path: Path | None = None  # of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SavedCheckpoint:
     """A complete checkpoint."""
 
     step: int
-    path: Path | None  # on rank 0
+    path: Path  # known on rank 0 alone
     stall_s: float  # time for which training stopped
     seconds: float  # time from start to commit
 
@@ -139,7 +140,7 @@ class Checkpointer:
             restored = restore_checkpoint(path and Path(path), model, self.config, data)
         if self.config.resume == "auto" and restored.state.step:
             self.saved_at = restored.state.step  # the checkpoint is one of this run
-        return restored
+        return replace(restored, path=path and Path(path))
 
     def restore_optimizer(self, restored: RestoredRun) -> None:
         """Load the optimizer's state of a restored run; later checkpoints of the run are moved aside."""
@@ -416,6 +417,11 @@ def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFil
 def _trained_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that are trained, without prefixes of wrappers."""
     return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def checkpoint_record(path: Path) -> dict[str, str]:
+    """Return path and hash of a checkpoint for records: its manifest has the hashes of all its files."""
+    return {"path": str(path), "sha256": sha256(path / MANIFEST)}
 
 
 def check_resume(resume: str) -> None:
