@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.tools.run_history import Record, parse_record
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
+
+Stretch = tuple[Trainer, int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,16 @@ class RecordedRun:
         paths = CheckpointStore(self.folder / "checkpoints", CheckpointConfig().retention).paths()
         return {int(path.name[5:13]): path for path in reversed(paths)}
 
+    def grad_norm(self, step: int) -> float | None:
+        """Return the recorded gradient norm of a step; None if its record was never written."""
+        for record in self.records:
+            norms, back = record.get("grad_norms", []), record["step"] - step
+            norms = [record["optim/grad_norm"]] if record["kind"] == "skip" else norms
+            if 0 <= back < len(norms):
+                norm = norms[-1 - back]
+                return math.inf if norm is None else norm  # JSON has no infinity
+        return None
+
     def start_before(self, step: int) -> Record:
         """Return the start that computed the steps after `step`."""
         return [start for start in self.starts if start["step"] <= step][-1]
@@ -71,26 +84,15 @@ class RecordedRun:
         return restore(RunConfig, tree)
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Steps between two checkpoints or starts of a run, with a trainer in the state of the first.
-
-    Attributes:
-        trainer: Trainer after step `start`, in a scratch folder.
-        start, stop: The steps after `start` up to `stop`, counted from 1.
-        is_fresh: Whether it begins as the run did, not where another replay ended.
-    """
-
-    trainer: Trainer
-    start: int
-    stop: int
-    is_fresh: bool
-
-
 def replay(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> Iterator[Stretch]:
-    """Yield the stretches with the steps `first` to `last`, from the newest checkpoint before them on (collective).
+    """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
 
-    The caller advances each to its end and saves, as far as it goes on. Nothing is printed to stdout meanwhile.
+    A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and
+    saves. Nothing is printed to stdout meanwhile.
+
+    Yields:
+        A trainer in a scratch folder after the step before the stretch, that step and the last one, and whether it
+        begins as the run did, not where the replay before it ended.
     """
     saved, origin = run.checkpoints, run.starts[0]
     if origin["resumed_from"] is not None:  # of another run
@@ -107,7 +109,7 @@ def replay(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> Iter
             checkpoint = saved.get(start) if start in begins else RecordedRun(scratch, []).checkpoints[start]
             config = _replay_config(run.config_after(start), checkpoint, scratch)
             with redirect_stdout(io.StringIO()), Trainer(config, launch) as trainer:
-                yield Stretch(trainer, start, stop, start in begins)
+                yield trainer, start, stop, start in begins
     finally:
         if launch.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)

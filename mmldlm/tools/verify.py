@@ -37,6 +37,7 @@ from mmldlm.utils.files import sha256
 # Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/trust.md.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+MAX_PRINTED = 30  # problems
 COMPARED_KINDS = ("train", "validation", "quality", "skip")
 # Speeds, times, memory and micro-batches are not part of the result.
 COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "grad_norms", "weights", "reason")
@@ -121,8 +122,8 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
         ConfigError: This launch cannot compute what the run did.
     """
     is_exact = True
-    for stretch in replay(run, first, last, launch):
-        start, stop, trainer = run.start_before(stretch.start), stretch.stop, stretch.trainer
+    for trainer, begin, stop, is_fresh in replay(run, first, last, launch):
+        start = run.start_before(begin)
         dropout, processes = trainer.config.model.dropout, start["world_size"]
         if dropout and launch.world_size != processes:
             raise ConfigError(
@@ -134,15 +135,17 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
         if not trainer.engine.is_main:
             continue
         report = read_json(trainer.run_dir / "startup.json")
-        is_exact = (is_exact or stretch.is_fresh) and _numerics(report) == _numerics(start)
-        differences = Differences(0.0 if is_exact else TOLERANCE[trainer.config.precision])
+        is_exact = (is_exact or is_fresh) and _numerics(report) == _numerics(start)
+        tolerance = 0.0 if is_exact else TOLERANCE[trainer.config.precision]
+        differences = Differences(tolerance)
         scratch = RecordedRun.read(trainer.run_dir)
-        _compare_records(run, scratch, stretch.start, stop, differences)
+        _compare_records(run, scratch, begin, stop, differences)
         if stop in run.checkpoints:
             _compare_checkpoints(run.checkpoints[stop], scratch.checkpoints[stop], differences)
         result = "bitwise the same" if is_exact else f"the same within {differences.largest:.1e}"
-        steps = f"steps {stretch.start + 1} to {stop}"
-        yield f"{steps}: {'NOT the same' if differences.problems else result}", differences.problems
+        if differences.problems:
+            result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
+        yield f"steps {begin + 1} to {stop}: {result}", differences.problems
 
 
 def _numerics(report: Mapping[str, Any]) -> Any:
@@ -267,7 +270,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             problems += [f"recomputed {difference}" for difference in differences]
     if launch.rank:
         return ExitCode.DONE
-    print("\n".join([*lines, *(f"PROBLEM {line}" for line in problems)]))
+    print("\n".join([*lines, *(f"PROBLEM {line}" for line in problems[:MAX_PRINTED])]))
     print(f"{recorded.folder}: {f'{len(problems)} problems' if problems else 'verified'}")
     return ExitCode.DATA if problems else ExitCode.DONE
 

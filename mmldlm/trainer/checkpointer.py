@@ -42,6 +42,7 @@ from mmldlm.run.compatibility import (
 )
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import to_yaml
+from mmldlm.trainer.branches import forget_rewinds
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo, sha256
 from mmldlm.utils.short_repr import short_repr
@@ -164,6 +165,7 @@ class Checkpointer:
         resume = self.config.resume
         if resume == "never":
             self.store.set_aside_after(-1)
+            forget_rewinds(self.store.folder.parent)
             return None
         checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
         return None if checkpoint is None else checkpoint.path

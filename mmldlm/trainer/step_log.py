@@ -59,7 +59,7 @@ class StepLog:
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
         self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
         self._norms: list[float] = []  # of all steps since the last record
-        self._norm = self._loss_scale = 1.0  # of the last step that was fetched
+        self.norm = self._loss_scale = 1.0  # of the last step that was fetched
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
         self._peak_flops = peak_flops(name, config.precision)
 
@@ -126,7 +126,7 @@ class StepLog:
             self.stats.accumulate(numbers)
             self.state.samples_seen += numbers.samples
             self.state.tokens_seen += numbers.tokens
-        self._norm = norm
+        self.norm = norm
 
     def _plateau_losses(self, steps: Sequence[StepNumbers]) -> list[float | None]:
         """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
@@ -162,7 +162,7 @@ class StepLog:
         values = {
             **components.objective.stats.summary(*totals),
             "optim/lr": lr,
-            "optim/grad_norm": self._norm,
+            "optim/grad_norm": self.norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
             "speed/tokens_per_s": stats.tokens / seconds,
             "speed/samples_per_s": stats.samples / seconds,

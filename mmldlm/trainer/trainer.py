@@ -39,6 +39,7 @@ from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import StepProfiler, phase
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
+from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint, checkpoint_record
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
 from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
@@ -70,7 +71,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
         self.launch = launch or read_launcher_env(os.environ)
-        self.config = resolve_precision(config, self.launch.mixed_precision)
+        self.config = resolve_precision(with_rewinds(config), self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
         # Closed in reverse: records, the checkpoint's writer, signals, the lock, the engine.

@@ -126,7 +126,7 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
     np.save(path, array)
     if not rehash:
         return f"train-00000.{kind}.npy"
-    identity = _update_store_manifest(store, path)
+    identity = update_store_manifest(store, path)
     records = read_records(run)
     for record in records:
         if "data_manifest" in record:
@@ -137,11 +137,11 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
 
 def change_sample_and_manifest(run: Path, store: Path, rng: random.Random) -> str:
     change_sample(run, store, rng, "tokens")
-    _update_store_manifest(store, store / "train-00000.tokens.npy")
+    update_store_manifest(store, store / "train-00000.tokens.npy")
     return "the data of step"
 
 
-def _update_store_manifest(store: Path, path: Path) -> str:
+def update_store_manifest(store: Path, path: Path) -> str:
     manifest = json.loads((store / "manifest.json").read_text())
     shard = manifest["splits"]["train"]["shards"][0]
     shard["files"][path.name.split(".", 1)[1]]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
