@@ -24,13 +24,16 @@ COMMANDS = {
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
     "checkpoints": ("mmldlm.tools.checkpoints", "list, verify and compare the checkpoints of runs"),
+    "verify": ("mmldlm.tools.verify", "check a run by its hashes, and compute its steps again"),
+    "explain": ("mmldlm.tools.explain", "find the samples that caused a step's gradient norm"),
+    "rewind": ("mmldlm.tools.rewind", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate")  # use all OpenMP threads
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "verify", "explain")  # use all OpenMP threads
 PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.common.task import device
 from mmldlm.errors import UsageError
+from mmldlm.utils.host_cpus import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -119,7 +120,7 @@ def circumstances(on: torch.device) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "device": torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu",
-            "cpu": _cpu_model(),
+            "cpu": processor_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "system": platform.system(),
             "cuda": torch.version.cuda,
@@ -127,14 +128,6 @@ def circumstances(on: torch.device) -> dict[str, Any]:
         "versions": versions,
         "git": commit,
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def write_json(result: Mapping[str, Any], folder: Path, name: str) -> None:

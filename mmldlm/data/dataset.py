@@ -18,7 +18,8 @@ import numpy as np
 
 from mmldlm.data.manifest import MANIFEST_NAME, LatentInfo, Manifest
 from mmldlm.data.shard import Shard
-from mmldlm.errors import DataError
+from mmldlm.errors import ConfigError, DataError
+from mmldlm.utils.short_repr import short_repr
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,20 @@ class Split:
         for index, source in zip(indices, self.source_of(np.asarray(indices, np.int64)).tolist(), strict=True):
             by_source.setdefault(self.sources[source].name, []).append(index - int(self._source_starts[source]))
         return by_source
+
+    def sample_name(self, index: int) -> str:
+        """Return the name STORE:INDEX of a sample, by the index within its store."""
+        source = int(self.source_of(np.array(index)))
+        return f"{self.sources[source].name}:{index - int(self._source_starts[source])}"
+
+    def index_of(self, name: str) -> int:
+        """Return the index of the sample STORE:INDEX; ConfigError if there is none."""
+        store, _, number = name.rpartition(":")
+        for source, first, stop in self.source_ranges():
+            if source.name == store and number.isdecimal() and int(number) < stop - first:
+                return first + int(number)
+        sizes = ", ".join(f"{source.name}:0 to {stop - first - 1}" for source, first, stop in self.source_ranges())
+        raise ConfigError(f"samples of split {self.name} are {sizes}; found {short_repr(name)}")
 
     @property
     def lengths(self) -> SampleLengths:

@@ -23,7 +23,7 @@ from mmldlm.data.mixture import make_sample_order
 from mmldlm.data.sampler import MixedOrder, SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches
-from mmldlm.errors import DataError
+from mmldlm.errors import ConfigError, DataError
 from mmldlm.settings.declaration import setting
 from mmldlm.utils.short_repr import display_name
 
@@ -63,6 +63,12 @@ class DataConfig:
     )
     max_bad_samples: int = setting(
         0, "bad samples (unknown token, non-finite latent) to leave out before the run is refused", at_least=0
+    )
+    skip_samples: list[str] = setting(
+        factory=list,
+        doc="training samples to leave out, as STORE:INDEX, such as [own:17] of data/own. The place of each goes to "
+        "the next sample of the store, and all others keep place, times, masks and noise",
+        advice="Samples that `mmldlm explain` names. `mmldlm rewind` adds to them",
     )
     worker_timeout_s: float = setting(300.0, "seconds to wait for a step from the workers before the run ends", above=0)
 
@@ -126,7 +132,8 @@ class Loader:
         self._sampler = _StepSampler()
         self._check_files = store.check_files
         in_loader = self.num_workers > 0 or device_type == "cuda"
-        self._dataset = _StepDataset(samples, self.order, rank, world_size, corrupt if in_loader else None)
+        corrupt = corrupt if in_loader else None
+        self._dataset = _StepDataset(samples, self.order, rank, world_size, corrupt, config.skip_samples)
         self._loader = DataLoader(
             self._dataset,
             sampler=self._sampler,
@@ -180,6 +187,12 @@ class Loader:
             raise batches
         return batches
 
+    def read_slots(self, position: int, size: BatchSize, slots: np.ndarray) -> list[Batch]:
+        """Read some slots of the step that begins at `position`, in micro-batches; not corrupted."""
+        samples, _ = self._dataset.take(position, size.global_batch_size)
+        parts = np.array_split(slots, -(-len(slots) // size.micro_batch_size))
+        return [collate(self._dataset.split, samples[part], part) for part in parts]
+
     def micro_batch_sizes(self, position: int, size: BatchSize) -> tuple[np.ndarray, np.ndarray]:
         """Return how large all ranks' micro-batches are in the step that begins at `position`.
 
@@ -189,7 +202,7 @@ class Loader:
             Samples of each micro-batch, int64 [micro-batches], and tokens of its texts on each rank, int64
             [world_size, micro-batches].
         """
-        _, lengths = self.order.take_with_lengths(position, size.global_batch_size)
+        _, lengths = self._dataset.take(position, size.global_batch_size)
         slots = self._dataset.deal(lengths, size)
         tokens = [lengths[micro_batch].sum(axis=0, dtype=np.int64) for micro_batch in slots]
         return np.array(list(map(len, slots))), np.stack(tokens, axis=1)
@@ -261,11 +274,27 @@ class _StepDataset(Dataset):
     """
 
     def __init__(
-        self, split: Split, order: SampleOrder | MixedOrder, rank: int, world_size: int, corrupt: Corrupt | None
+        self,
+        split: Split,
+        order: SampleOrder | MixedOrder,
+        rank: int,
+        world_size: int,
+        corrupt: Corrupt | None,
+        left_out: Sequence[str] = (),
     ):
         self.split, self.order, self.corrupt = split, order, corrupt
         self.rank, self.world_size = rank, world_size
         self.latent_tokens = split.manifest.latent.tokens
+        self._stand_ins = _stand_ins(split, left_out)
+
+    def take(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return indices and lengths of `count` samples of the order, with stand-ins for those that are left out."""
+        samples, lengths = self.order.take_with_lengths(position, count)
+        if self._stand_ins:
+            places = np.flatnonzero(np.isin(samples, list(self._stand_ins)))
+            samples[places] = [self._stand_ins[sample] for sample in samples[places].tolist()]
+            lengths[places] = self.split.lengths[samples[places]]
+        return samples, lengths
 
     def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
         batches = self.read(request.position, request.size, self.rank)
@@ -275,7 +304,7 @@ class _StepDataset(Dataset):
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch] | DataError:
         try:
-            samples, lengths = self.order.take_with_lengths(position, size.global_batch_size)
+            samples, lengths = self.take(position, size.global_batch_size)
             slots = [np.ascontiguousarray(micro_batch[:, rank]) for micro_batch in self.deal(lengths, size)]
             return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
         except DataError as error:
@@ -286,6 +315,20 @@ class _StepDataset(Dataset):
     def deal(self, lengths: np.ndarray, size: BatchSize) -> list[np.ndarray]:
         """Return the slots of all ranks' samples in each micro-batch, see `deal`."""
         return deal(lengths, size, self.world_size, self.latent_tokens)
+
+
+def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
+    """Return the next sample of the store, by index, for each that is left out; ConfigError if a store has no other."""
+    indices = [split.index_of(name) for name in left_out]
+    absent, stand_ins = {*indices, *split.skipped.tolist()}, {}
+    for index in indices:
+        first, stop = next((first, stop) for _, first, stop in split.source_ranges() if first <= index < stop)
+        others = (other for other in (*range(index + 1, stop), *range(first, index)) if other not in absent)
+        stand_in = next(others, None)
+        if stand_in is None:
+            raise ConfigError(f"data.skip_samples: no sample is left in the store of {split.sample_name(index)}")
+        stand_ins[index] = stand_in
+    return stand_ins
 
 
 class _StepSampler:

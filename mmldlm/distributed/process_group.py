@@ -7,6 +7,8 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from mmldlm.errors import ConfigError, PeerLostError, exit_code_and_cause
 
 RENDEZVOUS_TIMEOUT_S = 30.0, 300.0  # bounds of the wait for the other processes to connect
 NCCL_MARGIN_S = 30.0
+_groups = count()  # that this process has joined, one after another
 
 
 def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
@@ -48,10 +51,12 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     rendezvous_timeout = timedelta(seconds=min(longest, max(shortest, config.timeout_s)))
     timeout = timedelta(seconds=config.timeout_s)
     try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=rendezvous_timeout)))
+        store, rank, world_size = _rendezvous(launch.master, rendezvous_timeout)
         store.set_timeout(timeout)
-        # torchrun's static rendezvous keeps its store across restarts; keys of an earlier attempt must not be read.
-        store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # torchrun's static rendezvous keeps its store across restarts; keys of an earlier attempt must not be read, nor
+        # those of an earlier group of these processes.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_groups)}"
+        store = dist.PrefixStore(f"attempt{attempt}", store)
         dist.init_process_group(
             "gloo" if device is None else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore("group", store),
@@ -74,6 +79,12 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     watchdog = Watchdog(store, rank, world_size, config.timeout_s)
     watchdog.start()
     return watchdog
+
+
+@cache
+def _rendezvous(master: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the launch's store, rank and world size; rank 0 may host the store, which then lasts as long as it."""
+    return next(iter(dist.rendezvous("env://", timeout=timeout)))
 
 
 def _raise_open_files_limit() -> None:

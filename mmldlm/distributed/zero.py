@@ -20,6 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
+    groups,
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
@@ -367,6 +368,7 @@ class ZeroEngine(Engine):
         if hasattr(self, "model") and not self.peer_lost:
             self.deepspeed.destroy()
         super().close()
+        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # a later start has others
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class Tracker:
         if not self.enabled:
             return
         kind: Kind = "resume" if self._resumed else "start"
-        self._write(kind, self._start_step, {"total_steps": self._total_steps, **info})
+        self._write(kind, self._start_step, {"total_steps": self._total_steps, **info, "config": config})
         if self._board is None:
             return
         self._board.layout()
@@ -91,7 +91,7 @@ class Tracker:
         if self.enabled:
             self._progress.set_status(step)
 
-    def train(self, step: int, values: Mapping[str, float]) -> None:
+    def train(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the values of a training step, already reduced over ranks."""
         if not self.enabled:
             return
@@ -181,7 +181,9 @@ class Tracker:
         if not self.enabled:
             return
         self._write(kind, step, values)
-        shown = "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        shown = "  ".join(
+            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if k != "sha256"
+        )
         self._progress.message(f"{kind} at step {step:,}: {text or shown}")
         self.flush()
 

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import NO_STATE, TrainState, check_model_state, clean_name
 from mmldlm.checkpoint.store import CheckpointStore, write_files
@@ -45,9 +45,10 @@ from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import to_yaml
 from mmldlm.telemetry.tracker import Tracker
+from mmldlm.trainer.branches import forget_rewinds, read_rewinds, with_rewinds
 from mmldlm.trainer.mirroring import Mirroring
 from mmldlm.trainer.signals import SignalRequests
-from mmldlm.utils.files import FileInfo
+from mmldlm.utils.files import FileInfo, sha256
 from mmldlm.utils.short_repr import short_repr
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class RestoredRun:
     moments: TensorFiles | None = None  # optimizer state; None for a run from step 0
     ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
     origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
+    path: Path | None = None  # of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class SavedCheckpoint:
     """A complete checkpoint."""
 
     step: int
-    path: Path | None  # on rank 0
+    path: Path  # known on rank 0 alone
     stall_s: float  # time for which training stopped
     seconds: float  # time from start to commit
 
@@ -97,7 +99,7 @@ class _PendingCheckpoint:
 class Checkpointer:
     """The checkpoints of a run, written one at a time.
 
-    Its methods are collective except `due`, `save_requested`, `describe`, `mirror`, `close` and the properties, which
+    Its methods are collective except `due`, `save_requested`, `describe`, `record`, `close` and the properties, which
     are local to this rank.
 
     Args:
@@ -160,7 +162,7 @@ class Checkpointer:
             self.saved_at = restored.state.step  # the checkpoint is one of this run
             if self.mirroring is not None:
                 self.mirroring.request(self.saved_at)
-        return restored
+        return replace(restored, path=path and Path(path))
 
     def restore_optimizer(self, restored: RestoredRun) -> None:
         """Load the optimizer's state of a restored run; later checkpoints of the run are moved aside."""
@@ -185,10 +187,16 @@ class Checkpointer:
         resume, checkpoint = self.config.resume, None
         if resume != "never":
             checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
+        run_dir = self.store.folder.parent
         if self.mirroring is not None:
-            checkpoint = self.mirroring.fetch_newer(checkpoint, resume != "auto", self.store)
+            # A later copy is of the branch that a rewind has left.
+            is_chosen = resume != "auto" or bool(read_rewinds(run_dir))
+            checkpoint = self.mirroring.fetch_newer(checkpoint, is_chosen, self.store)
+            if with_rewinds(self.config) != self.config:
+                raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
         if resume == "never":
             self.store.set_aside_after(-1)
+            forget_rewinds(run_dir)
         return None if checkpoint is None else checkpoint.path
 
     # --- when to save --------------------------------------------------------------------------------------
@@ -301,11 +309,14 @@ class Checkpointer:
                 return [saved]
         return []
 
-    def mirror(self, saved: Sequence[SavedCheckpoint], tracker: Tracker) -> None:
-        """Have complete checkpoints copied to the mirror, and log what was copied. Not collective."""
-        if self.mirroring is not None:
-            for checkpoint in saved:
+    def record(self, saved: Sequence[SavedCheckpoint], tracker: Tracker) -> None:
+        """Log complete checkpoints, have them copied to the mirror, and log what was copied. Not collective."""
+        for checkpoint in saved if self.engine.is_main else ():
+            seconds = {"stall_s": checkpoint.stall_s, "seconds": checkpoint.seconds}
+            tracker.event("checkpoint", checkpoint.step, {**checkpoint_record(checkpoint.path), **seconds})
+            if self.mirroring is not None:
                 self.mirroring.request(checkpoint.step)
+        if self.mirroring is not None:
             self.mirroring.poll(tracker)
 
     def finish_mirror(self, tracker: Tracker) -> None:
@@ -458,6 +469,11 @@ def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFil
 def _trained_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that are trained, without prefixes of wrappers."""
     return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def checkpoint_record(path: Path) -> dict[str, str]:
+    """Return path and hash of a checkpoint for records: its manifest has the hashes of all its files."""
+    return {"path": str(path), "sha256": sha256(path / MANIFEST)}
 
 
 def check_resume(resume: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
@@ -88,7 +89,16 @@ def data_fingerprint(store: Store) -> dict[str, str]:
 def version_fingerprint() -> dict[str, str]:
     """Return the installed versions, without importing the packages, and the revision of the code."""
     versions = {"version.python": platform.python_version(), "version.mmldlm": mmldlm.__version__}
+    versions["version.code"] = code_hash()
     return {**versions, **{f"version.{name}": _version(name) for name in PACKAGES}, "git": revision()}
+
+
+def code_hash(package: Path = Path(mmldlm.__file__).parent) -> str:
+    """Return the start of the SHA-256 of all sources of the package."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def revision(package: Path = Path(mmldlm.__file__).parent) -> str:

@@ -20,10 +20,11 @@ from mmldlm.config import CONFIG_NAME, CheckpointConfig
 from mmldlm.errors import ConfigError, ExitCode, StorageError, error_from_exit_code
 from mmldlm.run.load import DESCRIPTION
 from mmldlm.telemetry.tracker import Tracker
+from mmldlm.trainer.branches import REWINDS_FILE
 from mmldlm.trainer.step_guard import SKIPS_FILE
 
 # Of the run folder; with a checkpoint all that resuming, sampling and the curves need.
-FILES = (CONFIG_NAME, "startup.json", mirror.METRICS, SKIPS_FILE, DESCRIPTION, "tensorboard")
+FILES = (CONFIG_NAME, "startup.json", mirror.METRICS, SKIPS_FILE, REWINDS_FILE, DESCRIPTION, "tensorboard")
 FIRST_DELAY_S, MAX_DELAY_S = 30.0, 1800.0  # from a failure to the next attempt, which doubles
 _POLL_INTERVAL_S = 0.2
 

@@ -29,7 +29,7 @@ from mmldlm.run.load import DESCRIPTION
 from mmldlm.telemetry.resources import memory_limits
 from mmldlm.trainer.setup import Components
 from mmldlm.utils.files import write_atomically
-from mmldlm.utils.host_cpus import openmp_spinning
+from mmldlm.utils.host_cpus import openmp_spinning, processor_name
 
 
 def startup_report(
@@ -44,6 +44,7 @@ def startup_report(
         "pid": os.getpid(),
         "device": str(engine.device),
         "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
+        "processor": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "openmp": openmp_spinning(os.environ),
         **memory_limits(),

@@ -58,7 +58,8 @@ class StepLog:
         self.rank_times = RankTimes(len(hosts)) if engine.is_main and len(hosts) > 1 else None
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
         self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
-        self._norm = self._loss_scale = 1.0  # of the last step that was fetched
+        self._norms: list[float] = []  # of all steps since the last record
+        self.norm = self._loss_scale = 1.0  # of the last step that was fetched
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
         self._peak_flops = peak_flops(name, config.precision)
 
@@ -112,6 +113,7 @@ class StepLog:
             steps = self.stats.fetch()
         for numbers, loss in zip(steps, self._plateau_losses(steps), strict=True):
             norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
+            self._norms.append(norm)
             accepted = is_accepted(numbers.norm, self.guard.norm_limit)
             if self.plateau is not None and self.plateau.uses_training_loss:
                 self.plateau.observe_training_loss(numbers.step, loss if accepted else None)
@@ -124,7 +126,7 @@ class StepLog:
             self.stats.accumulate(numbers)
             self.state.samples_seen += numbers.samples
             self.state.tokens_seen += numbers.tokens
-        self._norm = norm
+        self.norm = norm
 
     def _plateau_losses(self, steps: Sequence[StepNumbers]) -> list[float | None]:
         """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
@@ -160,7 +162,7 @@ class StepLog:
         values = {
             **components.objective.stats.summary(*totals),
             "optim/lr": lr,
-            "optim/grad_norm": self._norm,
+            "optim/grad_norm": self.norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
             "speed/tokens_per_s": stats.tokens / seconds,
             "speed/samples_per_s": stats.samples / seconds,
@@ -179,7 +181,8 @@ class StepLog:
         }
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)
-        self.tracker.train(self.state.step, values)
+        self.tracker.train(self.state.step, {**values, "grad_norms": self._norms})
+        self._norms = []
         stats.clear()
 
     def _flop_rates(self, flops_per_s: float) -> dict[str, float]:

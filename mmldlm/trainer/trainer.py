@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig, resolve_precision
+from mmldlm.config import RunConfig, resolve_precision, with_absolute_paths
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
 from mmldlm.distributed.engine import is_accepted
@@ -39,7 +39,8 @@ from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import StepProfiler, phase
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
-from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint
+from mmldlm.trainer.branches import with_rewinds
+from mmldlm.trainer.checkpointer import Checkpointer, checkpoint_record
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
 from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
@@ -70,7 +71,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
         self.launch = launch or read_launcher_env(os.environ)
-        self.config = resolve_precision(config, self.launch.mixed_precision)
+        self.config = resolve_precision(with_rewinds(config), self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
         # Closed in reverse: records, the checkpoint's writer, signals, the lock, the engine.
@@ -83,8 +84,8 @@ class Trainer:
     def __enter__(self) -> Self:
         try:
             fingerprint = self._open()
-            notes = self._restore()
-            self._start(notes, fingerprint)
+            notes, checkpoint = self._restore()
+            self._start(notes, fingerprint, checkpoint)
         except BaseException as error:
             lost = self._close(error)
             if lost is not None:
@@ -130,8 +131,8 @@ class Trainer:
             engine.watchdog.folder = self.run_dir
         return fingerprint
 
-    def _restore(self) -> list[str]:
-        """Wrap the model for the engine and restore the run from a checkpoint; return notes for the user."""
+    def _restore(self) -> tuple[list[str], Path | None]:
+        """Wrap the model for the engine and restore the run; return notes for the user, and the checkpoint."""
         config, engine = self.config, self.engine
         self.checkpointer = Checkpointer(config, engine, self.run_dir, self._signals)
         with Progress(engine.is_main) as progress:
@@ -154,7 +155,7 @@ class Trainer:
             # Without fp16 the scale of an earlier start must not enter the next checkpoint.
             self.state.loss_scale, self.state.steps_at_scale = None, 0
         self._auto_micro_batch, notes = self._create_auto_micro_batch()
-        return restored.notes + notes
+        return restored.notes + notes, restored.path
 
     def _create_auto_micro_batch(self) -> tuple[AutoMicroBatch | None, list[str]]:
         """Create `AutoMicroBatch`, or clear its state without `train.auto_micro_batch`; return notes for the user."""
@@ -171,7 +172,7 @@ class Trainer:
             if limit is not None
         ]
 
-    def _start(self, notes: list[str], fingerprint: Mapping[str, str]) -> None:
+    def _start(self, notes: list[str], fingerprint: Mapping[str, str], checkpoint: Path | None) -> None:
         """Open everything that a step needs, and write and print the start-up report."""
         config, engine, store = self.config, self.engine, self.components.store
         engine.model.train()
@@ -201,7 +202,8 @@ class Trainer:
             self._notices.write = self.tracker.message
             write_run_files(self.run_dir, config, store, report)
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
-            self.tracker.start({**report, "samples": samples}, dump(config))
+            start = {"samples": samples, "resumed_from": checkpoint and checkpoint_record(checkpoint)}
+            self.tracker.start({**report, **start}, dump(with_absolute_paths(config)))
             lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
             print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
         self._warm_up()
@@ -231,7 +233,7 @@ class Trainer:
         if hasattr(self, "tracker") and (code == ExitCode.NUMERICAL or single):
             # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
             with suppress(MmldlmError):
-                self._log_checkpoints(self.checkpointer.finish())
+                self.checkpointer.record(self.checkpointer.finish(), self.tracker)
         if engine is not None and engine.watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
             engine.watchdog.fail(code, cause)
         if self._owns_run_dir:
@@ -382,7 +384,7 @@ class Trainer:
         """
         self.engine.compute_timer.stop(totals.flops)
         config, state, size = self.config, self.state, self.components.loader.batch_at(step)
-        self._log_checkpoints(self.checkpointer.advance(totals["ready"], totals["failed"]))
+        self.checkpointer.record(self.checkpointer.advance(totals["ready"], totals["failed"]), self.tracker)
         state.step = step + 1
         self.tracker.step_done(state.step)
         state.samples_drawn += totals.samples
@@ -487,14 +489,7 @@ class Trainer:
                 self.tracker.heartbeat(self.state.step, "saving")
                 if self.engine.loss_scale is not None:
                     self.state.loss_scale, self.state.steps_at_scale = self.engine.loss_scale.get_state()
-                self._log_checkpoints(self.checkpointer.save(self.state, validation_loss))
+                self.checkpointer.record(self.checkpointer.save(self.state, validation_loss), self.tracker)
         if wait:
-            self._log_checkpoints(self.checkpointer.finish())
+            self.checkpointer.record(self.checkpointer.finish(), self.tracker)
             self.checkpointer.finish_mirror(self.tracker)
-
-    def _log_checkpoints(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
-        """Log newly completed checkpoints, and have them copied to the mirror."""
-        for saved in checkpoints:
-            seconds = {"stall_s": saved.stall_s, "seconds": saved.seconds}
-            self.tracker.event("checkpoint", saved.step, {"path": str(saved.path), **seconds})
-        self.checkpointer.mirror(checkpoints, self.tracker)

@@ -8,6 +8,7 @@ module does not import torch.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping
@@ -121,6 +122,15 @@ def _run_seconds(cpus: Collection[int]) -> float:
         except OSError:  # the process has just ended
             continue
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def processor_name() -> str:
+    """Return the model of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def _usable_cpus() -> set[int]:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 def test_fingerprint_covers_settings_data_and_versions(tiny_config: Path, tiny_store: Path) -> None:
     result = fingerprint(load_config(tiny_config), Store.open(tiny_store))
     keys = {f"config.{key}" for key, _ in leaves(RunConfig)} - {"config.data.path", "config.data.mixture"}
-    versions = {f"version.{name}" for name in ("python", "mmldlm", "torch", "accelerate", "deepspeed", "numpy")}
+    versions = {f"version.{name}" for name in ("python", "mmldlm", "code", "torch", "accelerate", "deepspeed", "numpy")}
     assert set(result) == keys | versions | {"git", "data.manifest", "data.tokenizer"}
     assert all(isinstance(value, str) for value in result.values())
     assert result["config.optim.lr"] == "0.003" and result["version.mmldlm"] == mmldlm.__version__

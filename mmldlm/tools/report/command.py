@@ -120,6 +120,8 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
         DataError: One of the folders is not a run folder.
         StorageError: `out` cannot be written.
     """
+    # With what `mmldlm rewind` has set aside.
+    paths = [folder for path in paths for folder in (path, *sorted(path.glob("branches/*")))]
     runs = read_runs([*paths, *([baseline] if baseline else [])])
     first = next(run for run in runs if run.path.resolve() == (baseline or paths[0]).resolve())
     groups = group_runs(runs, first)

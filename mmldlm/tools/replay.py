@@ -1,0 +1,135 @@
+"""Replays of a run's steps in a scratch folder, from the run folder and the data store alone."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.config import CheckpointConfig, RunConfig
+from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.errors import DataError
+from mmldlm.settings.declaration import restore
+from mmldlm.settings.fields import set_dotted
+from mmldlm.telemetry.profiler import ProfileConfig
+from mmldlm.tools.run_history import Record, parse_record
+from mmldlm.train import train_step
+from mmldlm.trainer.trainer import Trainer
+
+Stretch = tuple[Trainer, int, int, bool]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run as its folder describes it; `overrides` are settings that a replay changes, such as `data.path=NEW`."""
+
+    folder: Path
+    records: list[Record]
+    overrides: Sequence[str] = ()
+
+    @classmethod
+    def read(cls, folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
+        """Read the records of a run; DataError if it has none with its config."""
+        path = folder / "metrics.jsonl"
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        run = cls(folder, [record for line in lines if (record := parse_record(line))], overrides)
+        if not run.starts or not all(start.get("config") for start in run.starts):
+            raise DataError(f"{folder}: expected a run whose {path.name} has the config of each start, found none")
+        return run
+
+    @property
+    def starts(self) -> list[Record]:
+        """Records of the run's starts, which have config, engine and versions of the steps after them."""
+        return [record for record in self.records if record["kind"] in ("start", "resume")]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that the run has completed."""
+        return max(record["step"] for record in self.records if record["kind"] != "micro_batch")
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoint folders by step, in ascending order; unverified."""
+        paths = CheckpointStore(self.folder / "checkpoints", CheckpointConfig().retention).paths()
+        return {int(path.name[5:13]): path for path in reversed(paths)}
+
+    def grad_norm(self, step: int) -> float | None:
+        """Return the recorded gradient norm of a step; None if its record was never written."""
+        for record in self.records:
+            norms, back = record.get("grad_norms", []), record["step"] - step
+            norms = [record["optim/grad_norm"]] if record["kind"] == "skip" else norms
+            if 0 <= back < len(norms):
+                norm = norms[-1 - back]
+                return math.inf if norm is None else norm  # JSON has no infinity
+        return None
+
+    def start_before(self, step: int) -> Record:
+        """Return the start that computed the steps after `step`."""
+        return [start for start in self.starts if start["step"] <= step][-1]
+
+    def config_after(self, step: int) -> RunConfig:
+        """Return the config with which the steps after `step` were computed, with the overrides."""
+        tree = deepcopy(self.start_before(step)["config"])
+        for assignment in self.overrides:
+            set_dotted(tree, assignment)
+        return restore(RunConfig, tree)
+
+
+def replay(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> Iterator[Stretch]:
+    """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
+
+    A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and
+    saves. Nothing is printed to stdout meanwhile.
+
+    Yields:
+        A trainer in a scratch folder after the step before the stretch, that step and the last one, and whether it
+        begins as the run did, not where the replay before it ended.
+    """
+    saved, origin = run.checkpoints, run.starts[0]
+    if origin["resumed_from"] is not None:  # of another run
+        saved.setdefault(origin["step"], Path(origin["resumed_from"]["path"]))
+    begins = {origin["step"], *saved}
+    begin = max((step for step in begins if step < first), default=origin["step"])
+    edges = {*begins, *(start["step"] for start in run.starts), run.last_step}
+    # The same on all ranks of a machine.
+    scratch = Path(tempfile.gettempdir()) / f"mmldlm-{hashlib.sha256(str(run.folder.absolute()).encode()).hexdigest()}"
+    try:
+        for start, stop in pairwise(sorted(step for step in edges if step >= begin)):
+            if start >= last:
+                return
+            checkpoint = saved.get(start) if start in begins else RecordedRun(scratch, []).checkpoints[start]
+            config = _replay_config(run.config_after(start), checkpoint, scratch)
+            with redirect_stdout(io.StringIO()), Trainer(config, launch) as trainer:
+                yield trainer, start, stop, start in begins
+    finally:
+        if launch.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replay_config(config: RunConfig, checkpoint: Path | None, scratch: Path) -> RunConfig:
+    """Return the config of a replay: it saves only what the state's best validations come from."""
+    return replace(
+        config,
+        run=replace(config.run, dir=str(scratch)),
+        resume="never" if checkpoint is None else str(checkpoint),
+        # Bad samples to leave out are found by a full verification.
+        data=replace(config.data, verify="full" if config.data.max_bad_samples else "sizes"),
+        checkpoint=CheckpointConfig(every_steps=0, keep_best=config.checkpoint.keep_best, async_=False),
+        validation=replace(config.validation, text_samples=0),
+        profile=ProfileConfig(),
+    )
+
+
+def advance(trainer: Trainer, step: int) -> None:
+    """Train up to the end of `step`, counted from 1 (collective)."""
+    for number, micro_batches in islice(trainer.steps(), step - trainer.state.step):
+        train_step(trainer, number, micro_batches)

@@ -1,0 +1,284 @@
+"""`mmldlm verify RUN`: whether a run's records, config, data and checkpoints are those that it wrote, and whether its
+steps, computed again, give them.
+
+The first takes seconds. Records form a chain of hashes (`telemetry/metrics.py`), and have the config, the hashes of the
+data and of each checkpoint, and the gradient norm of every step. The second needs the run's own time for the steps that
+are asked for: each segment between two checkpoints is trained again from the first of them in a scratch folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
+from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_arguments, with_absolute_paths
+from mmldlm.data.mixture import open_data
+from mmldlm.data.verify import verify_part
+from mmldlm.distributed.exit_files import CLEAN_EXIT_CODES
+from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
+from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
+from mmldlm.settings.declaration import dump
+from mmldlm.telemetry.metrics import check_chain
+from mmldlm.tools.checkpoints import diff_checkpoints
+from mmldlm.tools.replay import RecordedRun, advance, replay
+from mmldlm.tools.run_history import Record
+from mmldlm.tools.run_status import read_exits, read_json
+from mmldlm.trainer.consistency import code_hash
+from mmldlm.trainer.step_guard import SKIPS_FILE
+from mmldlm.utils.files import sha256
+
+# Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
+# rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/trust.md.
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+MAX_PRINTED = 30  # problems
+COMPARED_KINDS = ("train", "validation", "quality", "skip")
+# Speeds, times, memory and micro-batches are not part of the result.
+COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "grad_norms", "weights", "reason")
+COMPARED_KEYS = ("data/tokens", "data/tokens_per_step", "data/epoch", "data/global_batch_size")
+INTERVAL_MEANS = ("loss/", "data/tokens_per_step")  # over the steps since the record before, or since the start
+
+
+# --- what the folder says ------------------------------------------------------------------------------------------
+
+
+def check(run: RecordedRun) -> Iterator[str]:
+    """Yield a line about everything in the run folder and the store that is not as the run's records say."""
+    for name in ("metrics.jsonl", SKIPS_FILE):
+        if (run.folder / name).is_file() and (run.folder / name).stat().st_size:
+            yield from check_chain(run.folder / name)
+    yield from _check_config(run)
+    yield from _check_end(run)
+    yield from _check_data(run)
+    yield from _check_checkpoints(run)
+
+
+def _check_config(run: RecordedRun) -> Iterator[str]:
+    try:
+        found = dump(with_absolute_paths(load_config(run.folder / CONFIG_NAME, may_extend=False)))
+    except ConfigError as error:
+        yield str(error)
+        return
+    recorded = json.loads(json.dumps(run.starts[-1]["config"]))
+    lines = diff_configs(recorded, json.loads(json.dumps(found)))
+    yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
+
+
+def _check_end(run: RecordedRun) -> Iterator[str]:
+    exits = [report for report in read_exits(run.folder) if report.code in CLEAN_EXIT_CODES]
+    last = run.records[-1]["kind"]
+    if exits and last != "end":
+        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), but its last record is {last}, expected end"
+
+
+def _check_data(run: RecordedRun) -> Iterator[str]:
+    for step, recorded in {start["step"]: start["data_manifest"] for start in run.starts}.items():
+        try:
+            store = open_data(run.config_after(step).data.location)
+            if store.identity != recorded:
+                yield f"{store.path}: the data of step {step} had the hash {recorded[:12]}, found {store.identity[:12]}"
+            verify_part(store)
+        except DataError as error:
+            yield str(error)
+
+
+def _check_checkpoints(run: RecordedRun) -> Iterator[str]:
+    recorded: dict[int, str] = {}
+    for record in run.records:
+        source = record["resumed_from"] if record["kind"] in ("start", "resume") else record
+        if "sha256" not in (source or {}):
+            continue
+        step, digest = record["step"], source["sha256"]
+        if recorded.setdefault(step, digest) != digest and record["kind"] == "resume":
+            yield f"the checkpoint of step {step} was changed between its writing and the resume from it"
+        recorded[step] = digest
+    for step, path in run.checkpoints.items():
+        try:
+            verify_checkpoint(path)
+            if step not in recorded:
+                yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
+            elif sha256(path / MANIFEST) != recorded[step]:
+                yield f"{path}: is not the checkpoint that the run has written at step {step}"
+        except DataError as error:
+            yield str(error)
+
+
+# --- what its steps give -------------------------------------------------------------------------------------------
+
+
+def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> Iterator[tuple[str, list[str]]]:
+    """Train the steps `first` to `last` again, with those of their segments, and compare all numbers (collective).
+
+    Yields:
+        On rank 0, a line about the result of each segment, and a line about each number that differs.
+
+    Raises:
+        ConfigError: This launch cannot compute what the run did.
+    """
+    is_exact = True
+    for trainer, begin, stop, is_fresh in replay(run, first, last, launch):
+        start = run.start_before(begin)
+        dropout, processes = trainer.config.model.dropout, start["world_size"]
+        if dropout and launch.world_size != processes:
+            raise ConfigError(
+                f"model.dropout: {dropout:g} is drawn by each process, expected the run's {processes} processes, found "
+                f"{launch.world_size}"
+            )
+        advance(trainer, stop)
+        trainer.save(wait=True)
+        if not trainer.engine.is_main:
+            continue
+        report = read_json(trainer.run_dir / "startup.json")
+        is_exact = (is_exact or is_fresh) and _numerics(report) == _numerics(start)
+        tolerance = 0.0 if is_exact else TOLERANCE[trainer.config.precision]
+        differences = Differences(tolerance)
+        scratch = RecordedRun.read(trainer.run_dir)
+        _compare_records(run, scratch, begin, stop, differences)
+        if stop in run.checkpoints:
+            _compare_checkpoints(run.checkpoints[stop], scratch.checkpoints[stop], differences)
+        result = "bitwise the same" if is_exact else f"the same within {differences.largest:.1e}"
+        if differences.problems:
+            result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
+        yield f"steps {begin + 1} to {stop}: {result}", differences.problems
+
+
+def _numerics(report: Mapping[str, Any]) -> Any:
+    """Return what decides how a start rounds its sums, from its report; unequal to itself where nothing ensures it."""
+    if any(rank["name"] != "cpu" for rank in report["ranks"]):
+        return math.nan  # kernels of GPUs add in any order
+    keys = ("engine", "sharding", "world_size", "precision", "attention", "compile", "optimizer", "versions")
+    ranks = [[rank["processor"], rank["threads"]] for rank in report["ranks"]]
+    return [ranks, *(report[key] for key in keys), report["activation_checkpointing"], report["micro_batch_size"]]
+
+
+class Differences:
+    """Comparison of recorded with recomputed numbers.
+
+    Args:
+        tolerance: Largest relative difference; with 0 all must be the same, bit by bit.
+    """
+
+    def __init__(self, tolerance: float):
+        self.tolerance, self.largest = tolerance, 0.0
+        self.problems: list[str] = []
+
+    def add(self, name: str, recorded: Any, recomputed: Any) -> None:
+        """Compare two values."""
+        if isinstance(recorded, list) and isinstance(recomputed, list) and len(recorded) == len(recomputed):
+            for index, pair in enumerate(zip(recorded, recomputed, strict=True)):
+                self.add(f"{name}[{index}]", *pair)
+            return
+        is_number = isinstance(recorded, int | float) and isinstance(recomputed, int | float)
+        size = _relative(recorded, recomputed) if is_number else float(recorded != recomputed)
+        self.add_size(name, size, f"{recorded} recorded, {recomputed} recomputed")
+
+    def add_size(self, name: str, size: float, text: str) -> None:
+        """Count a relative difference."""
+        self.largest = max(self.largest, size)
+        if size > self.tolerance:
+            self.problems.append(f"{name}: {text}")
+
+
+def _relative(first: float, second: float) -> float:
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return 0.0
+    difference = abs(first - second) / max(abs(first), abs(second))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: int, differences: Differences) -> None:
+    def chosen(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
+        between = (record for record in records if begin < record["step"] <= end)
+        return {(record["kind"], record["step"]): record for record in between if record["kind"] in COMPARED_KINDS}
+
+    recorded, recomputed = chosen(run.records), chosen(scratch.records)
+    for kind, step in sorted({*recorded, *recomputed}, key=lambda place: (place[1], place[0])):
+        name, place = f"{kind} record of step {step}", (kind, step)
+        if place not in recorded or place not in recomputed:
+            where = "recorded" if place in recorded else "recomputed"
+            differences.add_size(name, math.inf, f"only {where}")
+            continue
+        ours, theirs = recorded[place], recomputed[place]
+        norms = [record.pop("grad_norms", []) for record in (ours, theirs)]
+        # The first record after a checkpoint, or after a start, may be about fewer steps.
+        common = min(map(len, norms))
+        is_whole = len(norms[0]) == len(norms[1])
+        for index in range(-common, 0):
+            differences.add(f"gradient norm of step {step + 1 + index}", norms[0][index], norms[1][index])
+        for key in sorted(ours.keys() | theirs.keys()):
+            if _is_compared(key) and (is_whole or not key.startswith(INTERVAL_MEANS)):
+                differences.add(f"{name}: {key}", ours.get(key), theirs.get(key))
+
+
+def _is_compared(key: str) -> bool:
+    return key in COMPARED_KEYS or key.partition("/")[0] in COMPARED_GROUPS
+
+
+def _compare_checkpoints(recorded: Path, recomputed: Path, differences: Differences) -> None:
+    """Compare all tensors and the state of two checkpoints; the config was compared with the chain."""
+    result = diff_checkpoints(recorded, recomputed)
+    for name, values in result["tensors"].items():
+        # Zeros have no relative difference.
+        size = values.get("relative", math.inf) or values.get("largest", math.inf)
+        differences.add_size(f"{recorded.name}: {name}", max(size, 1e-300), f"differs by {size:.1e} of its norm")
+    for key, values in result["state"].items():
+        if not key.startswith("micro_batch"):
+            differences.add(f"{recorded.name}: state.json: {key}", *values)
+
+
+# --- command -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "mmldlm verify",
+        usage="%(prog)s RUN [--all | --from STEP --to STEP] [key.sub=value ...]",
+        description="Check records, config, data and checkpoints of a run by their hashes, and compute steps again.",
+        epilog="Settings such as data.path=NEW or train.micro_batch_size=8 apply to the steps that are computed again.",
+    )
+    parser.add_argument("arguments", nargs="+", metavar="RUN | key.sub=value")
+    parser.add_argument("--all", action="store_true", help="compute all steps again")
+    parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
+    parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
+    parser.add_argument("--accelerate_config", metavar="FILE", help="config that selects the engine, with torchrun")
+    return parser
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 65 if anything is not as the run has written it."""
+    options = _parser().parse_intermixed_args(argv)
+    folders, overrides = split_arguments(options.arguments)
+    if len(folders) != 1:
+        raise UsageError(f"expected one run folder, found {len(folders)}: {' '.join(folders) or 'none'}")
+    recorded = RecordedRun.read(Path(folders[0]), overrides)
+    launch = read_launcher_env(os.environ, None, options.accelerate_config)
+    problems, lines = list(check(recorded)) if launch.rank == 0 else [], []
+    if launch.rank == 0:
+        lines.append(f"{len(recorded.records)} records, {len(recorded.checkpoints)} checkpoints, config and data")
+        if (codes := {start["versions"]["code"] for start in recorded.starts}) != {code_hash()}:
+            lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
+    if options.all or options.first is not None or options.last is not None:
+        last = recorded.last_step if options.last is None else options.last
+        for line, differences in recompute(recorded, options.first or 1, last, launch):
+            lines.append(line)
+            problems += [f"recomputed {difference}" for difference in differences]
+    if launch.rank:
+        return ExitCode.DONE
+    print("\n".join([*lines, *(f"PROBLEM {line}" for line in problems[:MAX_PRINTED])]))
+    print(f"{recorded.folder}: {f'{len(problems)} problems' if problems else 'verified'}")
+    return ExitCode.DATA if problems else ExitCode.DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and report user errors in one line; return the exit code."""
+    return run_command(lambda: run(argv))
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

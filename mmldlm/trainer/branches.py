@@ -1,0 +1,67 @@
+"""Rewinds of a run: what it leaves out since, and the branch that it has left, which stays in the run folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.config import CONFIG_NAME, RunConfig
+from mmldlm.utils.files import fsync
+
+REWINDS_FILE = "rewinds.jsonl"
+BRANCHES_FOLDER = "branches"
+_BRANCH_FILES = ("metrics.jsonl", CONFIG_NAME, "startup.json")  # a run folder, to those who read curves
+
+
+def read_rewinds(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rewinds of a run, in order: {"before", "step", "samples", "branch"}."""
+    path = run_dir / REWINDS_FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def with_rewinds(config: RunConfig) -> RunConfig:
+    """Return the config of a run with the samples that its rewinds leave out; `resume: never` begins without."""
+    if config.resume == "never" or not config.run.dir:
+        return config
+    left_out = [*config.data.skip_samples]
+    for rewind in read_rewinds(Path(config.run.dir)):
+        left_out += [sample for sample in rewind["samples"] if sample not in left_out]
+    return replace(config, data=replace(config.data, skip_samples=left_out))
+
+
+def forget_rewinds(run_dir: Path) -> None:
+    """Set the rewinds of a run aside, since it starts over."""
+    if (run_dir / REWINDS_FILE).exists():
+        (run_dir / REWINDS_FILE).replace(run_dir / f"{REWINDS_FILE}.old")
+
+
+def leave_branch(run_dir: Path, before: int, samples: Sequence[str]) -> dict[str, Any]:
+    """Make a run's next start continue before a step, without some samples; the caller holds its lock.
+
+    Curves go to `branches/`, and checkpoints since that step become `superseded-*`.
+
+    Returns:
+        The rewind, as `read_rewinds` does.
+    """
+    rewinds = read_rewinds(run_dir)
+    branch = run_dir / BRANCHES_FOLDER / f"{len(rewinds) + 1:02}-before-{before}"
+    branch.mkdir(parents=True, exist_ok=True)
+    for name in _BRANCH_FILES:
+        if (run_dir / name).exists():
+            shutil.copy2(run_dir / name, branch)
+    store = CheckpointStore(run_dir / "checkpoints", Retention())
+    store.set_aside_after(before - 1)
+    newest = store.newest()
+    step = 0 if newest is None else newest.step
+    rewind = {"before": before, "step": step, "samples": [*samples], "branch": str(branch.relative_to(run_dir))}
+    # Last: a kill before this line leaves a run that comes to the step again.
+    with (run_dir / REWINDS_FILE).open("a") as file:
+        file.write(json.dumps(rewind) + "\n")
+    fsync(run_dir / REWINDS_FILE)
+    return rewind

@@ -1,0 +1,256 @@
+"""Changes to a finished run and its store that `mmldlm verify` must find."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from mmldlm.checkpoint.manifest import _seal
+from mmldlm.config import load_config
+from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Store
+from mmldlm.telemetry.metrics import _link, _with_hash
+
+Records = list[dict[str, Any]]
+# Changes the folder `run`, whose data are in `store`; returns what the report must name.
+Tampering = Callable[[Path, Path, random.Random], str]
+
+
+def read_records(run: Path) -> Records:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_records(run: Path, records: Records, rehash: bool = False) -> None:
+    previous, lines = "", []
+    for record in records:
+        text = json.dumps({key: value for key, value in record.items() if key != "hash"}).encode()
+        previous = _link(previous, text) if rehash else record.get("hash", "")
+        lines.append(_with_hash(text, previous) if previous else text + b"\n")
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+
+
+def change_metric(run: Path, rng: random.Random, rehash: bool = False) -> str:
+    records = read_records(run)
+    record = rng.choice([record for record in records if record["kind"] in ("train", "validation")])
+    key = rng.choice([key for key in record if key.split("/")[0] in ("loss", "validation") and record[key]])
+    record[key] *= 1 - 10.0 ** -rng.randint(2, 12)
+    write_records(run, records, rehash)
+    return f"{record['kind']} record of step {record['step']}: {key}" if rehash else f"step {record['step']}"
+
+
+def change_norm(run: Path, store: Path, rng: random.Random) -> str:
+    records = read_records(run)
+    record = rng.choice([record for record in records if record["kind"] == "train"])
+    record["grad_norms"][-1] *= 1 + 1e-9
+    write_records(run, records, rehash=True)
+    return f"gradient norm of step {record['step']}"
+
+
+def remove_record(run: Path, rng: random.Random, rehash: bool = False) -> str:
+    records = read_records(run)
+    places = [place for place, record in enumerate(records[:-1]) if record["kind"] == "train"]
+    place = rng.choice(places)
+    removed = records.pop(place)
+    write_records(run, records, rehash)
+    return f"train record of step {removed['step']}: only recomputed" if rehash else f"line {place + 1} "
+
+
+def swap_records(run: Path, store: Path, rng: random.Random) -> str:
+    records = read_records(run)
+    place = rng.randrange(1, len(records) - 1)
+    records[place : place + 2] = records[place : place + 2][::-1]
+    write_records(run, records)
+    return f"line {place + 1} "
+
+
+def repeat_record(run: Path, store: Path, rng: random.Random) -> str:
+    records = read_records(run)
+    place = rng.randrange(1, len(records))
+    records.insert(place, records[place])
+    write_records(run, records)
+    return f"line {place + 2} "
+
+
+def strip_hash(run: Path, store: Path, rng: random.Random) -> str:
+    records = read_records(run)
+    place = rng.randrange(len(records))
+    del records[place]["hash"]
+    write_records(run, records)
+    return f"line {max(2, place + 1)} "
+
+
+def cut_records(run: Path, store: Path, rng: random.Random) -> str:
+    write_records(run, read_records(run)[: -rng.randint(1, 5)])
+    return "expected end"
+
+
+def change_setting(run: Path, store: Path, rng: random.Random) -> str:
+    key, old, new = rng.choice(
+        [
+            ("optim.lr", "lr: 0.003", "lr: 0.002"),
+            ("run.seed", "seed: 3", "seed: 4"),
+            ("optim.weight_decay", "weight_decay: 0.01", "weight_decay: 0.02"),
+            ("train.global_batch_size", "global_batch_size: 8", "global_batch_size: 16"),
+            ("optim.clip_norm", "clip_norm: 1.0", "clip_norm: 2.0"),
+        ]
+    )
+    path = run / "config.yaml"
+    text = path.read_text()
+    assert text.count(old) == 1, (old, text)
+    path.write_text(text.replace(old, new))
+    return key
+
+
+def _drawn(run: Path, store: Path) -> int:
+    """A training sample of one of the run's last steps."""
+    config, split = load_config(run / "config.yaml", may_extend=False), Store.open(store).split("train")
+    return int(SampleOrder(split.lengths, config.run.seed, config.data.window).take(60, 1)[0])
+
+
+def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", rehash: bool = False) -> str:
+    """A sample's tokens or latents, in the first shard; with `rehash`, all hashes follow, also those of the records."""
+    kind = kind or rng.choice(["tokens", "latents"])
+    path, sample = store / f"train-00000.{kind}.npy", _drawn(run, store)
+    offsets = np.load(store / "train-00000.offsets.npy")
+    array = np.load(path)
+    place = int(offsets[sample]) if kind == "tokens" else sample
+    array[place] = array[place - 1]
+    np.save(path, array)
+    if not rehash:
+        return f"train-00000.{kind}.npy"
+    identity = update_store_manifest(store, path)
+    records = read_records(run)
+    for record in records:
+        if "data_manifest" in record:
+            record["data_manifest"] = identity
+    write_records(run, records, rehash=True)
+    return "recomputed"
+
+
+def change_sample_and_manifest(run: Path, store: Path, rng: random.Random) -> str:
+    change_sample(run, store, rng, "tokens")
+    update_store_manifest(store, store / "train-00000.tokens.npy")
+    return "the data of step"
+
+
+def update_store_manifest(store: Path, path: Path) -> str:
+    manifest = json.loads((store / "manifest.json").read_text())
+    shard = manifest["splits"]["train"]["shards"][0]
+    shard["files"][path.name.split(".", 1)[1]]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+    (store / "manifest.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (store / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+    return digest
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def flip_weight_byte(run: Path, store: Path, rng: random.Random) -> str:
+    path = rng.choice(checkpoints(run)) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-rng.randint(1, 4000)] ^= 1
+    path.write_bytes(content)
+    return f"{path.parent.name}/model.safetensors"
+
+
+def change_weight(run: Path, rng: random.Random, rehash: bool = False) -> str:
+    """One weight, by the last bits of its float, with the manifest of the checkpoint."""
+    folder = rng.choice(checkpoints(run)[1:] if rehash else checkpoints(run))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = rng.choice(sorted(name for name in tensors if tensors[name].size > 8))
+    tensors[name].reshape(-1)[rng.randrange(8)] += 1e-5
+    save_file(tensors, path)
+    digest = _reseal(folder, path)
+    if not rehash:
+        return f"{folder.name}: is not the checkpoint"
+    records = read_records(run)
+    for record in records:
+        if record["kind"] == "checkpoint" and record["step"] == int(folder.name[5:]):
+            record["sha256"] = digest
+    write_records(run, records, rehash=True)
+    return f"{folder.name}: model/{name}"
+
+
+def change_state(run: Path, store: Path, rng: random.Random) -> str:
+    folder = rng.choice(checkpoints(run))
+    path = folder / "state.json"
+    path.write_text(path.read_text().replace('"tokens_seen": ', '"tokens_seen": 1'))
+    _reseal(folder, path)
+    return f"{folder.name}: is not the checkpoint"
+
+
+def _reseal(folder: Path, path: Path) -> str:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    content = path.read_bytes()
+    manifest["files"][path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    del manifest["sha256"]
+    sealed = _seal(manifest)
+    (folder / "manifest.json").write_bytes(sealed)
+    return hashlib.sha256(sealed).hexdigest()
+
+
+def swap_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
+    first, second = rng.sample(checkpoints(run), 2)
+    other = first.with_name("other")
+    first.rename(other)
+    second.rename(first)
+    other.rename(second)
+    return f"{first.name}: is not the checkpoint"
+
+
+def copy_checkpoint(run: Path, store: Path, rng: random.Random) -> str:
+    """A checkpoint of the run, presented as one of a step that has none."""
+    shutil.copytree(rng.choice(checkpoints(run)), run / "checkpoints" / "step-00000007")
+    return "step-00000007: no record"
+
+
+def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
+    """The learning rate, wherever it is written, as if the run had another one."""
+    new = 0.003 * (1 + rng.random())
+    records = read_records(run)
+    for record in records:
+        if "config" in record:
+            record["config"]["optim"]["lr"] = new
+    write_records(run, records, rehash=True)
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace("lr: 0.003", f"lr: {new!r}"))
+    return "optim/lr"
+
+
+FOUND_BY_HASHES: dict[str, Tampering] = {
+    "metric": lambda run, store, rng: change_metric(run, rng),
+    "removed record": lambda run, store, rng: remove_record(run, rng),
+    "swapped records": swap_records,
+    "repeated record": repeat_record,
+    "record without hash": strip_hash,
+    "cut records": cut_records,
+    "setting": change_setting,
+    "sample": change_sample,
+    "sample and manifest": change_sample_and_manifest,
+    "weight byte": flip_weight_byte,
+    "weight and manifest": lambda run, store, rng: change_weight(run, rng),
+    "state and manifest": change_state,
+    "swapped checkpoints": swap_checkpoints,
+    "checkpoint of no step": copy_checkpoint,
+}
+# All hashes are consistent, so only the recomputation finds these.
+FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
+    "metric": lambda run, store, rng: change_metric(run, rng, rehash=True),
+    "gradient norm": change_norm,
+    "removed record": lambda run, store, rng: remove_record(run, rng, rehash=True),
+    "setting": change_recorded_setting,
+    "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
+    "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),
+}

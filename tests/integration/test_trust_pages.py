@@ -1,0 +1,47 @@
+"""The commands of docs/trust-verify.md and docs/trust-rewind.md, as printed, on one small run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mmldlm import cli
+from tests.helpers.paths import ROOT
+from tests.helpers.spikes import SPIKY, drawn_at, spoiled_copy
+
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    text = "\n".join(BLOCK.findall((ROOT / "docs" / page).read_text()))
+    return [shlex.split(line) for line in text.splitlines() if line]
+
+
+def test_commands_of_the_pages(
+    tmp_path: Path, tiny_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sample = drawn_at(tiny_store, 27)[3]
+    (tmp_path / "data").mkdir()
+    spoiled_copy(tiny_store, tmp_path / "data", [sample])
+    (tmp_path / "configs").mkdir()
+    config = SPIKY.format(run="runs/own", store="data/own")
+    (tmp_path / "configs/own.yaml").write_text(config.replace("every_steps: 10", "every_steps: 8"))
+    # The pages' first step with a spike is the sample's, and the run has it in its first start.
+    assert cli.main(["train", "configs/own.yaml"]) == 0
+    said = []
+    for page in ("trust-verify.md", "trust-rewind.md"):
+        for program, *arguments in commands(page):
+            assert program == ".venv/bin/mmldlm"
+            capsys.readouterr()
+            assert cli.main([argument.replace("own:44", f"own:{sample}") for argument in arguments]) == 0
+            said.append(capsys.readouterr().out)
+    verified, segment, everything, explained, rewound, _, report = said
+    assert "runs/own: verified" in verified and "steps 1 to 8: bitwise the same" in segment
+    assert everything.count("bitwise the same") == 5
+    assert f"own:{sample}: " in explained and "they caused it" in explained and "4 replays" in explained
+    assert "continues from step 24" in rewound and "report.html" in report
+    assert (tmp_path / "runs/own/branches/01-before-27").is_dir()

@@ -1,0 +1,137 @@
+"""`mmldlm verify`: honest runs pass, whatever happened to them, and changed ones do not."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmldlm import train
+from mmldlm.tools import verify
+from tests.helpers.engine_runs import records, wait_for_step
+from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.paths import ROOT
+from tests.helpers.tampering import FOUND_BY_HASHES, FOUND_BY_RECOMPUTATION, read_records, write_records
+from tests.helpers.tiny_config import TINY
+
+ENGINES = {"single": 1, "ddp": 2, "fsdp2": 4, "zero2": 2, "zero3": 4}
+SCRIPT = str(ROOT / "mmldlm/tools/verify.py")
+Copies = Callable[[], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Copies:
+    """Copies of a run of 8 steps with checkpoints at 4, where it was resumed, and 8, and of its store."""
+    folder = tmp_path_factory.mktemp("honest")
+    run, store, number = folder / "run", folder / "store", 0
+    shutil.copytree(tiny_store, store)
+    (folder / "config.yaml").write_text(TINY.format(run=run, store=store))
+    for steps in (4, 8):
+        assert train.main([str(folder / "config.yaml"), f"train.steps={steps}", "log.every=2"]) == 0
+
+    def copy() -> tuple[Path, Path]:
+        # The paths in records and config stay those of the first copy, so it is put in their place.
+        nonlocal number
+        original = folder / "original"
+        if not original.exists():
+            original.mkdir()
+            for path in (run, store):
+                shutil.copytree(path, original / path.name)
+        for path in (run, store):
+            shutil.rmtree(path)
+            shutil.copytree(original / path.name, path)
+        return run, store
+
+    return copy
+
+
+def verified(capsys: pytest.CaptureFixture[str], run: Path, *options: object, code: int = 0) -> str:
+    assert verify.main([str(run), *map(str, options)]) == code, capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_honest_run(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = copies()
+    assert "2 checkpoints" in verified(capsys, run)
+    output = verified(capsys, run, "--all")
+    assert "steps 1 to 4: bitwise the same\nsteps 5 to 8: bitwise the same" in output
+    # Only the segment that has these steps; without its first checkpoint it begins at the one before.
+    assert "steps 5 to 8" in (output := verified(capsys, run, "--from", 5)) and "1 to 4" not in output
+    assert "steps 1 to 4" in (output := verified(capsys, run, "--to", 3)) and "5 to 8" not in output
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    assert "steps 1 to 4: bitwise the same\nsteps 5 to 8: bitwise the same" in verified(capsys, run, "--from", 6)
+    # Other micro-batches round other sums.
+    assert "the same within" in verified(capsys, run, "--all", "train.micro_batch_size=2")
+
+
+def test_an_older_version_wrote_no_hashes(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = copies()
+    write_records(run, [{key: value for key, value in record.items() if key != "hash"} for record in read_records(run)])
+    assert "no record has a hash" in verified(capsys, run, code=65)
+    assert train.main([str(run / "config.yaml"), "train.steps=10"]) == 0
+    assert "verified" in verified(capsys, run)  # the records since then
+
+
+@pytest.mark.parametrize("name", FOUND_BY_HASHES)
+def test_hashes_find(name: str, copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    run, store = copies()
+    expected = FOUND_BY_HASHES[name](run, store, random.Random(name))
+    assert expected in verified(capsys, run, code=65)
+
+
+@pytest.mark.parametrize("name", FOUND_BY_RECOMPUTATION)
+def test_recomputation_finds(name: str, copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    run, store = copies()
+    expected = FOUND_BY_RECOMPUTATION[name](run, store, random.Random(name))
+    verified(capsys, run)  # the hashes are consistent
+    assert expected in verified(capsys, run, "--all", code=65)
+
+
+@pytest.mark.slow
+def test_a_hundred_tamperings(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    found = 0
+    for seed in range(5):
+        for name, tamper in FOUND_BY_HASHES.items():
+            run, store = copies()
+            expected = tamper(run, store, random.Random(f"{name} {seed}"))
+            assert expected in verified(capsys, run, code=65), name
+            found += 1
+        for name, tamper in FOUND_BY_RECOMPUTATION.items():
+            run, store = copies()
+            expected = tamper(run, store, random.Random(f"{name} {seed}"))
+            verified(capsys, run)
+            assert expected in verified(capsys, run, "--all", code=65), name
+            found += 1
+    assert found == 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_honest_runs_of_all_engines(
+    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is killed under one engine and resumed under another, with other ranks and another end."""
+    folder, log, names = tmp_path / "run", tmp_path / "log", list(ENGINES)
+    other = names[names.index(engine) - 1]
+    settings = [parity_config, f"run.dir={folder}", "train.micro_batch_size=1", "checkpoint.every_steps=4"]
+    pids = forked.start(engine, [*settings, "train.steps=18", "log.every=3"], ENGINES[engine], log)
+    wait_for_step(folder, 9, log, lambda: forked.wait(pids, 0))
+    forked.kill(pids)
+    assert set(forked.wait(pids).values()) == {-signal.SIGKILL}
+    resumed_at = max(records(folder))  # before the resume
+    forked.succeed(other, folder, ENGINES[other], *settings, "train.steps=20", "log.every=4")
+    starts = [record["step"] for record in read_records(folder) if record["kind"] in ("start", "resume")]
+    assert len(starts) == 2 and 4 <= starts[1] <= resumed_at
+    # In one process, from the folder and the store alone.
+    print(engine, other, starts, verified(capsys, folder, "--all"))
+    # Under the engine that computed the last steps, every bit is the same.
+    pids = forked.start(other, [folder, "--all"], ENGINES[other], tmp_path / "verify.log", SCRIPT)
+    codes = forked.wait(pids)
+    output = (tmp_path / "verify.log").read_text()
+    print(output[-800:])
+    assert [codes.get(pid) for pid in pids] == [0] * ENGINES[other], output[-3000:]
+    assert "steps 17 to 20: bitwise the same" in output
