@@ -23,12 +23,13 @@ COMMANDS = {
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
     "checkpoints": ("mmldlm.tools.checkpoints", "list, verify and compare the checkpoints of runs"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
+    "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
-COMPUTE_COMMANDS = ("train", "sample", "demo", "evaluate")  # use all OpenMP threads
+COMPUTE_COMMANDS = ("train", "sample", "demo", "evaluate", "compare")  # use all OpenMP threads
 PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 
