@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import contextual, gpu_bars, roofline, scale
+from benchmarks import contextual, gpu_bars, paired, roofline, scale
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 from benchmarks.mdlm import mdlm_blocks
@@ -27,6 +27,7 @@ _MAKERS = {
     "decoding": decoding_blocks,
     "contextual": contextual.contextual_blocks,
     "mdlm": mdlm_blocks,
+    "paired": paired.blocks,
     "scale-step": scale.step_blocks,
     "scale-host": scale.host_blocks,
     "scale-heartbeats": scale.heartbeat_blocks,

@@ -28,12 +28,14 @@ COMMANDS = {
     "explain": ("mmldlm.tools.explain", "find the samples that caused a step's gradient norm"),
     "rewind": ("mmldlm.tools.rewind", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
+    "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "verify", "explain")  # use all OpenMP threads
+# Use all OpenMP threads.
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain")
 PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 

@@ -86,6 +86,17 @@ class RunSettings:
 
     dir: str = setting("", "folder of this run: config, metrics, TensorBoard, checkpoints")
     seed: int = setting(0, "seed of initialization, sample order, noise times, masks and noise", at_least=0)
+    init_seed: int | None = setting(
+        None,
+        "seed of the initial weights; null: that of the rest",
+        at_least=0,
+        advice="Another one shows, under the same samples and noise, how much of a difference between runs is luck",
+    )
+
+    @property
+    def weights_seed(self) -> int:
+        """Seed of the initial weights."""
+        return self.seed if self.init_seed is None else self.init_seed
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class InitialWeights(TensorSource):
     Args:
         distributions: Distribution of each parameter's elements.
         shapes: Shape of each parameter.
-        seed: `run.seed`.
+        seed: `run.init_seed`, or else `run.seed`.
     """
 
     def __init__(self, distributions: Mapping[str, Normal], shapes: Mapping[str, torch.Size], seed: int):

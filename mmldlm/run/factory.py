@@ -31,10 +31,10 @@ def set_matmul_precision(config: RunConfig) -> None:
 
 
 def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
-    """Return the network on the host with its initial weights, which depend on `run.seed` and their names alone."""
+    """Return the network on the host with its initial weights, which depend on their seed and names alone."""
     model = build_meta_model(config, manifest, device_type)
     materialize(model, "cpu")
-    return model.init_weights(config.run.seed)
+    return model.init_weights(config.run.weights_seed)
 
 
 def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:

@@ -120,7 +120,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
         model=model,
-        initial_weights=model.initial_weights(config.run.seed),
+        initial_weights=model.initial_weights(config.run.weights_seed),
         compiled=compiled,
         optimizer=build_optimizer(
             model, config.optim, device_type, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2

@@ -110,7 +110,7 @@ def ratio_of_means(stats: SeedStats, baseline: SeedStats) -> Ratio:
     if error is None or baseline_error is None:
         return Ratio(ratio, no_interval_reason="n = 1")
     u, v = error**2, baseline_error**2
-    if u + v == 0:
+    if u + ratio**2 * v == 0:  # no spread, or none but the baseline's around a mean of 0
         return Ratio(ratio, (ratio, ratio))
     squared = _t_quantile(_welch_degrees(u, stats.n, ratio**2 * v, baseline.n)) ** 2
     # T(r)^2 = t^2 is a r^2 - 2 c r + d = 0. Its roots bound an interval if b differs from 0, which means a > 0.

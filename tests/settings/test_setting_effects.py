@@ -34,6 +34,7 @@ EFFECTS = [
     effect("mode_schedule", "{1: l2t}", "curve"),
     effect("precision", "bf16", "curve"),
     effect("run.seed", "4", "curve"),
+    effect("run.init_seed", "4", "curve"),
     effect("data.num_workers", "1", "workers"),
     effect("data.window", "8", "batches"),
     effect("model.depth", "1", "curve"),

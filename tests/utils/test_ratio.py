@@ -46,3 +46,8 @@ def test_no_interval_without_enough_data() -> None:
     doubtful = ratio_of_means(several, SeedStats.from_values([-1.0, 1.5, 0.2]))
     assert np.isnan(doubtful.interval).all() and doubtful.no_interval_reason == "interval without bound"
     assert ratio_of_means(SeedStats.from_values([3.0, 3.0]), SeedStats.from_values([2.0, 2.0])).interval == (1.5, 1.5)
+
+
+def test_only_zeros_over_a_baseline_that_varies() -> None:
+    zeros, baseline = SeedStats.from_values([0.0, 0.0, 0.0]), SeedStats.from_values([0.5, 0.6, 0.7])
+    assert ratio_of_means(zeros, baseline).interval == (0.0, 0.0)

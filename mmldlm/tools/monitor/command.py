@@ -17,8 +17,10 @@ from mmldlm.settings.declaration import leaves
 from mmldlm.settings.fields import build, set_dotted
 from mmldlm.tools.monitor.alerts import Alert, alerts
 from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
-from mmldlm.tools.monitor.view import TerminalView, snapshot_to_dict
+from mmldlm.tools.monitor.view import TerminalView, paired_lines, snapshot_to_dict
+from mmldlm.tools.report.paired import paired_difference
 from mmldlm.tools.run_history import History
+from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.short_repr import short_repr
 
 _STALL_MARGIN_S = 0.05  # after the stall timeout, so that the next snapshot sees it exceeded
@@ -55,6 +57,9 @@ class Output:
         """Print one snapshot of each run with its alerts."""
         if self.as_json:
             runs = [snapshot_to_dict(snapshot, alerts) for snapshot, alerts in snapshots]
+            for run, (snapshot, _) in zip(runs[1:], snapshots[1:], strict=True):
+                if one := paired_difference(snapshots[0][0].history, snapshot.history):
+                    run["difference_from_first"] = replace_nonfinite(one.to_dict())
             print(json.dumps(runs, allow_nan=False), flush=True)
             return
         terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -65,6 +70,7 @@ class Output:
             "\n".join(TerminalView(snapshot, alerts, columns - 1, unicode, color).lines())
             for snapshot, alerts in snapshots
         )
+        text += "".join(f"\n\n{line}" for line in paired_lines([each for each, _ in snapshots], columns - 1))
         if self.once:
             print(text, flush=True)
         elif terminal:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mmldlm.tools.monitor.alerts import Alert
 from mmldlm.tools.monitor.snapshot import Snapshot
+from mmldlm.tools.report.paired import paired_difference
 from mmldlm.tools.run_history import CURVE_KINDS, Series
 from mmldlm.utils.format import format_number, human_count, human_duration
 
@@ -135,6 +136,13 @@ class TerminalView:
     def _row(self, name: str, value: str, series: Series, note: str) -> str:
         bars = sparkline(series.values, bars=BARS if self.unicode else PLAIN_BARS)
         return f"  {name:<10} {value:>9}  {bars:<{_SPARKLINE_COLUMNS}}  {note}".rstrip()
+
+
+def paired_lines(snapshots: Sequence[Snapshot], width: int) -> list[str]:
+    """Return a line with the difference of each run's loss from that of the first, if they are paired."""
+    first, *others = (snapshot.history for snapshot in snapshots)
+    differences = [(history.name, paired_difference(first, history)) for history in others]
+    return [_printable(f"{name} - {first.name}: {one}")[:width] for name, one in differences if one]
 
 
 def _printable(text: str) -> str:

@@ -27,6 +27,7 @@ from mmldlm.tools.report.comparison import (
 )
 from mmldlm.tools.report.figures import draw_figures
 from mmldlm.tools.report.html import ReportContent, render_page
+from mmldlm.tools.report.paired import PairedComparison
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import format_number
@@ -64,6 +65,7 @@ def final_metrics(content: ReportContent) -> dict[str, Any]:
         "comparison": [
             _comparison(comparison, name) for comparison in content.comparisons for name in comparison.others
         ],
+        "paired": [comparison.to_dict() for comparison in content.paired],
         "config_differences": {
             key: dict(zip((group.name for group in content.groups), values, strict=True))
             for key, values in config_differences(content.groups).items()
@@ -128,8 +130,10 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
     max_step = common_step(groups)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        figures = draw_figures(groups, out)
-        content = ReportContent(groups, compare_groups(groups, max_step), max_step, figures, datetime.now(timezone.utc))
+        paired = [each for group in groups[1:] if (each := PairedComparison.of_groups(groups[0], group)).pairs]
+        figures = draw_figures(groups, paired, out)
+        comparisons, now = compare_groups(groups, max_step), datetime.now(timezone.utc)
+        content = ReportContent(groups, comparisons, max_step, figures, now, paired)
         # Values from a run's files may be of types that JSON lacks.
         metrics = json.dumps(replace_nonfinite(final_metrics(content)), indent=1, allow_nan=False, default=str)
         write_atomically(out / METRICS, f"{metrics}\n")

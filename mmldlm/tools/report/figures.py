@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmldlm.tools.report.comparison import RunGroup
+from mmldlm.tools.report.paired import PairedComparison
 from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, EventKind, RunSummary, is_metric_baseline
 from mmldlm.tools.run_history import Series
 from mmldlm.utils.short_repr import truncate
@@ -128,22 +129,53 @@ class RenderedFigure:
         return f"{self.name}.png"
 
 
-def draw_figures(groups: Sequence[RunGroup], folder: Path) -> list[RenderedFigure]:
+def draw_figures(groups: Sequence[RunGroup], paired: Sequence[PairedComparison], folder: Path) -> list[RenderedFigure]:
     """Draw all figures for which the runs have data, and write their PNGs into `folder`."""
     import matplotlib
 
     figures = []
+    caption = "Mean difference of loss/total from the baseline over the records up to a step, and its interval."
     with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # in the name of a run
-        for name, title, caption, panels in plan_figures([run for group in groups for run in group.runs]):
-            if not panels:
-                continue
-            figure = build_figure(groups, panels[:_MAX_PANELS])
+        planned = [
+            (
+                name,
+                title,
+                text,
+                build_figure(groups, panels[:_MAX_PANELS]),
+                [each.title for each in panels[_MAX_PANELS:]],
+            )
+            for name, title, text, panels in plan_figures([run for group in groups for run in group.runs])
+            if panels
+        ]
+        if paired:
+            planned.append(("paired", "Paired differences", caption, build_paired_figure(paired), []))
+        for name, title, text, figure, omitted in planned:
             figure.savefig(folder / f"{name}.png")
             figure.set_layout_engine("none")  # the layout has been computed; the SVG has the same
-            omitted = [panel.title for panel in panels[_MAX_PANELS:]]
-            figures.append(RenderedFigure(name, title, caption, _render_svg(figure, name), omitted))
+            figures.append(RenderedFigure(name, title, text, _render_svg(figure, name), omitted))
     return figures
+
+
+def build_paired_figure(paired: Sequence[PairedComparison]) -> Figure:
+    """Draw the relative difference of each pair's total loss with its confidence sequence, over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(0, color=_SOFT, linewidth=1)
+    for index, comparison in enumerate(paired, start=1):
+        for pair in comparison.pairs:
+            if (one := pair.difference("loss/total")) is None:
+                continue
+            color, scale = COLORS[index % len(COLORS)], 100 / abs(one.baseline)
+            # Without their interval the first means would set the scale.
+            bounded = np.isfinite(one.half_widths)
+            steps, means, widths = (np.asarray(each)[bounded] for each in (one.steps, one.means, one.half_widths))
+            axis.plot(steps, scale * means, color=color)
+            axis.fill_between(steps, scale * (means - widths), scale * (means + widths), color=color, alpha=0.15)
+    _finish(axis, Panel("difference of the total loss, %"))
+    return figure
 
 
 def plan_figures(runs: Sequence[RunSummary]) -> list[tuple[str, str, str, list[Panel]]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from mmldlm import __version__
 from mmldlm.tools.report.comparison import MetricComparison, RunGroup, config_differences, environment_differences
 from mmldlm.tools.report.figures import COLORS, EVENT_MARKERS, RenderedFigure
+from mmldlm.tools.report.paired import PairedComparison
 from mmldlm.tools.report.run_summary import (
     BEST,
     BEST_RULE,
@@ -43,6 +44,7 @@ class ReportContent:
         max_step: Last step that enters the comparison.
         figures: Rendered figures, in the order of the page.
         created_at: Creation time, in UTC.
+        paired: Paired comparisons of the groups that have runs of the baseline's seeds.
     """
 
     groups: Sequence[RunGroup]
@@ -50,6 +52,7 @@ class ReportContent:
     max_step: int
     figures: Sequence[RenderedFigure]
     created_at: datetime
+    paired: Sequence[PairedComparison]
 
     @property
     def runs(self) -> list[RunSummary]:
@@ -103,6 +106,7 @@ def _sections(content: ReportContent, figures: dict[str, RenderedFigure], is_eva
     sections: dict[str, str] = {
         "runs": "Runs",
         "comparison": "Comparison" if is_comparison else "",
+        "paired": "Paired differences" if content.paired else "",
         "differences": "What differs" if is_comparison else "",
         "loss": "Loss",
         "quality": "Quality" if is_evaluated or "quality" in figures else "",

@@ -1,4 +1,4 @@
-"""The commands of docs/trust-verify.md and docs/trust-rewind.md, as printed, on one small run."""
+"""The commands of docs/trust.md about verify, explain and rewind, as printed, on one small run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line) for line in text.splitlines() if line]
 
 
-def test_commands_of_the_pages(
+def test_commands_of_the_page(
     tmp_path: Path, tiny_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -30,15 +30,14 @@ def test_commands_of_the_pages(
     (tmp_path / "configs").mkdir()
     config = SPIKY.format(run="runs/own", store="data/own")
     (tmp_path / "configs/own.yaml").write_text(config.replace("every_steps: 10", "every_steps: 8"))
-    # The pages' first step with a spike is the sample's, and the run has it in its first start.
+    # The page's first step with a spike is the sample's, and the run has it in its first start.
     assert cli.main(["train", "configs/own.yaml"]) == 0
     said = []
-    for page in ("trust-verify.md", "trust-rewind.md"):
-        for program, *arguments in commands(page):
-            assert program == ".venv/bin/mmldlm"
-            capsys.readouterr()
-            assert cli.main([argument.replace("own:44", f"own:{sample}") for argument in arguments]) == 0
-            said.append(capsys.readouterr().out)
+    for program, *arguments in commands("trust.md"):
+        assert program == ".venv/bin/mmldlm"
+        capsys.readouterr()
+        assert cli.main([argument.replace("own:44", f"own:{sample}") for argument in arguments]) == 0
+        said.append(capsys.readouterr().out)
     verified, segment, everything, explained, rewound, _, report = said
     assert "runs/own: verified" in verified and "steps 1 to 8: bitwise the same" in segment
     assert everything.count("bitwise the same") == 5

@@ -1,0 +1,181 @@
+"""`mmldlm compare` on real runs, and what docs/trust.md says about it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmldlm import cli, train
+from mmldlm.errors import ConfigError, UsageError
+from mmldlm.tools.compare import command
+from mmldlm.tools.report.paired import Difference
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_config import TINY
+
+
+def config(folder: Path, name: str, store: Path, **changes: str) -> Path:
+    """A config of 60 steps into the folder of that name."""
+    text = (
+        TINY.format(run=folder / name, store=store).replace("every: 1,", "every: 2,").replace("steps: 8", "steps: 60")
+    )
+    text = (
+        text.replace("every: 4, samples", "every: 20, samples")
+        .replace("text_samples: 2", "text_samples: 0")
+        .replace("every_steps: 4", "every_steps: 0")
+    )
+    for old, new in changes.items():
+        assert f"{old}: " in text
+        text = re.sub(rf"\b{old}: [^,}}]+", f"{old}: {new}", text)
+    path = folder / f"{name}.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert command.main([*map(str, arguments), "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def losses(run: Path, kind: str = "train", tag: str = "loss/total") -> list[float]:
+    return [record[tag] for record in records(run) if record["kind"] == kind]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_turns_change_no_number(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs trained in turns have the records of runs trained at once; the difference is that of the records."""
+    paths = [config(tmp_path, "a", tiny_store), config(tmp_path, "b", tiny_store, lr="2e-3")]
+    first = compared(capsys, *paths, "--until", "end", "--steps", "40")
+    assert [json.loads((tmp_path / arm / "exit.json").read_text())["code"] for arm in "ab"] == [75, 75]
+    result = compared(capsys, *paths, "--until", "end")
+    assert [record["kind"] for record in records(tmp_path / "a")].count("resume") == 2, "turns of 10 records"
+    for arm, path in zip("ab", paths, strict=True):
+        assert train.main([str(path), f"run.dir={tmp_path / arm}-whole"]) == 0
+        assert losses(tmp_path / arm) == losses(tmp_path / f"{arm}-whole")
+    a, b = (np.array(losses(tmp_path / arm)) for arm in "ab")
+    differences = {row["metric"]: row for row in result["pairs"][0]["differences"]}
+    total = differences["loss/total"]
+    assert (total["n"], total["last"]) == (30, 60)
+    assert total["relative_difference"] == pytest.approx((b - a).mean() / a.mean())
+    low, high = total["relative_interval"]
+    assert low < total["relative_difference"] < high
+    assert [row["n"] for row in first["pairs"][0]["differences"] if row["metric"] == "loss/total"] == [20]
+    held_out = differences["validation/total"]
+    values = [losses(tmp_path / arm, "validation", "validation/total")[-1] for arm in "ab"]
+    assert held_out["relative_difference"] == pytest.approx(values[1] / values[0] - 1)
+    assert held_out["relative_interval"] == [None, None]
+
+    # Decided at once by what there is: nothing is trained.
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    assert compared(capsys, *paths, "--until", "decided", "--at-least", "90%")["verdict"] == "equal"
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+
+
+def test_until_decided_stops_early(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [config(tmp_path, "a", tiny_store), config(tmp_path, "b", tiny_store, lr="1e-5")]
+    assert cli.main(["compare", *map(str, paths), "--until", "decided"]) == 0
+    output = capsys.readouterr().out
+    assert "loss/total of these two runs alone: B is above A" in output
+    assert max(record["step"] for record in records(tmp_path / "a")) < 60
+
+
+def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A verdict over seeds takes several pairs, and is the same from the folders alone."""
+    paths = [config(tmp_path, "a", tiny_store, steps="20"), config(tmp_path, "b", tiny_store, lr="1e-5", steps="20")]
+    options = ("--loss", "validation/total", "--at-least", "1%")
+    result = compared(capsys, *paths, "--until", "end", "--seeds", "1", "2", "3", *options)
+    runs = [tmp_path / f"{arm}-seed{seed}" for arm in "ab" for seed in (1, 2, 3)]
+    assert compared(capsys, *runs, *options) == result
+    (row,) = [row for row in result["over_seeds"] if row["metric"] == "validation/total"]
+    values = np.array([losses(run, "validation", "validation/total")[-1] for run in runs]).reshape(2, 3)
+    assert row["n"] == 3 and row["relative_difference"] == pytest.approx(values[1].mean() / values[0].mean() - 1)
+    assert [pair["pairing"][:7] for pair in result["pairs"]] == ["paired:"] * 3
+
+    out = tmp_path / "report"
+    assert cli.main(["report", *map(str, runs), f"--out={out}"]) == 0
+    (paired,) = json.loads((out / "final_metrics.json").read_text())["paired"]
+    assert paired["over_seeds"] == result["over_seeds"] and paired["pairs"] == result["pairs"]
+    page = (out / "report.html").read_text()
+    assert '<section id="paired">' in page and (out / "paired.png").stat().st_size > 5000
+    low, high = row["relative_interval"]
+    assert f"[{100 * low:+.3g}, {100 * high:+.3g}]" in page
+
+
+@pytest.mark.quick
+def test_verdicts() -> None:
+    noise = np.random.default_rng(0).standard_normal(200)
+
+    def verdict(shift: float, at_least: float = 0.005, scale: float = 1e-3) -> str:
+        steps = range(1, 201)
+        return Difference.between("x", "records", steps, np.ones(200), 1 + shift + scale * noise).verdict(at_least)
+
+    assert verdict(0.01) == "higher" and verdict(-0.01) == "lower"
+    assert verdict(0) == "equal" and verdict(0, at_least=0) == "open" and verdict(0.004, scale=0.1) == "open"
+    short = Difference.between("x", "records", [1, 2], np.ones(2), np.zeros(2))
+    assert short.verdict(0.5) == "open" and math.isinf(short.half_widths[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        (("{a}", "{a}", "--until", "end"), ConfigError, "run.dir"),
+        (("{a}", "{never}", "--until", "end"), ConfigError, "resume"),
+        (("{a}", "--until", "end"), UsageError, "--until"),
+        (("{a}", "{b}", "--seeds", "1"), UsageError, "--seeds"),
+        (("{a}", "{b}", "--until", "end", "--loss", "validation/total"), UsageError, "--loss"),
+        (("{a}", "{b}", "--until", "end", "--seeds", "1", "--steps", "5"), UsageError, "--steps"),
+    ],
+)
+@pytest.mark.quick
+def test_user_errors(
+    arguments: tuple[str, ...], error: type[Exception], named: str, tiny_store: Path, tmp_path: Path
+) -> None:
+    paths = {name: config(tmp_path, name, tiny_store) for name in ("a", "b", "never")}
+    paths["never"].write_text(paths["never"].read_text() + "resume: never\n")
+    with pytest.raises(error, match=named):
+        command.main([argument.format(**paths) for argument in arguments])
+    assert not (tmp_path / "a").exists()
+
+
+def test_page(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of the section on comparing, with fewer steps."""
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    introduction, section = page.partition("\n## ")[0], page.partition("\n## Compare\n")[2].partition("\n## ")[0]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own").symlink_to(tiny_store)
+    (tmp_path / "configs").mkdir()
+    (trust,) = re.findall(r"```yaml\n(.*?)```", introduction, re.DOTALL)
+    small = {"width: 64": "width: 32", "steps: 400": "steps: 20", "every: 2}": "every: 1, figures_every: 0}"}
+    for old, new in small.items():
+        assert old in trust
+        trust = trust.replace(old, new)
+    (tmp_path / "configs" / "trust.yaml").write_text(trust, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    commands = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
+    commands = [line for line in commands if line.startswith(("printf", ".venv/bin/mmldlm"))]
+    assert len(commands) >= 6
+    for line in commands:
+        if line.startswith("printf"):
+            subprocess.run(["bash", "-c", line], check=True)
+            continue
+        line = line.replace("--seeds 1 2 3 4 5", "--seeds 1 2")
+        assert cli.main(line.split()[1:]) in (0, 69), line  # 69: an alert of the monitor
+        output = capfd.readouterr().out
+        if " compare " in line and "--json" not in line:
+            assert re.search(r"^loss/total (of these two runs alone|over seeds): ", output, re.MULTILINE), line
+        if " monitor " in line:
+            assert re.search(r"^faster - trust: loss/total .* % \[", output, re.MULTILINE), output
+    assert (tmp_path / "runs/trust/report/paired.png").exists()
