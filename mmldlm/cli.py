@@ -23,6 +23,7 @@ COMMANDS = {
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
     "checkpoints": ("mmldlm.tools.checkpoints", "list, verify and compare the checkpoints of runs"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
+    "track": ("mmldlm.tools.track", "send the records of a run to wandb, trackio or mlflow"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),

@@ -38,6 +38,7 @@ from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import StepProfiler, phase
 from mmldlm.telemetry.tracker import Tracker
+from mmldlm.telemetry.tracker_bridges import start_bridges
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
 from mmldlm.trainer.checkpointer import Checkpointer, SavedCheckpoint
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
@@ -202,6 +203,7 @@ class Trainer:
             write_run_files(self.run_dir, config, store, report)
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
             self.tracker.start({**report, "samples": samples}, dump(config))
+            notes = [*notes, *start_bridges(self.run_dir, config.log.trackers)]
             lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
             print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
         self._warm_up()
