@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,19 +38,15 @@ def start_bridges(run_dir: Path, trackers: Sequence[TrackerName]) -> list[str]:
     The processes have a low priority and a session of their own, and are no children of this one, so that they outlive
     it whatever ends it. One that finds the bridge of an earlier start at work leaves the run to that one.
     """
-    root = str(Path(__file__).parents[2])  # as the trainer may be started by the path of its script
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     notes = []
     for name in trackers:
         log = tracker_folder(run_dir, name) / "output.log"
         bridge = [sys.executable, "-m", "mmldlm.tools.track", str(run_dir), "--to", name]
+        command = ["nice", "-n", "10", "setsid", "--fork", *bridge]
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
-                command = ["nice", "-n", "10", "setsid", "--fork", *bridge]
-                subprocess.run(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True
-                )
+                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=True)
             notes.append(f"tracker {name}: gets the records from a process of its own, whose output is in {log}")
         except (OSError, subprocess.SubprocessError) as error:  # a run does not fail by its trackers
             notes.append(f"tracker {name}: not started: {error}; mmldlm track {run_dir} --to {name} sends the records")

@@ -24,7 +24,7 @@ from mmldlm.tools.tracker_runs import TRACKERS, Row, RunInfo, TrackerRun
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.nested import flatten
 
-GIVE_UP_S = 86_400.0  # after the end of a run, without the tracker
+GIVE_UP_S = 86_400.0  # without the tracker, if the run has ended
 _MAX_PAUSE_S = 60.0
 _ROWS_PER_REQUEST = 100
 _TAGS = ("engine", "world_size", "parameters_total", "git")  # entries of the first record
@@ -39,15 +39,12 @@ def rows_to_send(history: History, everything: bool) -> list[Row]:
     """
     kept_steps = [record["step"] for record in history.by_kind("checkpoint", "resume", "end")]
     last = history.step if everything else max(kept_steps, default=0)
-    return [
-        Row(
-            record["step"],
-            round(record["time"] * 1000),
-            {k: float(v) for k, v in record.items() if k not in RESERVED and isinstance(v, int | float)},
-        )
-        for record in history.by_kind("train", "validation", "quality")
-        if record["step"] <= last
-    ]
+    rows = []
+    for record in history.by_kind("train", "validation", "quality"):
+        if record["step"] <= last:
+            scalars = {k: float(v) for k, v in record.items() if k not in RESERVED and isinstance(v, int | float)}
+            rows.append(Row(record["step"], round(record["time"] * 1000), scalars))
+    return rows
 
 
 class Bridge:
@@ -62,8 +59,6 @@ class Bridge:
     def __init__(self, run_dir: Path, tracker: TrackerName, everything: bool):
         self.history, self.tracker, self.everything = History(run_dir), tracker, everything
         self.run: TrackerRun | None = None
-        self._error_file = tracker_folder(run_dir, tracker) / "error.txt"
-        self._failing_since: float | None = None
 
     def follow(self, interval_s: float) -> str:
         """Send rows until the run has ended and the tracker has all; return what it has.
@@ -71,35 +66,40 @@ class Bridge:
         Whatever an attempt fails by, the tracker is opened and asked again, as after a kill.
 
         Raises:
-            StorageError: The tracker was out of reach for a day after the end of the run.
+            StorageError: The run has ended, and the tracker was out of reach for a day.
         """
-        pause_s = interval_s
+        error_file = tracker_folder(self.history.run_dir, self.tracker) / "error.txt"
+        pause_s, failing_since = interval_s, None
         while True:
+            self.history.refresh()
+            state = self.history.state()
             try:
-                self.history.refresh()
-                ended = not self.history.state().is_active
-                rows = rows_to_send(self.history, self.everything and ended)
+                rows = rows_to_send(self.history, self.everything and not state.is_active)
                 self._send(rows)
-                if ended and self.run is not None:
-                    self.run.close(self.history.state().name in ("finished", "stopped"))
-                self._error_file.unlink(missing_ok=True)
-                self._failing_since, pause_s = None, interval_s
-                if ended:
+                if self.run is not None and not state.is_active:
+                    self.run.close(state.name in ("finished", "stopped"))
+                error_file.unlink(missing_ok=True)
+                if not state.is_active:
                     return self._summary(rows)
+                pause_s, failing_since = interval_s, None
             except Exception as error:  # of the tracker's package: any type
+                line = f"tracker {self.tracker}: {type(error).__name__}: {error}".splitlines()[0]
+                error_file.write_text(f"{line}\n\n{traceback.format_exc()}", encoding="utf-8")
+                if failing_since is None:
+                    failing_since = time.monotonic()
+                    print(f"{line}; trying again, see {error_file}", file=sys.stderr, flush=True)
+                elif not state.is_active and time.monotonic() - failing_since > GIVE_UP_S:
+                    raise StorageError(f"{line}; given up after a day") from None
                 self.run, pause_s = None, min(2 * pause_s, _MAX_PAUSE_S)
-                self._failed(error)
             time.sleep(pause_s)
 
     def _send(self, rows: Sequence[Row]) -> None:
-        if self.run is not None and not _continues(rows, self.run):
+        if self.run is not None and not self.run.is_start_of(rows):
             self.run.close(succeeded=False)
             self.run = None
-        if self.run is None:
-            if not rows:
-                return
+        if self.run is None and rows:
             self.run = self._open(rows)
-        while batch := rows[self.run.sent : self.run.sent + _ROWS_PER_REQUEST]:
+        while self.run is not None and (batch := rows[self.run.sent : self.run.sent + _ROWS_PER_REQUEST]):
             self.run.send(batch)
 
     def _open(self, rows: Sequence[Row]) -> TrackerRun:
@@ -110,34 +110,16 @@ class Bridge:
         number = 1
         while True:
             name = self.history.name + (f" ({number})" if number > 1 else "")
-            info = RunInfo(f"{identity}-{number}", name, flatten(self.history.config), tags)
-            run = TRACKERS[self.tracker](info)
-            if _continues(rows, run):
+            run = TRACKERS[self.tracker](RunInfo(f"{identity}-{number}", name, flatten(self.history.config), tags))
+            if run.is_start_of(rows):
                 return run
             run.close(succeeded=False)
             number += 1
-
-    def _failed(self, error: Exception) -> None:
-        line = f"tracker {self.tracker}: {type(error).__name__}: {error}".splitlines()[0]
-        now = time.time()
-        if self._failing_since is None:
-            self._failing_since = now
-            print(f"{line}; trying again, see {self._error_file}", file=sys.stderr, flush=True)
-        self._error_file.write_text(f"{line}\n\n{traceback.format_exc()}", encoding="utf-8")
-        latest = self.history.last()
-        idle_s = now - max(self._failing_since, latest["time"] if latest else 0.0)
-        if idle_s > GIVE_UP_S and not self.history.state().is_active:
-            raise StorageError(f"{line}; given up, a day after the end of the run")
 
     def _summary(self, rows: Sequence[Row]) -> str:
         held_back = len(rows_to_send(self.history, everything=True)) - len(rows)
         note = f"; {held_back} after the last checkpoint are held back, --all sends them" if held_back else ""
         return f"{self.tracker}: has {len(rows)} rows of {self.history.run_dir}{note}"
-
-
-def _continues(rows: Sequence[Row], run: TrackerRun) -> bool:
-    """Return whether the rows that the tracker has are the first of `rows`."""
-    return not run.sent or (run.sent <= len(rows) and rows[run.sent - 1].time_ms == run.last_ms)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,13 +137,12 @@ def main(argv: list[str] | None = None) -> int:
         flags = [str(options.run), f"--interval={options.interval}", *(["--all"] if options.all else [])]
         commands = [[sys.executable, "-m", "mmldlm.tools.track", *flags, "--to", name] for name in options.to]
         return max(process.wait() for process in [subprocess.Popen(command) for command in commands])
-    (name,) = options.to
-    bridge = Bridge(options.run, name, options.all)
+    bridge = Bridge(options.run, options.to[0], options.all)
     while True:
-        with RunLock(tracker_folder(options.run, name)):
+        with RunLock(tracker_folder(options.run, bridge.tracker)):
             print(bridge.follow(options.interval), flush=True)
         # The bridge of a new start of the run has ended if it found the lock held.
-        bridge = Bridge(options.run, name, options.all)
+        bridge = Bridge(options.run, bridge.tracker, options.all)
         if not bridge.history.state().is_active:
             return ExitCode.DONE
 

@@ -1,8 +1,8 @@
-"""Runs of experiment trackers that are written exactly once.
+"""Runs of experiment trackers, which get every row exactly once.
 
-A tracker says how many rows it has and which was the last, and a row that is sent again, because a process was killed
-between sending and hearing, changes nothing: trackio ignores a `log_id` that it has, MLflow's database has the whole
-metric as its key, and W&B ignores or overwrites a `_step` that it has, which is the row's number here.
+A tracker says how many rows it has and which was the last. A row that is sent again, because a process was killed
+between sending and hearing, changes nothing: trackio ignores a `log_id` that it has, the key of MLflow's database is the
+whole metric, and W&B keeps rows by their number.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mmldlm.telemetry.tracker_bridges import TrackerName
 
@@ -30,8 +29,7 @@ class Row(NamedTuple):
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class RunInfo:
+class RunInfo(NamedTuple):
     """What identifies and describes a tracker's run; `config` and `tags` are flat."""
 
     id: str
@@ -40,7 +38,7 @@ class RunInfo:
     tags: Mapping[str, str]
 
 
-class TrackerRun(Protocol):
+class TrackerRun:
     """A tracker's run, opened or created by its constructor.
 
     Attributes:
@@ -48,21 +46,26 @@ class TrackerRun(Protocol):
         last_ms: Time of the last one.
     """
 
-    sent: int
-    last_ms: int | None
+    def __init__(self, info: RunInfo):
+        self.info, self.sent, self.last_ms = info, 0, 0
 
-    def __init__(self, info: RunInfo): ...
+    def is_start_of(self, rows: Sequence[Row]) -> bool:
+        """Return whether the rows that the tracker has are the first of `rows`."""
+        return not self.sent or (self.sent <= len(rows) and rows[self.sent - 1].time_ms == self.last_ms)
 
     def send(self, rows: Sequence[Row]) -> None:
         """Append rows."""
-        ...
+        self._write(rows)
+        self.sent, self.last_ms = self.sent + len(rows), rows[-1].time_ms
 
     def close(self, succeeded: bool) -> None:
         """Return once the tracker has everything, and tell it how the run ended."""
-        ...
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        raise NotImplementedError
 
 
-class WandbRun:
+class WandbRun(TrackerRun):
     """A run of Weights & Biases.
 
     Offline, nothing can be appended to a run once its process has ended: the folder is written anew, and those of
@@ -70,6 +73,7 @@ class WandbRun:
     """
 
     def __init__(self, info: RunInfo):
+        super().__init__(info)
         import wandb
 
         wandb.teardown()  # a service that has died keeps its process from starting another
@@ -82,70 +86,61 @@ class WandbRun:
             tags=[f"{key}: {value}"[:64] for key, value in info.tags.items()],
             resume=None if offline else "allow",
             allow_val_change=True,
-            reinit="create_new",
             # Statistics would be those of this process, not of the training.
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         self._run.define_metric("*", step_metric="step")
-        self.sent = self._run.starting_step  # 0 offline
-        self.last_ms = _to_ms(self._run.summary["_timestamp"]) if self.sent else None
+        self.sent = self._run.starting_step
+        if self.sent:
+            self.last_ms = round(self._run.summary["_timestamp"] * 1000)
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[Row]) -> None:
         for number, row in enumerate(rows, self.sent):
-            values = {**row.values, "step": row.step, "_timestamp": row.time_ms / 1000}
-            self._run.log(values, step=number)
-        self.sent, self.last_ms = self.sent + len(rows), rows[-1].time_ms
+            self._run.log({**row.values, "step": row.step, "_timestamp": row.time_ms / 1000}, step=number)
 
     def close(self, succeeded: bool) -> None:
-        run, settings = self._run, self._run.settings
-        run.finish(exit_code=0 if succeeded else 1)
-        if run.offline:
-            for folder in Path(settings.wandb_dir).glob(f"offline-run-*-{run.id}"):
-                if folder != Path(settings.sync_dir):
-                    shutil.rmtree(folder)
+        self._run.finish(exit_code=0 if succeeded else 1)
+        if self._run.offline:
+            own = Path(self._run.settings.sync_dir)
+            for folder in set(own.parent.glob(f"offline-run-*-{self.info.id}")) - {own}:
+                shutil.rmtree(folder)
 
 
-class TrackioRun:
+class TrackioRun(TrackerRun):
     """A run of trackio's local store. `trackio.Run.log` would drop rows that it cannot write, with a warning."""
 
     def __init__(self, info: RunInfo):
+        super().__init__(info)
         from trackio.sqlite_storage import SQLiteStorage
 
-        self._storage, self._info = SQLiteStorage, info
-        self._project = os.environ.get("TRACKIO_PROJECT", DEFAULT_PROJECT)
+        self._storage, self._project = SQLiteStorage, os.environ.get("TRACKIO_PROJECT", DEFAULT_PROJECT)
         SQLiteStorage.init_db(self._project)
         query = f"SELECT log_id FROM metrics WHERE run_id = '{info.id}' ORDER BY id DESC LIMIT 1"
-        rows = SQLiteStorage.query_project(self._project, query)["rows"]
-        # The identifiers of rows end in their number and time.
-        number, time_ms = map(int, rows[0]["log_id"].split("-")[-2:]) if rows else (-1, 0)
-        self.sent, self.last_ms = number + 1, time_ms if rows else None
+        for row in SQLiteStorage.query_project(self._project, query)["rows"]:
+            self.sent, self.last_ms = map(int, row["log_id"].split("-")[-2:])
 
-    def send(self, rows: Sequence[Row]) -> None:
-        info = self._info
-        times = [datetime.fromtimestamp(row.time_ms / 1000, timezone.utc) for row in rows]
+    def _write(self, rows: Sequence[Row]) -> None:
+        info, times = self.info, [datetime.fromtimestamp(row.time_ms / 1000, timezone.utc) for row in rows]
         self._storage.bulk_log(  # one transaction
             self._project,
             info.name,
             [dict(row.values) for row in rows],
             steps=[row.step for row in rows],
             timestamps=[time.isoformat() for time in times],
-            log_ids=[f"{info.id}-{number}-{row.time_ms}" for number, row in enumerate(rows, self.sent)],
-            config={**info.config, **info.tags, "_Created": times[0].isoformat()},
+            log_ids=[f"{info.id}-{number}-{row.time_ms}" for number, row in enumerate(rows, self.sent + 1)],
+            config={**info.config, **info.tags},
             run_id=info.id,
         )
-        self.sent, self.last_ms = self.sent + len(rows), rows[-1].time_ms
-
-    def close(self, succeeded: bool) -> None:
-        pass
 
 
-class MlflowRun:
+class MlflowRun(TrackerRun):
     """A run of an MLflow server or database; a tag of it, written after the metrics, says what it has."""
 
     _ID, _SENT = "mmldlm.id", "mmldlm.rows"
     _MAX_METRICS, _MAX_PARAMS, _MAX_CHARACTERS = 1000, 100, 500  # of a request
 
     def __init__(self, info: RunInfo):
+        super().__init__(info)
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient, get_tracking_uri
 
@@ -160,14 +155,13 @@ class MlflowRun:
         self._id = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         # Parameters cannot be changed: those of the first start stay.
-        new = [(key, str(value)[: self._MAX_CHARACTERS]) for key, value in info.config.items()]
-        params = [Param(key, value) for key, value in new if key not in run.data.params]
+        new = {key: str(value)[: self._MAX_CHARACTERS] for key, value in info.config.items()}
+        params = [Param(key, value) for key, value in new.items() if key not in run.data.params]
         for first in range(0, len(params), self._MAX_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + self._MAX_PARAMS])
-        sent, last_ms = map(int, run.data.tags.get(self._SENT, "0 0").split())
-        self.sent, self.last_ms = sent, last_ms if sent else None
+        self.sent, self.last_ms = map(int, run.data.tags.get(self._SENT, "0 0").split())
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def _write(self, rows: Sequence[Row]) -> None:
         metrics = [
             self._metric(re.sub(r"[^\w. :/-]", "_", tag), value, row.time_ms, row.step)  # which it would refuse
             for row in rows
@@ -176,7 +170,6 @@ class MlflowRun:
         for first in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[first : first + self._MAX_METRICS])
         self._client.set_tag(self._id, self._SENT, f"{self.sent + len(rows)} {rows[-1].time_ms}")
-        self.sent, self.last_ms = self.sent + len(rows), rows[-1].time_ms
 
     def close(self, succeeded: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if succeeded else "FAILED")
@@ -197,7 +190,3 @@ def _create_database(uri: str) -> None:
 
 
 TRACKERS: Mapping[TrackerName, type[TrackerRun]] = {"wandb": WandbRun, "trackio": TrackioRun, "mlflow": MlflowRun}
-
-
-def _to_ms(seconds: float) -> int:
-    return round(seconds * 1000)

@@ -1,4 +1,4 @@
-"""A stand-in for the server of W&B: what its client asks for at a start, and the history, which is kept by line number."""
+"""A stand-in for the server of W&B: what its client asks for at a start, and the history, kept by line number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`log.trackers` and `mmldlm track`: every record once, whatever is killed or out of reach, at no cost to the training."""
+"""`log.trackers` and `mmldlm track`: every record once, whatever is killed or out of reach."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from tests.helpers.wandb_server import WandbServer
 WRITER = ROOT / "tests/helpers/scripts/tracked_records.py"
 WANDB, TRACKIO, MLFLOW = TRACKERS
 ONLINE = pytest.param("wandb online", marks=WANDB.marks)
-KILLED = -signal.SIGKILL
 
 
 class Scene:
