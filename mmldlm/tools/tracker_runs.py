@@ -1,8 +1,8 @@
 """Runs of experiment trackers, which get every row exactly once.
 
 A tracker says how many rows it has and which was the last. A row that is sent again, because a process was killed
-between sending and hearing, changes nothing: trackio ignores a `log_id` that it has, the key of MLflow's database is the
-whole metric, and W&B keeps rows by their number.
+between sending and hearing, changes nothing: trackio ignores a `log_id` that it has, MLflow's database has the whole
+metric as its key, and W&B keeps rows by their number.
 """
 
 from __future__ import annotations

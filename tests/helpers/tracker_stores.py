@@ -45,7 +45,8 @@ def variables(folder: Path) -> dict[str, str]:
 def rows_of_file(run_dir: Path, tracker: str, last: float = math.inf) -> Rows:
     """Return the points of each record with scalars up to step `last` of `metrics.jsonl`, as the tracker keeps them."""
     rows = []
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+    lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]  # without a torn last one
+    for line in lines:
         record = json.loads(line)
         if record["kind"] in ("train", "validation", "quality") and record["step"] <= last:
             values = {key: value for key, value in record.items() if isinstance(value, int | float) and "/" in key}

@@ -96,8 +96,8 @@ class Scene:
 
     def has_ended(self) -> bool:
         """Return whether the bridge that the writer started has ended."""
-        lock = tracker_bridges.tracker_folder(self.run, self.tracker) / "run.lock"
-        return lock.exists() and not lock.stat().st_size
+        output = tracker_bridges.tracker_folder(self.run, self.tracker) / "output.log"
+        return output.exists() and f"{self.tracker}: has " in output.read_text()
 
 
 class OnlineScene(Scene):
@@ -189,16 +189,16 @@ def test_the_bridge_outlives_the_training_and_holds_back_what_a_resume_repeats(
 ) -> None:
     made = scene(tracker)
     writer = made.write(10**6, 5e-3, tracker)
-    saved = made.run / "saved"
-    wait_until(saved.exists, "a checkpoint")
+    file = made.run / "metrics.jsonl"
+    wait_until(lambda: file.exists() and '"kind": "checkpoint"' in file.read_text(), "a checkpoint")
     made.kill(writer, group=True)
     wait_until(made.has_ended, "the end of the bridge")
-    records = [json.loads(line) for line in (made.run / "metrics.jsonl").read_text().splitlines()]
-    last = max((record["step"] for record in records if record["kind"] == "checkpoint"), default=0)
+    records = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+    last = max(record["step"] for record in records if record["kind"] == "checkpoint")
     expected = rows_of_file(made.run, tracker, last)
-    assert made.rows() == ({"run": expected} if last else {})
+    assert made.rows() == {"run": expected} and expected
     # Without the option nothing changes; with it, everything is sent.
-    assert made.follow().wait() == 0 and made.rows() == ({"run": expected} if last else {})
+    assert made.follow().wait() == 0 and made.rows() == {"run": expected}
     assert made.follow("--all").wait() == 0
     assert made.rows() == {"run": rows_of_file(made.run, tracker)}
 
@@ -282,8 +282,7 @@ def test_trainings_killed_at_random(scene: Callable[[str], Scene], tracker: str,
         time.sleep(rng.uniform(0, 2))
         made.kill(process, group=True)
     assert made.start(*training).wait() == 0
-    made.follow().wait()  # unless the bridge of the training is at work
-    wait_until(made.has_ended, "the end of the bridge")
+    wait_until(lambda: made.follow().wait() == 0, "the end of the bridge")  # RUN_IN_USE until then
     assert made.rows() == {"run": rows_of_file(made.run, tracker)}
 
 
