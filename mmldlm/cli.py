@@ -29,6 +29,7 @@ COMMANDS = {
     "rewind": ("mmldlm.tools.rewind", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
+    "track": ("mmldlm.tools.track", "send the records of a run to wandb, trackio or mlflow"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),

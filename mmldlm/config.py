@@ -31,6 +31,7 @@ from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.declaration import flat_settings, setting
 from mmldlm.telemetry.profiler import ProfileConfig
+from mmldlm.telemetry.tracker_bridges import TrackerName
 from mmldlm.utils.short_repr import display_name
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class LogConfig:
         5, "number of equal noise bins in [0, 1] whose losses are logged separately; 1: none", at_least=1, at_most=10
     )
     tensorboard: bool = setting(True, "write TensorBoard files to the run folder")
+    trackers: list[TrackerName] = setting(
+        factory=list,
+        doc="experiment trackers that get the records, by a process of its own for each: [wandb, trackio, mlflow]",
+        advice="Costs the training nothing; the steps since the last checkpoint follow with the next one",
+    )
     figures_every: int = setting(
         1000,
         "optimizer steps between figures, histograms and the quality/ metrics behind them in TensorBoard, written at "

@@ -26,6 +26,7 @@ from mmldlm.model.compile import compile_regions
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader
+from mmldlm.telemetry.tracker_bridges import check_packages
 from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.checkpointer import check_resume
 
@@ -44,10 +45,12 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     """Check that this launch can run the settings, before anything is created.
 
     Raises:
-        ConfigError: The engine, the device or the number of ranks does not fit a setting.
+        ConfigError: The engine, the device or the number of ranks does not fit a setting, or a tracker is not
+            installed.
     """
     config = resolve_precision(config, launch.mixed_precision)
     check_resume(config.resume)
+    check_packages(config.log.trackers, "log.trackers")
     config.train.check_batches(launch.world_size)
     for feature in requested_features(config):
         check_supported(feature, launch.engine)

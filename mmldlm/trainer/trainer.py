@@ -38,6 +38,7 @@ from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import StepProfiler, phase
 from mmldlm.telemetry.tracker import Tracker
+from mmldlm.telemetry.tracker_bridges import start_bridges
 from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
 from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.checkpointer import Checkpointer, checkpoint_record
@@ -204,6 +205,7 @@ class Trainer:
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
             start = {"samples": samples, "resumed_from": checkpoint and checkpoint_record(checkpoint)}
             self.tracker.start({**report, **start}, dump(with_absolute_paths(config)))
+            notes = [*notes, *start_bridges(self.run_dir, config.log.trackers)]
             lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
             print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
         self._warm_up()

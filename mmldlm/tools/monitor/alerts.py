@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -128,6 +129,14 @@ def _advice_for_silence(snapshot: Snapshot) -> str:
         f"{dump} shows where it hangs; a run of several ranks ends after distributed.timeout_s, a run of one rank by "
         "`kill`; then the same command continues from the last checkpoint"
     )
+
+
+def _tracker_error(snapshot: Snapshot) -> str | None:
+    """Return what keeps a tracker from getting the records."""
+    for path in sorted(snapshot.history.run_dir.glob("trackers/*/error.txt")):
+        with suppress(OSError):  # the tracker may just be back
+            return path.read_text(encoding="utf-8").partition("\n")[0]
+    return None
 
 
 # --- losses and gradients ---------------------------------------------------------------------------------------
@@ -479,5 +488,11 @@ ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
         _plateau,
         "schedule.lr=plateau or a lower optim.lr may reduce it further; if it never fell, optim.lr is too low or too "
         "high, or the wrong parts are frozen",
+    ),
+    (
+        "tracker",
+        _tracker_error,
+        "the training does not depend on it, and the tracker gets all records once it can: trackers/NAME in the run "
+        "folder has the details; after the run, `mmldlm track RUN --to NAME` continues",
     ),
 )
