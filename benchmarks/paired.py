@@ -199,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--experiments", type=positive, default=200, help="comparisons of a config with itself (%(default)s)")
     add("--seeds", type=positive, default=4, help="pairs of each of them (%(default)s)")
     add("--short", type=positive, default=20, help="steps of their runs (%(default)s)")
+    options.set_defaults(name="paired")
     given = parse(options, argv, pairs=3, steps=40, experiments=10, seeds=3, short=10)
     with work_dir(given) as folder:
         runs = Runs(folder)
