@@ -113,6 +113,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     validation, device_type = store.split("validation"), engine.device.type
     objective = build_objective(config, store.manifest)
     model = build_meta_model(config, store.manifest, device_type)
+    model.shards_blocks = engine.shards_parameters
     is_supported = supports("compile.scope: regional", engine.name)
     compiled = compile_regions(model, config.compile, engine.device, is_supported)
     return Components(
