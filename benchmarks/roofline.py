@@ -10,6 +10,8 @@ its traffic, whichever takes longer, and at least a launch. Two predictions foll
     fused      whatever runs between two products or attention kernels is one kernel, which reads what enters and writes
                what leaves it: what a perfect compiler would reach
 
+The kernels of a compiled block are those that Inductor plans when it lowers and fuses for Triton.
+
 The rates are constants below: those of products, copies and launches as seen on that GPU, lowered by what kernels of
 these shapes usually lose. Time in which the GPU waits for the host is not included. The host's own time is measured on
 a network of equal depth with tensors so small that a CPU computes them in no time: what is left is Python, autograd and
@@ -22,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
@@ -39,8 +42,10 @@ from benchmarks.common.report import RESULTS, markdown, plain_parser, print_stat
 from benchmarks.common.task import CHANNELS, SHAPES
 from benchmarks.gpu_bars import committed, measured_mfu
 from mmldlm.batch import PackedLayout
+from mmldlm.model.attention import rows_to_attend
 from mmldlm.model.flops import ModelFlops, peak_flops
-from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from mmldlm.model.layers import rotary_angles
+from mmldlm.model.mmdit import DataShape, MMDiT, MMDiTBlock, ModelConfig, StreamRows
 from mmldlm.model.ops import assume_device
 from mmldlm.utils.meta_device import materialize
 
@@ -147,6 +152,10 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+class _Planned(Exception):
+    """Ends a compilation whose kernels have been counted."""
+
+
 def record(depth: int, width: int, samples: int = SAMPLES, length: int = LENGTH) -> tuple[list[Kernel], MMDiT]:
     """Return the kernels of forward and backward of one micro-batch, all samples of `length`, and the network."""
     shape = DataShape(VOCABULARY, 1, 0, length, 1, CHANNELS)
@@ -232,6 +241,67 @@ def block_costs(width: int = 1024) -> dict[str, Any]:
     return result
 
 
+def _unwritten(fake: Tensor) -> Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+
+
+def compiled_block_costs(width: int = 1024) -> dict[str, Any]:
+    """Return what `block_costs` does, for the compiled region of a block: Inductor's plan for Triton.
+
+    Nothing is built or run, so neither Triton nor a GPU is needed. Tensors count as those of a CPU, for which Inductor
+    writes the parts of a concatenation one by one: on a GPU some of these are one kernel.
+    """
+    import torch._dynamo  # these take seconds: not at the top, so that tests of other parts do not wait for them
+    from torch._inductor import config as inductor_config
+    from torch._inductor import ir
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.exc import InductorError
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    config = ModelConfig(width=width, num_heads=width // 64)
+    block, layout = MMDiTBlock(config), PackedLayout((LENGTH,) * SAMPLES, 1)
+    widths = width, config.resolved_latent_width
+    text, latent = torch.empty(layout.num_tokens, width), torch.empty(SAMPLES, widths[1])
+    modulations = tuple(torch.empty(SAMPLES, 6 * each, dtype=torch.bfloat16) for each in widths)
+    result: dict[str, Any] = {}
+
+    def planned(graph: torch.fx.GraphModule, inputs: Sequence[Any], is_backward: bool = False, **options: Any) -> Any:
+        def read(nodes: list[Any]) -> list[Any]:
+            views = NopKernelSchedulerNode, ir.MultiOutput
+            kernels = [node for node in nodes if not isinstance(node, views[0]) and not isinstance(node.node, views[1])]
+            others = [node for node in kernels if not node.is_extern() or "segment_reduce" in str(node.node)]
+            traffic = sum(node.get_read_write_buffers_sizes() for node in others)
+            costs = {"kernels": len(kernels), "kb_per_token": traffic / SAMPLES / LENGTH / 1e3}
+            result["backward" if is_backward else "forward"] = costs
+            raise _Planned
+
+        try:
+            with inductor_config.patch(cpu_backend="triton", _post_fusion_custom_pass=read):
+                compile_fx_inner(graph, inputs, is_backward=is_backward, **options)
+        except InductorError as error:
+            if not isinstance(error.inner_exception, _Planned):
+                raise
+        outputs = graph.graph.output_node().args[0]
+
+        def run(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [node and _unwritten(node.meta["val"]) for node in outputs]
+
+        run._boxed_call = True
+        return run
+
+    torch._dynamo.reset()
+    with assume_device("cuda"), torch.autocast("cpu", torch.bfloat16):
+        inputs = [each.requires_grad_() for each in (text, latent, *modulations)]
+        rotary = rotary_angles(layout.position, 64, config.rope_base)
+        rows = StreamRows.of(layout, torch.arange(0))
+        attended = rows_to_attend("varlen", layout, LENGTH)
+        update = torch.compile(block.update, backend=partial(compile_fx, inner_compile=planned))
+        outputs = update(*inputs[:2], tuple(inputs[2:]), rotary, rows, attended, "varlen", None)
+    torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+    return result
+
+
 def host_ms(depth: int, steps: int = 20) -> dict[str, float]:
     """Return the host's milliseconds of an eager step in bf16 by phase: medians of thread time, on one thread."""
     threads = torch.get_num_threads()
@@ -313,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "torch": torch.__version__,
         },
         "block": block_costs(),
+        "compiled_block": compiled_block_costs(),
         "sizes": sizes,
         "host": host_ms(SIZES[HOST_SIZE][0]),
     }

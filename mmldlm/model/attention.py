@@ -231,7 +231,8 @@ def _joint_rows(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[
 def _split_streams(joint_SHK: Tensor, rows: JointRows, num_latents: int) -> tuple[Tensor, Tensor]:
     """Return the rows of latents [B*M, H, K] and of text [N, H, K]."""
     streams: Tensor = _Reorder.apply(joint_SHK, rows.inverse, rows.order)
-    return streams[:num_latents], streams[num_latents:]
+    latents, text = streams.split([num_latents, len(streams) - num_latents])  # see `_grouped_sdpa`
+    return latents, text
 
 
 class _Reorder(torch.autograd.Function):

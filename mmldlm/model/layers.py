@@ -7,6 +7,7 @@ feed-forward, H heads, K width of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -58,11 +59,10 @@ class TimeEmbedding(nn.Module):
 
 
 class ModulationOut(NamedTuple):
-    """Modulation of one branch by each sample's noise times; each [B, D]."""
+    """Modulation of one branch by each sample's noise times."""
 
-    shift: Tensor
-    scale: Tensor
-    gate: Tensor
+    shift_scale: Tensor  # [B, 2D]
+    gate: Tensor  # [B, D]
 
 
 class Modulation(nn.Module):
@@ -83,9 +83,24 @@ class Modulation(nn.Module):
         hidden = F.silu(conditioning_BT)
         if self.down is not None:
             hidden = self.down(hidden)
-        out = self.up(hidden)
+        return self.split(self.up(hidden))
+
+    def split(self, out: Tensor) -> list[ModulationOut]:
+        """Return one `ModulationOut` per branch from the output of `up`."""
         # [B, branches x 3 x D]: shift, scale and gate of a branch are adjacent.
-        return [ModulationOut(*branch.chunk(3, dim=-1)) for branch in out.chunk(self.branches, dim=-1)]
+        parts = out.unflatten(-1, (self.branches, -1)).unbind(-2)
+        width = parts[0].shape[-1] // 3
+        return [ModulationOut(*part.split([2 * width, width], -1)) for part in parts]
+
+
+def modulate_at_once(modulations: Sequence[Modulation], conditioning_BT: Tensor) -> tuple[Tensor, ...]:
+    """Return the output of each `up` layer, by one product for all modulations, which have equal shapes."""
+    hidden = F.silu(conditioning_BT).expand(len(modulations), -1, -1)
+    downs = [each.down.weight for each in modulations if each.down is not None]
+    if downs:
+        hidden = hidden @ torch.stack(downs).mT
+    weights, biases = (torch.stack([getattr(each.up, name) for each in modulations]) for name in ("weight", "bias"))
+    return torch.baddbmm(biases[:, None], hidden, weights.mT).unbind()
 
 
 class ModulatedLinear(nn.Linear):
@@ -93,7 +108,7 @@ class ModulatedLinear(nn.Linear):
 
     def forward(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:  # type: ignore[override]
         """Return [T, O]; `rows` are the samples of the rows, None if row i belongs to sample i."""
-        return modulated_linear(x_TD, mod.shift, mod.scale, rows, self.weight, self.bias)
+        return modulated_linear(x_TD, mod.shift_scale, rows, self.weight, self.bias)
 
 
 class ActivatedLinear(nn.Linear):

@@ -10,6 +10,7 @@ stream), C latent channels, H heads, K width of a head, P positions to predict, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -28,9 +29,10 @@ from mmldlm.model.layers import (
     Modulation,
     ModulationOut,
     TimeEmbedding,
+    modulate_at_once,
     rotary_angles,
 )
-from mmldlm.model.ops import SampleRows, add_gated, gather_rows, modulate
+from mmldlm.model.ops import SampleRows, add_gated, gather_rows, modulate, runs_on_cpu
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.declaration import setting
 
@@ -175,7 +177,7 @@ class MMDiTBlock(nn.Module):
         self,
         text_ND: Tensor,
         latent_TE: Tensor,
-        conditioning_BT: Tensor,
+        conditioning: Tensor | tuple[Tensor, Tensor],
         rotary: tuple[Tensor, Tensor],
         rows: StreamRows,
         attended: PackedLayout | JointRows,
@@ -187,7 +189,7 @@ class MMDiTBlock(nn.Module):
         Args:
             text_ND: Text stream [N, D].
             latent_TE: Latent stream [B*M, E].
-            conditioning_BT: Embedded noise times [B, T].
+            conditioning: Embedded noise times [B, T], or the outputs of `modulate_at_once` for both streams.
             rotary: Cosine and sine [N, K/2] of the tokens' positions.
             rows: Which rows belong to which sample.
             attended: The result of `rows_to_attend`.
@@ -198,13 +200,13 @@ class MMDiTBlock(nn.Module):
         Returns:
             Text [N, D], or [P, D] with `positions_P`, and latents [B*M, E].
         """
-        return self.update(text_ND, latent_TE, conditioning_BT, rotary, rows, attended, backend, positions_P)
+        return self.update(text_ND, latent_TE, conditioning, rotary, rows, attended, backend, positions_P)
 
     def update(
         self,
         text_ND: Tensor,
         latent_TE: Tensor,
-        conditioning_BT: Tensor,
+        conditioning: Tensor | tuple[Tensor, Tensor],
         rotary: tuple[Tensor, Tensor],
         rows: StreamRows,
         attended: PackedLayout | JointRows,
@@ -212,8 +214,12 @@ class MMDiTBlock(nn.Module):
         positions_P: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute `forward`, within the hooks of engines and activation checkpointing; compiled as a whole on GPUs."""
-        text_attn_mod, text_mlp_mod = self.text.modulation(conditioning_BT)
-        latent_attn_mod, latent_mlp_mod = self.latent.modulation(conditioning_BT)
+        modulations = self.text.modulation, self.latent.modulation
+        (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = (
+            [modulation(conditioning) for modulation in modulations]
+            if isinstance(conditioning, Tensor)
+            else map(Modulation.split, modulations, conditioning)
+        )
         text_attn, latent_attn = self.attention(
             self.text.project(text_ND, text_attn_mod, rows.text),
             self.latent.project(latent_TE, latent_attn_mod, rows.latent),
@@ -264,6 +270,7 @@ class MMDiT(nn.Module):
     """
 
     block_type: type[MMDiTBlock] = MMDiTBlock
+    shards_blocks = False  # whether the weights of a block are whole in its own `forward` alone
 
     def __init__(
         self,
@@ -370,15 +377,25 @@ class MMDiT(nn.Module):
             rotary = rotary_angles(layout.position, self.config.head_width, self.config.rope_base)
             rows = StreamRows.of(layout, positions)
             attended = rows_to_attend(self.backend, layout, self.shape.max_length)
-            *blocks, last_block = self.blocks
-            for block in blocks:
-                text, latent = block(text, latent, conditioning_BT, rotary, rows, attended, self.backend)
-            text, latent = last_block(text, latent, conditioning_BT, rotary, rows, attended, self.backend, positions)
+            shared = rotary, rows, attended, self.backend
+            *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=True)
+            for block, conditioning in blocks:
+                text, latent = block(text, latent, conditioning, *shared)
+            text, latent = last_block[0](text, latent, last_block[1], *shared, positions)
 
             text_pred, is_best = self._predict_text(text, conditioning_BT, rows.predicted, targets)
             latent_pred = self._predict_latents(latent, conditioning_BT, rows.latent, noised_latents)
             log_variances = None if self.loss_weights is None or not self.training else self.loss_weights()
             return Prediction(text_pred, latent_pred, length_logits, log_variances, is_best)
+
+    def _block_conditioning(self, conditioning_BT: Tensor) -> Sequence[Tensor | tuple[Tensor, Tensor]]:
+        """Return `conditioning` of each block. On a GPU one product for all blocks saves many small kernels."""
+        if self.shards_blocks or runs_on_cpu(conditioning_BT):
+            return [conditioning_BT] * len(self.blocks)
+        blocks: list[MMDiTBlock] = [*self.blocks]
+        text = modulate_at_once([block.text.modulation for block in blocks], conditioning_BT)
+        latent = modulate_at_once([block.latent.modulation for block in blocks], conditioning_BT)
+        return list(zip(text, latent, strict=True))
 
     # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
 
@@ -398,7 +415,7 @@ class MMDiT(nn.Module):
     ) -> Tensor:
         """Return `Prediction.latent`; `rows` are the samples of the latent tokens."""
         (final,) = self.latent_final(conditioning_BT)
-        hidden_TE = modulate(latent_TE, final.shift, final.scale, rows) * gather_rows(1 + final.gate, rows)
+        hidden_TE = modulate(latent_TE, final.shift_scale, rows) * gather_rows(1 + final.gate, rows)
         # A copy: outputs that are views would lose FSDP2's hook, which starts the backward pass, if changed in place.
         latent_BMC: Tensor = self.latent_head(hidden_TE).unflatten(0, noised_BMC.shape[:2]).to(torch.float32, copy=True)
         if self.latent_skip is None:

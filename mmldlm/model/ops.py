@@ -128,6 +128,8 @@ def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: 
     """Return the samples' sums, None for zeros, with each row's values added: the adjoint of `gather_rows`."""
     if rows is not None and rows.segments is not None:
         return rows.sums(values_TD) if sums_BD is None else sums_BD.add_(rows.sums(values_TD))
+    if sums_BD is None and rows is None and not runs_on_cpu(values_TD):
+        return values_TD.float()
     if sums_BD is None:
         sums_BD = values_TD.new_zeros(num_samples, values_TD.shape[1], dtype=torch.float32)
     return sums_BD.add_(values_TD) if rows is None else sums_BD.index_add_(0, rows.ids, values_TD)
@@ -173,10 +175,11 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def modulate(x_TD: Tensor, shift_BD: Tensor, scale_BD: Tensor, rows: SampleRows | None) -> Tensor:
+def modulate(x_TD: Tensor, shift_scale_B2D: Tensor, rows: SampleRows | None) -> Tensor:
     """Return layer_norm(x) * (1 + scale) + shift, with scale and shift of each row's sample; [T, D] in float32."""
     normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
-    return normal * gather_rows(scale_BD.float() + 1, rows) + gather_rows(shift_BD.float(), rows)
+    shift, scale = gather_rows(shift_scale_B2D.float(), rows).chunk(2, dim=-1)
+    return normal * (scale + 1) + shift
 
 
 class _ModulatedLinear(Function):
@@ -184,16 +187,16 @@ class _ModulatedLinear(Function):
     def forward(
         ctx: Any,
         x_TD: Tensor,
-        shift_BD: Tensor,
-        scale_BD: Tensor,
+        shift_scale_B2D: Tensor,
         rows: SampleRows | None,
         weight_OD: Tensor,
         bias_O: Tensor | None,
     ) -> Tensor:
         normal, rstd = _layer_norm(x_TD)
-        shift, scale = shift_BD.float(), scale_BD.float() + 1
+        shift, scale = shift_scale_B2D.float().chunk(2, dim=-1)
+        scale = scale + 1
         ctx.save_for_backward(normal, rstd, shift, scale, weight_OD)
-        ctx.rows, ctx.dtypes = rows, (x_TD.dtype, shift_BD.dtype, scale_BD.dtype)
+        ctx.rows, ctx.dtypes = rows, (x_TD.dtype, shift_scale_B2D.dtype)
         modulated = _scale_and_shift(normal, shift, scale, rows, matmul_dtype(weight_OD))
         return F.linear(modulated, weight_OD, bias_O)
 
@@ -201,17 +204,18 @@ class _ModulatedLinear(Function):
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         normal, rstd, shift, scale, weight = ctx.saved_tensors
-        rows, (x_dtype, shift_dtype, scale_dtype) = ctx.rows, ctx.dtypes
+        rows, (x_dtype, mod_dtype) = ctx.rows, ctx.dtypes
         weight_grad = bias_grad = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[3]:
             # The layer's input is recomputed from `normal`, so that it need not be saved as well.
             weight_grad = _weight_grad(grad_TO, _scale_and_shift(normal, shift, scale, rows, grad_TO.dtype), weight)
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[4]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
         # Autocast covers the forward pass only: types of products in backward are set explicitly.
         grad = grad_TO @ weight.to(grad_TO.dtype)
         x_grad, shift_grad, scale_grad = _modulation_backward(grad, normal, rstd, scale, rows)
-        return x_grad.to(x_dtype), shift_grad.to(shift_dtype), scale_grad.to(scale_dtype), None, weight_grad, bias_grad
+        mod_grad = torch.cat([shift_grad, scale_grad], dim=-1).to(mod_dtype)
+        return x_grad.to(x_dtype), mod_grad, None, weight_grad, bias_grad
 
 
 def _modulation_backward(
@@ -246,15 +250,10 @@ def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor
 
 @memory_saving(_ModulatedLinear)
 def modulated_linear(
-    x_TD: Tensor,
-    shift_BD: Tensor,
-    scale_BD: Tensor,
-    rows: SampleRows | None,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
+    x_TD: Tensor, shift_scale_B2D: Tensor, rows: SampleRows | None, weight_OD: Tensor, bias_O: Tensor | None
 ) -> Tensor:
     """Return the linear layer [T, O] of `modulate`, saving one [T, D] for both backward passes."""
-    return F.linear(modulate(x_TD, shift_BD, scale_BD, rows), weight_OD, bias_O)
+    return F.linear(modulate(x_TD, shift_scale_B2D, rows), weight_OD, bias_O)
 
 
 class _AddGated(Function):
@@ -390,9 +389,9 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     """
     qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
     if rotary is not None:
-        cos, sin = _per_head(rotary)
-        first, second = qk.chunk(2, dim=-1)
-        qk = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        cos, sin = (angle[..., None, :] for angle in _per_head(rotary))
+        halves, sign = qk.unflatten(-1, (2, -1)), torch.arange(-1, 2, 2, device=qk.device)[:, None]
+        qk = (halves * cos + halves.flip(-2) * (sign * sin)).flatten(-2)
     return torch.cat([qk.to(qkv_T3HK.dtype), qkv_T3HK[:, 2:]], dim=1)
 
 

@@ -16,7 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
-from mmldlm.distributed.capabilities import check_comm_hook, check_supported, supports
+from mmldlm.distributed.capabilities import WEIGHT_SHARDING_ENGINES, check_comm_hook, check_supported, supports
 from mmldlm.distributed.deepspeed_config import StepPlan, check_ema
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.launcher import FSDP2, LauncherEnv
@@ -113,6 +113,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     validation, device_type = store.split("validation"), engine.device.type
     objective = build_objective(config, store.manifest)
     model = build_meta_model(config, store.manifest, device_type)
+    model.shards_blocks = engine.name in WEIGHT_SHARDING_ENGINES
     is_supported = supports("compile.scope: regional", engine.name)
     compiled = compile_regions(model, config.compile, engine.device, is_supported)
     return Components(

@@ -16,6 +16,7 @@ from benchmarks.roofline import (
     Access,
     Kernel,
     block_costs,
+    compiled_block_costs,
     fuse,
     host_ms,
     predict,
@@ -41,6 +42,14 @@ def test_a_block_takes_no_more_kernels_and_traffic_than_recorded() -> None:
     for phase in ("forward", "backward"):
         assert costs[phase]["kernels"] <= committed[phase]["kernels"]
         assert costs[phase]["kb_per_token"] <= committed[phase]["kb_per_token"] * 1.001
+
+
+def test_a_compiled_block_takes_no_more_kernels_and_traffic_than_recorded() -> None:
+    """By Inductor's plan for a GPU; a change that adds some has to be measured there."""
+    committed = json.loads((RESULTS / "roofline.json").read_text(encoding="utf-8"))["compiled_block"]
+    for phase, costs in compiled_block_costs().items():
+        assert costs["kernels"] <= committed[phase]["kernels"]
+        assert costs["kb_per_token"] <= committed[phase]["kb_per_token"] * 1.001
 
 
 def test_the_host_is_ahead_of_the_gpu() -> None:

@@ -49,6 +49,16 @@ def test_two_processes_follow_one(
         assert worst < 1e-5, f"{name}: {worst}"
 
 
+@pytest.mark.parametrize("engine", some("ddp", "fsdp2", "zero3"))
+def test_operators_of_a_gpu_follow_those_of_a_cpu(
+    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    """Also where the weights of a block are whole in its own forward pass alone."""
+    folder, short = tmp_path / "run", "train.steps=14"
+    forked.succeed(engine, folder, 2, parity_config, short, script="gpu_operators.py")
+    assert_same_run(folder, single(short), FP32)
+
+
 @pytest.mark.parametrize(
     ("file", "line", "variables"),
     [

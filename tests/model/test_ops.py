@@ -41,6 +41,10 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
+def both(shift: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([shift, scale], dim=-1)
+
+
 def plain_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
@@ -60,7 +64,7 @@ ROTARY = rotary_angles(torch.arange(len(ROWS)), WIDTH, 100.0)
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 CASES: dict[str, Case] = {
     "modulated linear": (
-        lambda x, shift, scale, weight, bias: modulated_linear(x, shift, scale, sample_rows(), weight, bias),
+        lambda x, shift, scale, weight, bias: modulated_linear(x, both(shift, scale), sample_rows(), weight, bias),
         lambda x, shift, scale, weight, bias: F.linear(plain_modulate(x, shift[ROWS], scale[ROWS]), weight, bias),
         [
             draw(len(ROWS), WIDTH),
@@ -71,7 +75,7 @@ CASES: dict[str, Case] = {
         ],
     ),
     "modulated linear, rows are samples": (
-        lambda x, shift, scale, weight: modulated_linear(x, shift, scale, None, weight, None),
+        lambda x, shift, scale, weight: modulated_linear(x, both(shift, scale), None, weight, None),
         lambda x, shift, scale, weight: F.linear(plain_modulate(x, shift, scale), weight),
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2), draw(WIDTH + 3, WIDTH)],
     ),
@@ -86,7 +90,7 @@ CASES: dict[str, Case] = {
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
     ),
     "modulate": (
-        lambda x, shift, scale: modulate(x, shift, scale, sample_rows()),
+        lambda x, shift, scale: modulate(x, both(shift, scale), sample_rows()),
         lambda x, shift, scale: plain_modulate(x, shift[ROWS], scale[ROWS]),
         [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1)],
     ),
