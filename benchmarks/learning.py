@@ -305,7 +305,21 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
             f"order, with a training sentence; {copies['close']:.1%} share at least {CLOSE:.0%}."
         )
     made["by-way-of-the-latent"] = _latent_table(result["corpora"])
+    made["length-bits"] = _length_table(result["corpora"])
     return made
+
+
+def _length_table(corpora: Mapping[str, Any]) -> str:
+    """Return the bits of the length by the length head and by the training split's frequencies, as Markdown."""
+    lines = ["| bits of the length, per token | given the latent | alone | frequencies of lengths |", "|---" * 4 + "|"]
+    for name, corpus in corpora.items():
+        metrics, cells = [seed["metrics"] for seed in corpus["seeds"]], []
+        for metric in ("l2t.length_bits_per_token", "length_bits_per_token"):
+            values = [value(each, metric) for each in metrics]
+            cells.append(f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        frequencies = value(metrics[0], "controls.unigram_length_bits_per_token")
+        lines.append(f"| `{name}`, {len(metrics)} seeds | {' | '.join(cells)} | {frequencies:.3f} |")
+    return "\n".join(lines)
 
 
 def _latent_table(corpora: Mapping[str, Any]) -> str:

@@ -7,14 +7,16 @@ sentences, not drawn by the length head. Each batch size generates the same samp
 
     python -m benchmarks decoding NAME=RUN [...] [--texts 200] [--steps 1 2 4 8 16 32 64] [--temperatures 0 0.6]
 
-For each run, under its NAME: texts generated from the latents of held-out documents (l2t), compared with the documents;
-latents from their texts (t2l); and the diversity of joint texts, by `sampling.joint_order`. The defaults of sampling
-follow from these tables. Every row has the same documents and random streams. Texts per second are those of one thread.
+For each NAME: texts generated from the latents of held-out documents (l2t), compared with the documents; latents from
+their texts (t2l); and the diversity of joint texts, by `sampling.joint_order`. Several runs of a NAME are seeds of one
+config: rows have their means, +- standard error. The defaults of sampling follow from these tables. Every row has the
+same documents and random streams. Texts per second are those of one thread. Other names keep their last tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any, get_args
 
 import numpy as np
@@ -31,6 +33,7 @@ import torch
 from benchmarks.common.measure import compare, open_runs
 from benchmarks.common.report import (
     RESULTS,
+    Row,
     add_settings,
     circumstances,
     markdown,
@@ -191,19 +194,22 @@ def joint_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> li
         metrics = diversity_metrics(tokens)
         return {name: metrics[name] for name in VARIETY}
 
-    nothing = {"frechet_distance": None, "reencoded_cosine": None}
+    nothing = {"frechet_distance": None, "reencoded_cosine": None, "texts_per_s": None}
     rows = [
         {"order": "held out", "decoding": "", "steps": "", "temperature": ""}
         | row(evaluation.tokens[:count])
         | nothing,
     ]
     for config in settings:
+        start = time.process_time()
         generated = evaluation.generate("joint", "none", count, config)
+        speed = count / (time.process_time() - start)
         raw = evaluation.run.store.restore(generated.latents)
         encoded = evaluation.encode(evaluation.decode(generated.tokens))
         measured = {
             "frechet_distance": frechet_metrics(evaluation, generated.latents)["frechet_distance"],
             "reencoded_cosine": reencoding_metrics(encoded, raw)["reencoded_cosine"],
+            "texts_per_s": speed,
         }
         rows.append({"order": config.joint_order} | _settings(config) | row(generated.tokens) | measured)
     return rows
@@ -239,6 +245,26 @@ def tables_of(
     return tables
 
 
+def mean_rows(of_runs: Sequence[Sequence[Row]]) -> list[dict[str, Any]]:
+    """Return the rows of one table with the means over runs; `of_runs` has the values."""
+    rows = []
+    for same in zip(*of_runs, strict=True):
+        values = {key: [row[key] for row in same] for key in same[0] if isinstance(same[0][key], float)}
+        values.pop("temperature", None)
+        rows.append({**same[0], **{key: mean(each) for key, each in values.items()}, "of_runs": values})
+    return rows
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    """Return a row with the standard errors of its means, except that of the speed."""
+    errors = {
+        key: f" ± {stdev(each) / len(each) ** 0.5:.1g}"
+        for key, each in row.get("of_runs", {}).items()
+        if key != "texts_per_s" and len(each) > 1
+    }
+    return {**row, **{key: f"{row[key]:.3g}{error}" for key, error in errors.items()}}
+
+
 def _named(text: str) -> tuple[str, Path]:
     name, separator, folder = text.partition("=")
     if not (name and separator and folder):
@@ -248,9 +274,12 @@ def _named(text: str) -> tuple[str, Path]:
 
 def decoding_blocks(result: dict[str, Any]) -> dict[str, str]:
     """Return Markdown tables by name, for `pages.all_blocks`."""
-    return {
-        "decoding": "\n\n".join(f"{title}:\n\n{markdown(rows)}" for title, rows in result["tables"].items()),
-    }
+    blocks = []
+    for entry in result["names"].values():
+        of_what = f"{entry['runs']} {'run' if entry['runs'] == 1 else 'seeds'}, {entry['texts']} texts"
+        for title, rows in entry["tables"].items():
+            blocks.append(f"{title}, {of_what}:\n\n{markdown([_shown(row) for row in rows])}")
+    return {"decoding": "\n\n".join(blocks)}
 
 
 def decoding_main(argv: Sequence[str] | None = None) -> int:
@@ -263,14 +292,14 @@ def decoding_main(argv: Sequence[str] | None = None) -> int:
     runs_parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
     runs_parser.add_argument("--out", type=Path, default=RESULTS, help="folder of decoding.json")
     options = runs_parser.parse_args(argv)
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for name, folder in options.runs:
-        run = load_run(folder)
-        tables |= tables_of(name, run, options.texts, options.steps, options.temperatures)
-    write_json(
-        {"benchmark": "decoding", "texts": options.texts, **circumstances(run.device), "tables": tables},
-        options.out,
-        "decoding",
-    )
-    print("\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items()))
+    path = options.out / "decoding.json"
+    names = json.loads(path.read_text(encoding="utf-8"))["names"] if path.exists() else {}
+    for name in dict.fromkeys(name for name, _ in options.runs):
+        runs = [load_run(folder) for other, folder in options.runs if other == name]
+        measured = [tables_of(name, run, options.texts, options.steps, options.temperatures) for run in runs]
+        tables = {title: mean_rows([one[title] for one in measured]) for title in measured[0]}
+        names[name] = {**circumstances(runs[0].device), "texts": options.texts, "runs": len(runs), "tables": tables}
+    result = {"benchmark": "decoding", "names": names}
+    write_json(result, options.out, path.stem)
+    print(decoding_blocks(result)["decoding"])
     return 0

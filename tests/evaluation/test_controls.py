@@ -15,7 +15,14 @@ from mmldlm.batch import PackedLayout
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.controls import bag_of_words_nats, ridge_latents
 from mmldlm.evaluation.evaluator import Condition
-from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, confidence_nats, likelihood_given_latents, text_bound
+from mmldlm.evaluation.likelihood import (
+    MAX_ORDERED_TOKENS,
+    confidence_nats,
+    likelihood_given_latents,
+    likelihood_of_text,
+    text_bound,
+)
+from mmldlm.evaluation.statistics import BITS
 from mmldlm.run.load import LoadedRun
 from tests.helpers.known_runs import fresh_run, perfect_run
 
@@ -111,6 +118,17 @@ def test_lengths_are_paid_for(fresh: LoadedRun) -> None:
         -math.log((1 + (train == length).sum()) / (len(train) + longest)) for length in evaluation.lengths.tolist()
     ]
     assert evaluation.marginal_length_nats() == pytest.approx(expected)
+
+
+def test_novel_bits_leave_out_the_most_similar_tenth(fresh: LoadedRun) -> None:
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=20, texts=2))
+    similarity = np.random.default_rng(0).permutation(20) / 20.0
+    evaluation.document_similarity = similarity  # instead of the cached one
+    novel, nats = similarity < 0.9, text_bound(evaluation, "none").nats
+    expected = nats[novel].sum() / evaluation.lengths[novel].sum() * BITS
+    result = likelihood_of_text(evaluation)
+    assert novel.sum() == 18 and result["bits_per_token_novel"] == pytest.approx(expected)
+    assert result["bits_per_token_novel"] != pytest.approx(result["bits_per_token"])
 
 
 def test_ridge_regression_matches_the_normal_equations(fresh: LoadedRun) -> None:
