@@ -101,6 +101,7 @@ class ForkedRuns:
 
 
 def serve() -> None:
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # if installed, DeepSpeed imports it, which starts threads
     for name in LATE:
         importlib.import_module(name)
     threads = list(Path("/proc/self/task").iterdir())
