@@ -164,7 +164,7 @@ def test_a_browser_without_network_shows_it(reported: tuple[Path, dict[str, Any]
     for words in ("gradient norm before clipping", "tokens per second", "resident memory, MiB", "checkpoint"):
         assert re.search(rf"<text[^>]*>{words}</text>", document), f"{words}: not in a figure"
     pictures = {path.stem for path in out.glob("*.png")}
-    assert pictures == {"loss", "quality", "speed", "memory", "optimizer"}
+    assert pictures == {"loss", "paired", "quality", "speed", "memory", "optimizer"}
     assert document.count("<svg") == len(pictures) and rows(document, "comparison") == rows(page, "comparison")
 
 
