@@ -26,12 +26,8 @@ from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 BARE = ("data.num_workers=0", "validation.every=0", "checkpoint.every_steps=0")
 HEALTHY = ("train.steps=100", "schedule.lr=constant", "log.every=2", "checkpoint.every_steps=40", "data.num_workers=0")
 OFTEN = "validation={every: 10, samples: 32, text_samples: 0}"  # which shows whether it learns
-BUSY_MACHINE = {
-    "speed_spread": 10.0,
-    "speed_drop": 0.01,
-    "silent_steps": 100.0,
-    "data_wait": 0.99,
-}  # other tests run at the same time
+# Other tests run at the same time.
+BUSY_MACHINE = {"speed_spread": 10.0, "speed_drop": 0.01, "silent_steps": 100.0, "data_wait": 0.99}
 
 
 def steps(run: Path) -> list[int]:
