@@ -277,6 +277,7 @@ class OldPractice(FeedTrainer):
             model.backend = "padded"
         if "recompute" in self.practices:
             model.blocks = WholeBackbone(model.blocks)
+            model.shards_blocks = True  # which compute their own modulation
         return self
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:

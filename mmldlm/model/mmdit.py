@@ -378,7 +378,7 @@ class MMDiT(nn.Module):
             rows = StreamRows.of(layout, positions)
             attended = rows_to_attend(self.backend, layout, self.shape.max_length)
             shared = rotary, rows, attended, self.backend
-            *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=True)
+            *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=False)
             for block, conditioning in blocks:
                 text, latent = block(text, latent, conditioning, *shared)
             text, latent = last_block[0](text, latent, last_block[1], *shared, positions)
