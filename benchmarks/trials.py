@@ -39,6 +39,8 @@ METRICS = {  # title by name in `evaluation.json`
     "t2l.recall_at_1_ridge": "recall@1 of ridge",
     "joint.reencoded_cosine": "joint: re-encoded",
     "joint.distinct_2": "joint: distinct-2",
+    "joint.token_entropy": "joint: entropy",
+    "joint.frechet_distance": "joint: Frechet distance",
 }
 
 
@@ -76,11 +78,11 @@ def trial_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     for trial, arms in result["trials"].items():
         baseline, *others = arms
         seeds = arms[baseline]["seeds"]
-        # Arms of earlier versions lack metrics that were added later.
+        # Arms of earlier versions lack metrics that were added later, and few texts have no Frechet distance.
         metrics = {
             name: title
             for name, title in METRICS.items()
-            if all(name in seed for entry in arms.values() for seed in entry["seeds"].values())
+            if all(seed.get(name) is not None for entry in arms.values() for seed in entry["seeds"].values())
         }
         lines = [
             f"| arm ({len(seeds)} seeds) | {' | '.join(metrics.values())} |",
