@@ -47,7 +47,7 @@ BENCHMARKS = {  # module, function and description by name
     "contextual": ("contextual", "main", "latents of as many vectors as tokens against text alone: bounds of the text"),
     "mdlm": ("mdlm", "main", "text alone compared with MDLM: bits per character at equal text and at equal CPU time"),
     "characters": ("learning", "characters_main", "a small character-level model against bigrams"),
-    "paired": ("paired", "main", "`mmldlm compare`: what pairing saves, and how often a verdict is wrong"),
+    "paired": ("paired", "main", "`mmldlm compare`: what pairing saves, and how often a decision is wrong"),
     "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }
 DEFAULT = "ladder"

@@ -1,4 +1,4 @@
-"""Paired comparison of runs, `mmldlm compare`: how much pairing saves, and how often a verdict is wrong.
+"""Paired comparison of runs, `mmldlm compare`: how much pairing saves, and how often a decision is wrong.
 
     python -m benchmarks paired [--pairs 30] [--experiments 200]
 
@@ -6,9 +6,9 @@ Tiny networks on synthetic text. Three kinds of pairs, all of runs that are real
 
 - changed: A and B differ in the learning rate alone, under each seed. Unpaired: B has the samples, noise and initial
   weights of the next seed.
-- luck: A and A again, with the same samples and noise, but other initial weights. Their verdicts over seeds are false.
+- luck: A and A again, with the same samples and noise, but other initial weights. Their decisions over seeds are false.
 - exchanged: of a changed or lucky pair, which run is called A is drawn anew for each record. So the expected difference
-  of every record is 0, whatever the runs do, and verdicts over records are false.
+  of every record is 0, whatever the runs do, and decisions over records are false.
 """
 
 from __future__ import annotations
@@ -106,14 +106,14 @@ def difference(unit: Unit, a: Sequence[float] | np.ndarray, b: Sequence[float] |
     return Difference.between("", unit, range(1, len(a) + 1), np.asarray(a), np.asarray(b))
 
 
-def first_verdict(one: Difference) -> int | None:
+def first_decision(one: Difference) -> int | None:
     """Return the number of records or pairs after which an interval first excluded 0; None if none did."""
     excluding = np.flatnonzero(np.abs(one.means) > one.half_widths)
     return int(excluding[0]) + 1 if len(excluding) else None
 
 
-def share(verdicts: Iterable[bool]) -> float:
-    return float(np.mean(list(verdicts)))
+def share(decisions: Iterable[bool]) -> float:
+    return float(np.mean(list(decisions)))
 
 
 def shifted(differences: np.ndarray, baseline: float) -> np.ndarray:
@@ -122,10 +122,10 @@ def shifted(differences: np.ndarray, baseline: float) -> np.ndarray:
 
 
 def pairs_needed(differences: np.ndarray, baseline: float) -> int | None:
-    """Return the median number of pairs to a verdict on a difference of `EFFECT`, of pairs drawn with replacement."""
+    """Return the median number of pairs to a decision on a difference of `EFFECT`, of pairs drawn with replacement."""
     draw = np.random.default_rng(0)
     values = shifted(differences, baseline)
-    numbers = [first_verdict(difference("pairs", np.zeros(5000), draw.choice(values, 5000))) for _ in range(50)]
+    numbers = [first_decision(difference("pairs", np.zeros(5000), draw.choice(values, 5000))) for _ in range(50)]
     return median(numbers)
 
 
@@ -159,7 +159,7 @@ def compare_changed(arms: Sequence[tuple[Curves, Curves]], loss: str) -> list[di
     rows = [row("records within a run", scatter), row("mean of the run", means), row("last tenth of the run", tails)]
     rows[0].pop("difference %")
     for kind, each in differences.items():
-        between_two = [first_verdict(difference("records", np.zeros(steps), shifted(one, level))) for one in each]
+        between_two = [first_decision(difference("records", np.zeros(steps), shifted(one, level))) for one in each]
         rows[0] |= {
             f"steps for 0.5 %, {kind}": median(between_two),
             f"decided in {steps} steps, {kind}": share(number is not None for number in between_two),
@@ -169,15 +169,15 @@ def compare_changed(arms: Sequence[tuple[Curves, Curves]], loss: str) -> list[di
     return rows
 
 
-def exchanged_verdicts(arms: Sequence[tuple[Curves, Curves]], loss: str, every: int, count: int) -> float:
-    """Return the share of false verdicts in `count` pairs, looked at each record of `every` steps."""
+def exchanged_decisions(arms: Sequence[tuple[Curves, Curves]], loss: str, every: int, count: int) -> float:
+    """Return the share of false decisions in `count` pairs, looked at each record of `every` steps."""
     draw = np.random.default_rng(0)
     false = []
     for index in range(count):
         one, two = (curves[loss].reshape(-1, every).mean(1) for curves in arms[index % len(arms)])
         keep = draw.random(len(one)) < 0.5
         pair = np.where(keep, one, two), np.where(keep, two, one)
-        false.append(first_verdict(difference("records", *pair)) is not None)
+        false.append(first_decision(difference("records", *pair)) is not None)
     return share(false)
 
 
@@ -187,12 +187,12 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     return {
         "paired-two-runs": markdown(tables["two runs"]),
         "paired-over-seeds": markdown(tables["over seeds"]),
-        "paired-verdicts": markdown(tables["wrong verdicts"]),
+        "paired-decisions": markdown(tables["wrong decisions"]),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parser("paired", "How much pairing saves, and how often verdicts of `mmldlm compare` are wrong.")
+    options = parser("paired", "How much pairing saves, and how often decisions of `mmldlm compare` are wrong.")
     add = options.add_argument
     add("--pairs", type=positive, default=30, help="pairs of the changed learning rate, and of luck (%(default)s)")
     add("--steps", type=positive, default=150, help="their steps (%(default)s)")
@@ -220,16 +220,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = []
     for loss in LOSSES:
         finals = [np.array([[final(curves, loss) for curves in pair] for pair in pairs]).T for pairs in experiments]
-        over_seeds = [first_verdict(difference("pairs", *one)) is not None for one in finals]
+        over_seeds = [first_decision(difference("pairs", *one)) is not None for one in finals]
         row: dict[str, Any] = {
             "metric": loss,
             "other initial weights, over seeds": share(over_seeds),
-            "exchanged, each step": exchanged_verdicts([*changed, *luck], loss, 1, given.experiments),
-            f"exchanged, each {LOOK_EVERY} steps": exchanged_verdicts(
+            "exchanged, each step": exchanged_decisions([*changed, *luck], loss, 1, given.experiments),
+            f"exchanged, each {LOOK_EVERY} steps": exchanged_decisions(
                 [*changed, *luck], loss, LOOK_EVERY, given.experiments
             ),
             "other initial weights, two runs": share(
-                first_verdict(difference("records", a[loss], b[loss])) is not None for a, b in luck
+                first_decision(difference("records", a[loss], b[loss])) is not None for a, b in luck
             ),
             "their standard deviation %": 100
             * float(np.std([final(b, loss) - final(a, loss) for a, b in luck], ddof=1))
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = {
         "two runs": [rows[0] for rows in changes],
         "over seeds": [row for rows in changes for row in rows[1:]],
-        "wrong verdicts": wrong,
+        "wrong decisions": wrong,
     }
     result = {
         **circumstances(torch.device("cpu")),

@@ -46,6 +46,7 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
                     break
             else:
                 return
+        # `Trainer` reads what rank 0 has recorded of the rewind, which other machines may not see yet.
         data = replace(config.data, skip_samples=[*config.data.skip_samples, *left_out])
         config = replace(config, data=data, resume="auto")
 

@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mmldlm.checkpoint.names import MANIFEST
 from mmldlm.checkpoint.slices import TensorGroup, groups_from_json
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, sha256
 from mmldlm.utils.short_repr import short_repr, truncate
 
-MANIFEST = "manifest.json"
 FORMAT, OLDEST_FORMAT = 2, 1
 MAX_MANIFEST_BYTES = MAX_SMALL_BYTES = 16 * 2**20
 _MAX_DEPTH = 40  # nesting of the JSON: code that walks through it may use recursion

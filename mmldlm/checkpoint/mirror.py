@@ -12,7 +12,6 @@ import base64
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -24,13 +23,13 @@ from dataclasses import astuple
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from mmldlm.checkpoint.names import MANIFEST, checkpoint_name, step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import ConfigError, DataError, MmldlmError, StorageError
 from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder
 from mmldlm.utils.short_repr import truncate
 
 CHECKPOINTS, METRICS, MARKER = "checkpoints", "metrics.jsonl", "complete.json"
-_STEP = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _PART_BYTES = 64 * 2**20  # of an upload to S3
 _MAX_ERROR_CHARACTERS = 300
 
@@ -68,7 +67,7 @@ class Mirror:
             StorageError: A copy differs from its checkpoint.
         """
         paths = sorted((self.run_dir / CHECKPOINTS).glob("step-*"))
-        local = {int(match[1]): path for path in paths if (match := _STEP.fullmatch(path.name))}
+        local = {found[0]: path for path in paths if (found := step_and_revision(path.name))}
         try:
             return self._update(local, retention)
         except FileNotFoundError:
@@ -77,10 +76,10 @@ class Mirror:
             return self.update(retention)  # the run has removed one meanwhile
 
     def _update(self, local: dict[int, Path], retention: Retention) -> dict[str, Any]:
-        manifests = {step: json.loads((path / "manifest.json").read_bytes()) for step, path in local.items()}
+        manifests = {step: json.loads((path / MANIFEST).read_bytes()) for step, path in local.items()}
         copies, newest, copied = self._markers(newest=max(local)), max(local), 0
         for folder in self._folders():
-            if folder.rpartition("/")[2] not in map(_name, copies):
+            if folder.rpartition("/")[2] not in map(checkpoint_name, copies):
                 self._system.rm(folder, recursive=True)
         losses = {step: marker["validation_loss"] for step, marker in copies.items()}
         losses |= {step: manifest["info"].get("validation_loss") for step, manifest in manifests.items()}
@@ -89,7 +88,7 @@ class Mirror:
             copied += self._copy(step, local[step], manifests[step]["files"], losses[step])
         for step in copies.keys() - keep:
             self._system.rm_file(self._marker(step))
-            self._system.rm(f"{self._root}/{_name(step)}", recursive=True)
+            self._system.rm(f"{self._root}/{checkpoint_name(step)}", recursive=True)
         return {"step": newest, "bytes": copied}
 
     def fetch(self, step: int, is_chosen: bool, folder: Path) -> dict[str, Any]:
@@ -142,16 +141,16 @@ class Mirror:
         return dict(sorted(markers.items(), reverse=True))
 
     def _marker(self, step: int) -> str:
-        return f"{self._root}/{_name(step)}/{MARKER}"
+        return f"{self._root}/{checkpoint_name(step)}/{MARKER}"
 
     def _folders(self) -> list[str]:
         names = self._system.ls(self._root, detail=False) if self._system.exists(self._root) else []
-        return [name.rstrip("/") for name in names if _STEP.fullmatch(name.rstrip("/").rpartition("/")[2])]
+        return [name.rstrip("/") for name in names if step_and_revision(name.rstrip("/").rpartition("/")[2])]
 
     def _copy(self, step: int, checkpoint: Path, files: dict[str, Any], loss: float | None) -> int:
         """Copy a checkpoint with the files of its run, then the marker; return the bytes."""
-        inside = f"{CHECKPOINTS}/{_name(step)}"
-        sources = {f"{inside}/{name}": checkpoint / name for name in (*files, "manifest.json")}
+        inside = f"{CHECKPOINTS}/{checkpoint_name(step)}"
+        sources = {f"{inside}/{name}": checkpoint / name for name in (*files, MANIFEST)}
         with tempfile.TemporaryDirectory() as temporary:
             for path in (
                 path for name in self.files for path in (self.run_dir / name, *(self.run_dir / name).rglob("*"))
@@ -162,14 +161,14 @@ class Mirror:
                     sources[name] = Path(temporary, name)
                     sources[name].parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, sources[name])
-            infos = {name: self._put(path, f"{_name(step)}/{name}") for name, path in sources.items()}
+            infos = {name: self._put(path, f"{checkpoint_name(step)}/{name}") for name, path in sources.items()}
             for name, entry in files.items():
                 if infos[f"{inside}/{name}"].sha256 != entry["sha256"]:
                     raise StorageError(f"{checkpoint / name} is damaged: it is not what its manifest says")
             facts = {name: astuple(info) for name, info in infos.items()}
             marker = Path(temporary, MARKER)
             marker.write_text(json.dumps({"step": step, "run": self._run, "validation_loss": loss, "files": facts}))
-            self._put(marker, f"{_name(step)}/{MARKER}")
+            self._put(marker, f"{checkpoint_name(step)}/{MARKER}")
         return sum(info.bytes for info in infos.values())
 
     def _put(self, path: Path, name: str) -> FileInfo:
@@ -200,7 +199,7 @@ class Mirror:
 
     def _get(self, step: int, name: str, folder: Path, expected: list[Any]) -> None:
         """Fetch a file of a copy, which is not trusted; raise `DataError` unless it is what its marker says."""
-        parts, path, source = PurePosixPath(name).parts, folder / name, f"{_name(step)}/{name}"
+        parts, path, source = PurePosixPath(name).parts, folder / name, f"{checkpoint_name(step)}/{name}"
         if not {*parts[:1]} & {*self.files, CHECKPOINTS} or ".." in parts:
             raise DataError(f"{self.url}/{source}: not a file of a run")
         make_folder(path.parent)
@@ -208,10 +207,6 @@ class Mirror:
         fsync(path)
         if list(astuple(file_info(path))) != expected:
             raise DataError(f"{self.url}/{source} is damaged: it is not what {MARKER} says")
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08}"
 
 
 def _blocks(file: IO[bytes]) -> Iterator[bytes]:

@@ -9,7 +9,6 @@ Which checkpoint is the newest is found by listing the folder and never stored.
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from mmldlm.checkpoint.manifest import (
     verify_checkpoint,
     write_checkpoint_manifest,
 )
+from mmldlm.checkpoint.names import checkpoint_name, step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.slices import TensorGroup
 from mmldlm.errors import DataError, StorageError
@@ -30,7 +30,6 @@ from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder, wait_unt
 
 FileContent = Callable[[Path], None] | bytes  # a function that writes the file at the given path, or its bytes
 
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _VISIBLE_TIMEOUT_S = 10.0  # network file systems show another machine's files with a delay
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class CheckpointStore:
                     f"the disk of {self.folder} is too full for a checkpoint: {needed_bytes / 2**20:.1f} MiB needed, "
                     f"{free / 2**20:.1f} MiB free; nothing was written or removed"
                 )
-            return Path(tempfile.mkdtemp(prefix=f".tmp-step-{step:08}-", dir=self.folder))
+            return Path(tempfile.mkdtemp(prefix=f".tmp-{checkpoint_name(step)}-", dir=self.folder))
         except OSError as error:
             raise self._save_error(step, error) from error
 
@@ -124,7 +123,7 @@ class CheckpointStore:
 
     def _unused_path(self, step: int) -> Path:
         revisions = [_step_and_revision(path)[1] for path in self.paths() if _step_and_revision(path)[0] == step]
-        return self.folder / (f"step-{step:08}" + (f".{max(revisions) + 1}" if revisions else ""))
+        return self.folder / checkpoint_name(step, max(revisions) + 1 if revisions else 0)
 
     def _prune(self, saved: Path) -> None:
         """Remove all checkpoints except `saved` and the newest revision of each other step that is kept."""
@@ -199,7 +198,7 @@ class CheckpointStore:
 
     def paths(self) -> list[Path]:
         """Return all checkpoint folders, unverified, newest first."""
-        paths = [path for path in self._entries() if _NAME.fullmatch(path.name) and path.is_dir()]
+        paths = [path for path in self._entries() if step_and_revision(path.name) and path.is_dir()]
         return sorted(paths, key=_step_and_revision, reverse=True)
 
     def _entries(self) -> list[Path]:
@@ -252,6 +251,6 @@ def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, Fil
 
 def _step_and_revision(path: Path) -> tuple[int, int]:
     """Return (step, revision) of a checkpoint folder's name."""
-    match = _NAME.fullmatch(path.name)
-    assert match, f"not a checkpoint folder: {path}"
-    return int(match[1]), int(match[2] or 0)
+    found = step_and_revision(path.name)
+    assert found, f"not a checkpoint folder: {path}"
+    return found

@@ -378,7 +378,7 @@ class MMDiT(nn.Module):
             rows = StreamRows.of(layout, positions)
             attended = rows_to_attend(self.backend, layout, self.shape.max_length)
             shared = rotary, rows, attended, self.backend
-            *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=False)
+            *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=True)
             for block, conditioning in blocks:
                 text, latent = block(text, latent, conditioning, *shared)
             text, latent = last_block[0](text, latent, last_block[1], *shared, positions)
@@ -391,7 +391,7 @@ class MMDiT(nn.Module):
     def _block_conditioning(self, conditioning_BT: Tensor) -> Sequence[Tensor | tuple[Tensor, Tensor]]:
         """Return `conditioning` of each block. On a GPU one product for all blocks saves many small kernels."""
         if self.shards_blocks or runs_on_cpu(conditioning_BT):
-            return [conditioning_BT] * len(self.blocks)
+            return [conditioning_BT for _ in self.blocks]
         blocks: list[MMDiTBlock] = [*self.blocks]
         text = modulate_at_once([block.text.modulation for block in blocks], conditioning_BT)
         latent = modulate_at_once([block.latent.modulation for block in blocks], conditioning_BT)

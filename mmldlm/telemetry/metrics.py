@@ -128,7 +128,7 @@ def _drop_after(path: Path, step: int) -> str:
     """Rewrite `path` with the records up to `step`; return the hash of the last one.
 
     Records of earlier steps that were written after the first dropped one, such as that of a checkpoint, are linked
-    anew. Damaged lines cause a warning, never a failed resume.
+    again. Damaged lines cause a warning, never a failed resume.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     records = [_parse(line) for line in lines]

@@ -59,8 +59,8 @@ def _report(trainer: Trainer, step: int, result: Explanation) -> list[str]:
         rms = float(batch.latents.square().mean().sqrt())
         lines.append(f"{name}: {mode}, {times}, latents of RMS {rms:.3g} (usually 1)")
         lines.append(f"    {components.tokenizer.decode_batch([batch.tokens.tolist()])[0]}")
-    verdict = "they caused it" if result.is_found else "these samples alone did not cause it"
-    return [*lines, f"without: gradient norm {result.rest:.4g}; {verdict}"]
+    conclusion = "they caused it" if result.is_found else "these samples alone did not cause it"
+    return [*lines, f"without: gradient norm {result.rest:.4g}; {conclusion}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

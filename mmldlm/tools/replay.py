@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
+from mmldlm.checkpoint.names import step_and_revision
+from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CheckpointConfig, RunConfig
 from mmldlm.distributed.launcher import LauncherEnv
@@ -59,8 +61,8 @@ class RecordedRun:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoint folders by step, in ascending order; unverified."""
-        paths = CheckpointStore(self.folder / "checkpoints", CheckpointConfig().retention).paths()
-        return {int(path.name[5:13]): path for path in reversed(paths)}
+        paths = CheckpointStore(self.folder / "checkpoints", Retention()).paths()
+        return {found[0]: path for path in reversed(paths) if (found := step_and_revision(path.name))}
 
     def grad_norm(self, step: int) -> float | None:
         """Return the recorded gradient norm of a step; None if its record was never written."""

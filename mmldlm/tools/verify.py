@@ -40,9 +40,14 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 MAX_PRINTED = 30  # problems
 COMPARED_KINDS = ("train", "validation", "quality", "skip")
 # Speeds, times, memory and micro-batches are not part of the result.
-COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "grad_norms", "weights", "reason")
+COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "weights", "reason")
 COMPARED_KEYS = ("data/tokens", "data/tokens_per_step", "data/epoch", "data/global_batch_size")
 INTERVAL_MEANS = ("loss/", "data/tokens_per_step")  # over the steps since the record before, or since the start
+# Entries of a start's report that decide how sums are rounded, besides its ranks.
+_NUMERICS = (
+    *("engine", "sharding", "world_size", "precision", "attention", "compile", "optimizer", "versions"),
+    *("activation_checkpointing", "micro_batch_size"),
+)
 
 
 # --- what the folder says ------------------------------------------------------------------------------------------
@@ -78,12 +83,16 @@ def _check_end(run: RecordedRun) -> Iterator[str]:
 
 
 def _check_data(run: RecordedRun) -> Iterator[str]:
+    verified = []
     for step, recorded in {start["step"]: start["data_manifest"] for start in run.starts}.items():
+        location = run.config_after(step).data.location
         try:
-            store = open_data(run.config_after(step).data.location)
+            store = open_data(location)
             if store.identity != recorded:
                 yield f"{store.path}: the data of step {step} had the hash {recorded[:12]}, found {store.identity[:12]}"
-            verify_part(store)
+            if location not in verified:  # once, however often the run has been resumed
+                verified.append(location)
+                verify_part(store)
         except DataError as error:
             yield str(error)
 
@@ -135,7 +144,7 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
         if not trainer.engine.is_main:
             continue
         report = read_json(trainer.run_dir / "startup.json")
-        is_exact = (is_exact or is_fresh) and _numerics(report) == _numerics(start)
+        is_exact = (is_exact or is_fresh) and _round_alike(report, start)
         tolerance = 0.0 if is_exact else TOLERANCE[trainer.config.precision]
         differences = Differences(tolerance)
         scratch = RecordedRun.read(trainer.run_dir)
@@ -148,13 +157,12 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
         yield f"steps {begin + 1} to {stop}: {result}", differences.problems
 
 
-def _numerics(report: Mapping[str, Any]) -> Any:
-    """Return what decides how a start rounds its sums, from its report; unequal to itself where nothing ensures it."""
-    if any(rank["name"] != "cpu" for rank in report["ranks"]):
-        return math.nan  # kernels of GPUs add in any order
-    keys = ("engine", "sharding", "world_size", "precision", "attention", "compile", "optimizer", "versions")
-    ranks = [[rank["processor"], rank["threads"]] for rank in report["ranks"]]
-    return [ranks, *(report[key] for key in keys), report["activation_checkpointing"], report["micro_batch_size"]]
+def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two starts round their sums alike, by their reports; on GPUs kernels add in any order."""
+    keys = ("name", "processor", "threads")
+    ranks, others = ([[rank[key] for key in keys] for rank in start["ranks"]] for start in (first, second))
+    on_cpus = all(name == "cpu" for name, *_ in ranks)
+    return on_cpus and ranks == others and all(first[key] == second[key] for key in _NUMERICS)
 
 
 class Differences:
@@ -205,7 +213,7 @@ def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: in
             differences.add_size(name, math.inf, f"only {where}")
             continue
         ours, theirs = recorded[place], recomputed[place]
-        norms = [record.pop("grad_norms", []) for record in (ours, theirs)]
+        norms = [record.get("grad_norms", []) for record in (ours, theirs)]
         # The first record after a checkpoint, or after a start, may be about fewer steps.
         common = min(map(len, norms))
         is_whole = len(norms[0]) == len(norms[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.paired import LOSSES, compare_changed, exchanged_verdicts
+from benchmarks.paired import LOSSES, compare_changed, exchanged_decisions
 
 pytestmark = pytest.mark.quick
 
@@ -28,4 +28,4 @@ def test_pairs_that_share_their_noise() -> None:
         < mean["pairs for 0.5 %, unpaired"]
         < tail["pairs for 0.5 %, unpaired"]
     )
-    assert exchanged_verdicts(arms, LOSSES[0], 1, 100) <= 0.05
+    assert exchanged_decisions(arms, LOSSES[0], 1, 100) <= 0.05

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from mmldlm import train
+from mmldlm import cli, train
 from mmldlm.checkpoint.manifest import verify_checkpoint
+from mmldlm.config import load_config
 from mmldlm.tools.monitor.alerts import alerts
 from tests.helpers.engine_runs import CURVE
 from tests.helpers.forked_runs import ForkedRuns
@@ -93,6 +94,34 @@ def test_a_stopped_run_goes_on_from_the_mirror_alone(
     assert {path.name for path in (mirror / "step-00000016").iterdir()} == {
         *("complete.json", "checkpoints", "config.yaml", "data", "metrics.jsonl", "skipped_steps.jsonl", "startup.json")
     }
+
+
+@pytest.mark.quick
+def test_a_rewound_run_does_not_go_on_with_the_copies_of_the_branch_that_it_left(
+    parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mirror = tmp_path / "run", tmp_path / "mirror/run"
+    command = [str(parity_config), *SETTINGS, f"run.dir={run}", f"checkpoint.mirror={tmp_path / 'mirror'}"]
+    assert train.main(command) == 0
+    sample = f"{Path(load_config(parity_config).data.path).name}:0"
+    assert cli.main(["rewind", str(run), "--before", "9", "--skip", sample]) == 0
+    capsys.readouterr()
+    assert_user_error((train.main(command), capsys.readouterr().err), 64, str(mirror), "step 16", "none after 8")
+    for step in (12, 16):
+        shutil.rmtree(mirror / f"step-{step:08}")
+    assert train.main(command) == 0 and steps(mirror)[-1] == 16
+    # A copy knows what its run leaves out; the start that fetches it has been set up without that.
+    shutil.rmtree(run)
+    capsys.readouterr()
+    assert_user_error((train.main(command), capsys.readouterr().err), 64, str(run), "run the command again")
+    assert train.main(command) == 0 and load_config(run / "config.yaml", may_extend=False).data.skip_samples == [sample]
+
+
+@pytest.mark.quick
+def test_rewinds_and_a_mirror_exclude_each_other(parity_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = "guard={grad_norm_spike: 10, on_spike: rewind}"
+    status = train.main([str(parity_config), guard, "run.dir=x", "checkpoint.mirror=/y"])
+    assert_user_error((status, capsys.readouterr().err), 64, "guard.on_spike", "checkpoint.mirror", "/y")
 
 
 def test_two_ranks(forked: ForkedRuns, parity_config: Path, tmp_path: Path, reference: list[list[float]]) -> None:

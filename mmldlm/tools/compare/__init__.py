@@ -1,0 +1,1 @@
+"""`mmldlm compare`: the paired difference of two runs, or of two configs that it trains."""

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from mmldlm.errors import ExitCode, UsageError
 from mmldlm.tools.report.comparison import group_runs
-from mmldlm.tools.report.paired import Difference, PairedComparison, PairedRuns, Verdict
+from mmldlm.tools.report.paired import Decision, Difference, PairedComparison, PairedRuns
 from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.utils.nested import replace_nonfinite
 
-_MEANINGS: dict[Verdict, str] = {
+_MEANINGS: dict[Decision, str] = {
     "lower": "B is below A",
     "higher": "B is above A",
     "equal": "B differs from A by less than {:g} %",
@@ -23,7 +23,7 @@ _MEANINGS: dict[Verdict, str] = {
 
 
 def table_lines(comparison: PairedComparison) -> list[str]:
-    """Return the tables and the verdict for the terminal."""
+    """Return the tables and the decision for the terminal."""
     lines = []
     for pair in comparison.pairs:
         rows = pair.differences
@@ -32,7 +32,7 @@ def table_lines(comparison: PairedComparison) -> list[str]:
     if rows := comparison.over_seeds:
         lines += [f"final values, mean over {len(rows[0].steps)} pairs", *_table(rows)]
     about = "over seeds" if comparison.is_over_seeds else "of these two runs alone"
-    meaning = _MEANINGS[comparison.verdict].format(100 * comparison.at_least)
+    meaning = _MEANINGS[comparison.decision].format(100 * comparison.at_least)
     return [*lines, f"{comparison.loss} {about}: {meaning}"]
 
 
@@ -69,7 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--until", choices=("decided", "end"), help="train both configs in turns, until decided or to the end")
     add("--seeds", type=int, nargs="+", metavar="SEED", help="with --until: train a pair for each of these seeds")
     add("--steps", type=_positive, default=math.inf, help="last step to compare, and to train; schedules stay the same")
-    add("--loss", default="loss/total", metavar="METRIC", help="metric of the verdict (%(default)s)")
+    add("--loss", default="loss/total", metavar="METRIC", help="metric of the decision (%(default)s)")
     add("--at-least", type=_fraction, default=0.005, metavar="X%", help="smallest difference that matters (0.5%%)")
     add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.until and not options.json:
             step = min(pairs[-1].a.history.step, pairs[-1].b.history.step)
             print(f"pair {len(pairs)}, step {step:,}: {comparison.deciding or pairs[-1].pairing}", flush=True)
-        if options.until == "decided" and comparison.verdict != "open":
+        if options.until == "decided" and comparison.decision != "open":
             break
     if options.json:
         print(json.dumps(replace_nonfinite(comparison.to_dict()), allow_nan=False))

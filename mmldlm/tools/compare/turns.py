@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 
 from mmldlm.config import RunConfig, require_paths
-from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, StoppedBySignal, UsageError
 from mmldlm.tools.run_history import History
-from mmldlm.train import train_step
+from mmldlm.train import train
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 
@@ -24,8 +26,8 @@ class TurnOver(StoppedBySignal):
 class TurnTrainer(Trainer):
     """A run that saves and ends after step `stop_at`, if that is not its last."""
 
-    def __init__(self, config: RunConfig, stop_at: float):
-        super().__init__(config)
+    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None, stop_at: float = math.inf):
+        super().__init__(config, launch)
         self.stop_at = stop_at
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
@@ -70,6 +72,5 @@ def _step(run_dir: Path) -> int:
 
 def _train(config: RunConfig, stop_at: float) -> None:
     # Standard output is for what the command itself prints.
-    with redirect_stdout(sys.stderr), suppress(TurnOver), TurnTrainer(config, stop_at) as trainer:
-        for step, micro_batches in trainer.steps():
-            train_step(trainer, step, micro_batches)
+    with redirect_stdout(sys.stderr), suppress(TurnOver):
+        train(config, trainer_cls=partial(TurnTrainer, stop_at=stop_at))  # type: ignore[arg-type]

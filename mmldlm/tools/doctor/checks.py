@@ -245,7 +245,7 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
         source = {} if resumes else find_source(config.init)
         if not source:
             return []
-        start = warm_start(source, config, store, _meta_model(config, store).initial_weights(config.run.seed))
+        start = warm_start(source, config, store, _meta_model(config, store).initial_weights(config.run.weights_seed))
     except MmldlmError as error:
         return [fail("init", str(error), "docs/checkpoints.md, Start from a trained model", int(error.exit_code))]
     return [ok("init", "; ".join(line.strip() for line in start.notes))]

@@ -134,26 +134,21 @@ def draw_figures(groups: Sequence[RunGroup], paired: Sequence[PairedComparison],
     import matplotlib
 
     figures = []
-    caption = "Mean difference of loss/total from the baseline over the records up to a step, and its interval."
+
+    def render(name: str, title: str, caption: str, figure: Figure, omitted: Sequence[str] = ()) -> None:
+        figure.savefig(folder / f"{name}.png")
+        figure.set_layout_engine("none")  # the layout has been computed; the SVG has the same
+        figures.append(RenderedFigure(name, title, caption, _render_svg(figure, name), omitted))
+
     with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # in the name of a run
-        planned = [
-            (
-                name,
-                title,
-                text,
-                build_figure(groups, panels[:_MAX_PANELS]),
-                [each.title for each in panels[_MAX_PANELS:]],
-            )
-            for name, title, text, panels in plan_figures([run for group in groups for run in group.runs])
-            if panels
-        ]
+        for name, title, caption, panels in plan_figures([run for group in groups for run in group.runs]):
+            if panels:
+                omitted = [panel.title for panel in panels[_MAX_PANELS:]]
+                render(name, title, caption, build_figure(groups, panels[:_MAX_PANELS]), omitted)
         if paired:
-            planned.append(("paired", "Paired differences", caption, build_paired_figure(paired), []))
-        for name, title, text, figure, omitted in planned:
-            figure.savefig(folder / f"{name}.png")
-            figure.set_layout_engine("none")  # the layout has been computed; the SVG has the same
-            figures.append(RenderedFigure(name, title, text, _render_svg(figure, name), omitted))
+            caption = "Mean difference of loss/total from the baseline over the records up to a step, and its interval."
+            render("paired", "Paired differences", caption, build_paired_figure(paired))
     return figures
 
 

@@ -27,7 +27,7 @@ from mmldlm.utils.format import format_number
 from mmldlm.utils.nested import flatten
 
 Unit = Literal["records", "pairs"]
-Verdict = Literal["lower", "higher", "equal", "open"]
+Decision = Literal["lower", "higher", "equal", "open"]
 
 # Variance of the mixture over effects: small for records, of which there are hundreds, and none of the first ten has an
 # interval; large for pairs, of which there are few, so that only several standard deviations are settled.
@@ -82,7 +82,7 @@ class Difference:
         value, half_width, scale = self.means[-1], self.half_widths[-1], abs(self.baseline) or math.nan
         return float(value / scale), float((value - half_width) / scale), float((value + half_width) / scale)
 
-    def verdict(self, at_least: float) -> Verdict:
+    def decision(self, at_least: float) -> Decision:
         """Return whether B is lower or higher, or equal up to the fraction `at_least` of A's mean."""
         _, low, high = self.relative()
         if high < 0 or low > 0:
@@ -181,8 +181,8 @@ class PairedComparison:
 
     Attributes:
         pairs: A run of A with one of B.
-        is_over_seeds: The verdict is about the mean over pairs, otherwise about the records of the only one.
-        loss: The metric that the verdict is about.
+        is_over_seeds: The decision is about the mean over pairs, otherwise about the records of the only one.
+        loss: The metric that the decision is about.
         at_least: Smallest difference that matters, as a fraction.
     """
 
@@ -217,17 +217,17 @@ class PairedComparison:
             for tag in tags
         ]
 
-    @property
+    @cached_property
     def deciding(self) -> Difference | None:
-        """The difference that the verdict is about, if there is any yet."""
+        """The difference that the decision is about, if there is any yet."""
         if not self.is_over_seeds:
             return self.pairs[0].difference(self.loss)
         return next((one for one in self.over_seeds if one.tag == self.loss), None)
 
     @property
-    def verdict(self) -> Verdict:
-        """The verdict, "open" without any difference."""
-        return "open" if self.deciding is None else self.deciding.verdict(self.at_least)
+    def decision(self) -> Decision:
+        """The decision, "open" without any difference."""
+        return "open" if self.deciding is None else self.deciding.decision(self.at_least)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the comparison."""
@@ -241,5 +241,5 @@ class PairedComparison:
             for pair in self.pairs
         ]
         over_seeds = [one.to_dict() for one in self.over_seeds]
-        head = {"loss": self.loss, "at_least": self.at_least, "verdict": self.verdict}
+        head = {"loss": self.loss, "at_least": self.at_least, "decision": self.decision}
         return {**head, "pairs": pairs, "over_seeds": over_seeds}

@@ -78,7 +78,7 @@ def test_turns_change_no_number(tiny_store: Path, tmp_path: Path, capsys: pytest
 
     # Decided at once by what there is: nothing is trained.
     before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    assert compared(capsys, *paths, "--until", "decided", "--at-least", "90%")["verdict"] == "equal"
+    assert compared(capsys, *paths, "--until", "decided", "--at-least", "90%")["decision"] == "equal"
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
 
 
@@ -91,7 +91,7 @@ def test_until_decided_stops_early(tiny_store: Path, tmp_path: Path, capsys: pyt
 
 
 def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A verdict over seeds takes several pairs, and is the same from the folders alone."""
+    """A decision over seeds takes several pairs, and is the same from the folders alone."""
     paths = [config(tmp_path, "a", tiny_store, steps="20"), config(tmp_path, "b", tiny_store, lr="1e-5", steps="20")]
     options = ("--loss", "validation/total", "--at-least", "1%")
     result = compared(capsys, *paths, "--until", "end", "--seeds", "1", "2", "3", *options)
@@ -113,17 +113,17 @@ def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.quick
-def test_verdicts() -> None:
+def test_decisions() -> None:
     noise = np.random.default_rng(0).standard_normal(200)
 
-    def verdict(shift: float, at_least: float = 0.005, scale: float = 1e-3) -> str:
+    def decision(shift: float, at_least: float = 0.005, scale: float = 1e-3) -> str:
         steps = range(1, 201)
-        return Difference.between("x", "records", steps, np.ones(200), 1 + shift + scale * noise).verdict(at_least)
+        return Difference.between("x", "records", steps, np.ones(200), 1 + shift + scale * noise).decision(at_least)
 
-    assert verdict(0.01) == "higher" and verdict(-0.01) == "lower"
-    assert verdict(0) == "equal" and verdict(0, at_least=0) == "open" and verdict(0.004, scale=0.1) == "open"
+    assert decision(0.01) == "higher" and decision(-0.01) == "lower"
+    assert decision(0) == "equal" and decision(0, at_least=0) == "open" and decision(0.004, scale=0.1) == "open"
     short = Difference.between("x", "records", [1, 2], np.ones(2), np.zeros(2))
-    assert short.verdict(0.5) == "open" and math.isinf(short.half_widths[-1])
+    assert short.decision(0.5) == "open" and math.isinf(short.half_widths[-1])
 
 
 @pytest.mark.parametrize(
