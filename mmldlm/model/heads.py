@@ -182,7 +182,8 @@ class LengthHead(nn.Module):
 
     def forward(self, latents_BME: Tensor, time_BT: Tensor) -> Tensor:
         """Return logits [B, max_length] in float32; column i is length i + 1."""
-        return self.out(F.silu(self.hidden(latents_BME.mean(1)) + self.time(time_BT))).float()
+        # Times 1 + time: the noise time has many times the latent's variance, and in a sum would hide it.
+        return self.out(F.silu(self.hidden(latents_BME)).mean(1) * (1 + self.time(time_BT))).float()
 
 
 class LossWeights(nn.Module):
