@@ -115,7 +115,7 @@ def _row_kind(name: str, depth: int) -> str:
     parts = name.split(".")
     if parts[0] == "text_out":
         return "masked_token"
-    if parts[0] in ("latent_in", "latent_head"):
+    if parts[0] in ("latent_in", "latent_head") or parts[:2] == ["length_head", "hidden"]:
         return "latent_token"
     if parts[0] == "blocks" and parts[3] != "modulation":
         if parts[2] == "latent":

@@ -87,7 +87,7 @@ def padded_forward(
     text = model.token_embedding.weight[tokens]
     latent = model.latent_in(latents) + model.latent_position
     head = model.length_head
-    lengths = head.out(F.silu(head.hidden(latent.mean(1)) + head.time(latent_time)))
+    lengths = head.out(F.silu(head.hidden(latent)).mean(1) * (1 + head.time(latent_time)))
     for block in model.blocks:
         text, latent = padded_block(block, text, latent, conditioning, real, model.config.rope_base)
     shift, scale, gate = adaptations(model.text_final, conditioning)
