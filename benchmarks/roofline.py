@@ -23,20 +23,16 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from benchmarks.common.report import RESULTS, markdown, plain_parser, print_status, write_json
 from benchmarks.common.task import CHANNELS, SHAPES
@@ -47,6 +43,7 @@ from mmldlm.model.flops import ModelFlops, peak_flops
 from mmldlm.model.layers import rotary_angles
 from mmldlm.model.mmdit import DataShape, MMDiT, MMDiTBlock, ModelConfig, StreamRows
 from mmldlm.model.ops import assume_device
+from mmldlm.tools.plan.kernels import UPDATE_BYTES, Access, Kernel, Phase, Rates, Recorder
 from mmldlm.utils.meta_device import materialize
 
 SIZES = {"24 x 1024": (24, 1024), "12 x 768": (12, 768), "24 x 2048": (24, 2048)}  # blocks, width
@@ -54,102 +51,14 @@ HOST_SIZE = "24 x 1024"  # whose step the host's time is compared with
 SAMPLES, LENGTH = 32, 512  # 16,384 tokens, half of them masked
 VOCABULARY = SHAPES["gpu"].vocab_size
 GPU = "NVIDIA H200"
-PRODUCT_RATE = 0.80 * 790e12  # FLOP/s of large bf16 products: what 8,192 x 8,192 x 8,192 reaches, less partial tiles
-ATTENTION_RATE = {"forward": 330e12, "backward": 230e12}  # FLOP/s of FlashAttention-2 at head width 64
-TRAFFIC_RATE = 0.85 * 4.3e12  # bytes/s of element-wise kernels, of a copy's
-LAUNCH_S = 2.2e-6  # from one small kernel to the next
+RATES = Rates(
+    product=0.80 * 790e12,  # of large bf16 products: what 8,192 x 8,192 x 8,192 reaches, less partial tiles
+    attention_forward=330e12,  # of FlashAttention-2 at head width 64
+    attention_backward=230e12,
+    traffic=0.85 * 4.3e12,  # of a copy's
+    launch_s=2.2e-6,
+)
 SMALL_BYTES = 2**20  # a kernel whose largest tensor is smaller takes about a launch
-# Bytes for each parameter: fused AdamW reads and writes weight, gradient and moments, clipping the gradient.
-UPDATE_BYTES = 28 + 12
-
-Phase = Literal["forward", "backward"]
-Kind = Literal["product", "attention", "other"]
-
-_INDEXED = {"index_select", "embedding", "nll_loss_forward"}  # read as much of their table as they have indices for
-_NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach"}
-
-
-@dataclass(frozen=True)
-class Access:
-    """A tensor that a kernel reads or writes."""
-
-    storage: int
-    key: tuple[Any, ...]  # part of the storage
-    size: int  # bytes
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Access:
-        numel = 1
-        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            numel *= length if stride else 1  # expanded dimensions are read once
-        key = (tensor.storage_offset(), tuple(tensor.shape))
-        return cls(tensor.untyped_storage()._cdata, key, numel * tensor.element_size())
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """An operator, or several in one pass over memory."""
-
-    phase: Phase
-    kind: Kind
-    name: str
-    flops: float
-    reads: tuple[Access, ...]
-    writes: tuple[Access, ...]
-
-    @property
-    def traffic(self) -> int:
-        """Bytes that it reads and writes."""
-        return sum(access.size for access in (*self.reads, *self.writes))
-
-    @property
-    def is_small(self) -> bool:
-        return self.kind == "other" and all(access.size < SMALL_BYTES for access in (*self.reads, *self.writes))
-
-    @property
-    def seconds(self) -> float:
-        """Its time by the roofline."""
-        rate = ATTENTION_RATE[self.phase] if self.kind == "attention" else PRODUCT_RATE
-        return max(self.flops / rate, self.traffic / TRAFFIC_RATE, LAUNCH_S)
-
-
-class Recorder(TorchDispatchMode):
-    """Dispatch mode that records the kernels of a step on fake tensors.
-
-    Args:
-        attention_flops: FLOPs of a forward call of the attention.
-    """
-
-    def __init__(self, attention_flops: float):
-        super().__init__()
-        self.attention_flops, self.phase, self.kernels = attention_flops, "forward", list[Kernel]()
-        self._alive: list[Tensor] = []  # so that no address is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        packet, name = func.overloadpacket, func.overloadpacket.__name__
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if func.is_view or name in _NO_KERNEL or not results:
-            return out
-        inputs = args[1:] if name in ("copy_", "fill_", "zero_") else args
-        given = {key: value for key, value in kwargs.items() if key not in ("out", "grad_input")}
-        tensors = [leaf for leaf in tree_leaves((inputs, given)) if isinstance(leaf, Tensor)]
-        if name.endswith(("zeros_like", "ones_like", "full_like")) or name.startswith("new_"):
-            tensors = []
-        self._alive += tensors + results
-        kind: Kind = "other"
-        flops = 0.0
-        if "attn" in name or "attention" in name:
-            # Backward computes the scores again: five products for two (FlashAttention-2, arXiv 2307.08691).
-            kind, flops = "attention", self.attention_flops * (1.0 if self.phase == "forward" else 2.5)
-        elif packet in flop_registry:
-            kind, flops = "product", flop_registry[packet](*args, **kwargs, out_val=out)
-        reads, writes = ([*dict.fromkeys(map(Access.of, part))] for part in (tensors, results))
-        if name in _INDEXED:
-            reads[0] = replace(reads[0], size=min(reads[0].size, writes[0].size))
-        self.kernels.append(Kernel(self.phase, kind, name, flops, tuple(reads), tuple(writes)))  # type: ignore[arg-type]
-        return out
 
 
 class _Planned(Exception):
@@ -203,14 +112,18 @@ def fuse(kernels: Sequence[Kernel]) -> list[Kernel]:
     return fused
 
 
+def _is_small(kernel: Kernel) -> bool:
+    return kernel.kind == "other" and all(access.size < SMALL_BYTES for access in (*kernel.reads, *kernel.writes))
+
+
 def predict(kernels: Sequence[Kernel], model: MMDiT, samples: int = SAMPLES, length: int = LENGTH) -> dict[str, Any]:
     """Return times in ms by kind of kernel, their sum, the number of kernels, tokens per second and MFU."""
     ms: dict[str, float] = dict.fromkeys(("products", "attention", "element-wise", "small"), 0.0)
     for kernel in kernels:
         kind = {"product": "products", "attention": "attention"}.get(kernel.kind, "element-wise")
-        ms["small" if kernel.is_small else kind] += 1e3 * kernel.seconds
+        ms["small" if _is_small(kernel) else kind] += 1e3 * kernel.seconds(RATES)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    ms["update"] = 1e3 * parameters * UPDATE_BYTES / TRAFFIC_RATE
+    ms["update"] = 1e3 * parameters * UPDATE_BYTES / RATES.traffic
     total, tokens = sum(ms.values()), samples * length
     flops = ModelFlops.from_model(model).step_flops(tokens, tokens // 2, samples, 1, samples * (length + 1) ** 2)
     peak = peak_flops(GPU, "bf16")

@@ -61,15 +61,13 @@ class MemoryPlan:
     def _fsdp2(self, accumulating: bool) -> int:
         """Return the bytes of gathered weights, gradients and moments that FSDP2 has yet to allocate."""
         engine: Any = self.engine
-        # Of the blocks: the one that computes, the next one, and the buffer of a gather that is copied out of.
         reshards = engine.accelerator.state.fsdp_plugin.reshard_after_forward
-        gathered = self._outside + 3 * self._block if reshards else self._weights
-        # Gradients as backward computes them, and in float32 to be reduced; whole ones until the last micro-batch.
-        gradients = (self._weight_bytes + FLOAT32_BYTES) * 2 * self._block
-        gradients += FLOAT32_BYTES * (self._trained if accumulating else self._outside)
+        temporary = fsdp2_bytes(self._weights, self._block, self._outside, self._weight_bytes, reshards)
+        # Whole gradients until the last micro-batch.
+        whole = FLOAT32_BYTES * (self._trained if accumulating else self._outside)
         shard = self._trained * engine.launch.replicas // engine.world_size
         moments = 0 if engine.unwrapped_optimizer.state else 2
-        return self._weight_bytes * gathered + gradients + FLOAT32_BYTES * (1 + moments) * shard
+        return temporary + whole + FLOAT32_BYTES * (1 + moments) * shard
 
     def _zero3(self) -> int:
         """Return the bytes of gathered weights and unreduced gradients; all else is there since DeepSpeed's start."""
@@ -78,6 +76,19 @@ class MemoryPlan:
         gathered = min(self._weights, deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size())
         if secondary > 1:
             gathered += self._weights // secondary
-        # A block's gradients, and copies of a bucket in the type and in the order in which it is exchanged.
         bucket = min(self._trained, deepspeed.zero_reduce_bucket_size())
-        return self._weight_bytes * (gathered + self._block) + 2 * FLOAT32_BYTES * bucket
+        return zero3_bytes(gathered, self._block, bucket, self._weight_bytes)
+
+
+def fsdp2_bytes(weights: int, block: int, outside: int, weight_bytes: int, reshards: bool = True) -> int:
+    """Return the bytes of FSDP2's gathered weights and of a block's gradients; the sizes are numbers of parameters."""
+    # Of the blocks: the one that computes, the next one, and the buffer of a gather that is copied out of.
+    gathered = outside + 3 * block if reshards else weights
+    # Gradients as backward computes them, and in float32 to be reduced.
+    return weight_bytes * gathered + (weight_bytes + FLOAT32_BYTES) * 2 * block
+
+
+def zero3_bytes(gathered: int, block: int, bucket: int, weight_bytes: int) -> int:
+    """Return the bytes of ZeRO-3's gathered weights and unreduced gradients; the sizes are numbers of parameters."""
+    # A block's gradients, and copies of a bucket in the type and in the order in which it is exchanged.
+    return weight_bytes * (gathered + block) + 2 * FLOAT32_BYTES * bucket

@@ -29,7 +29,7 @@ Product = tuple[Kind, torch.dtype, tuple[int, ...], tuple[Any, ...]]
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
-_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors are
+FLOP_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors are
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _ATEN._scaled_dot_product_flash_attention_backward
@@ -57,8 +57,8 @@ class CostTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _FORMULAS:
-            self.flops += _FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if func.overloadpacket in FLOP_FORMULAS:
+            self.flops += FLOP_FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         if func.overloadpacket in _PRODUCTS:
             sizes = tuple(size for factor in args for size in factor.shape)
             properties = (func.overloadpacket, *(factor.stride() for factor in args), *(kwargs or {}).items())

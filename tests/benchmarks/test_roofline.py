@@ -9,12 +9,8 @@ import pytest
 from benchmarks.common.report import RESULTS
 from benchmarks.roofline import (
     HOST_SIZE,
-    LAUNCH_S,
-    PRODUCT_RATE,
-    TRAFFIC_RATE,
+    RATES,
     VOCABULARY,
-    Access,
-    Kernel,
     block_costs,
     compiled_block_costs,
     fuse,
@@ -23,6 +19,7 @@ from benchmarks.roofline import (
     record,
 )
 from mmldlm.model.flops import ModelFlops
+from mmldlm.tools.plan.kernels import Access, Kernel
 
 pytestmark = pytest.mark.quick
 
@@ -60,9 +57,9 @@ def test_the_host_is_ahead_of_the_gpu() -> None:
 
 
 def test_a_kernel_takes_its_products_or_its_traffic_or_a_launch() -> None:
-    assert kernel("product", "a", "b", flops=1e12).seconds == 1e12 / PRODUCT_RATE
-    assert kernel("product", "a", "b", flops=1e6).seconds == 8 * MIB / TRAFFIC_RATE
-    assert Kernel("forward", "other", "add", 0.0, (), (Access(1, (), 4),)).seconds == LAUNCH_S
+    assert kernel("product", "a", "b", flops=1e12).seconds(RATES) == 1e12 / RATES.product
+    assert kernel("product", "a", "b", flops=1e6).seconds(RATES) == 8 * MIB / RATES.traffic
+    assert Kernel("forward", "other", "add", 0.0, (), (Access(1, (), 4),)).seconds(RATES) == RATES.launch_s
 
 
 def test_fusing_keeps_what_enters_and_leaves() -> None:

@@ -1,0 +1,1 @@
+"""`mmldlm plan`: which engine, micro-batch and activation checkpointing to take, by predicted memory and time."""
