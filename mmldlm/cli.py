@@ -32,11 +32,12 @@ COMMANDS = {
     "track": ("mmldlm.tools.track", "send the records of a run to wandb, trackio or mlflow"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
+    "plan": ("mmldlm.tools.plan.command", "predict memory and step time of the ways to train a config, and choose"),
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
 # Use all OpenMP threads.
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain")
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
 PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 

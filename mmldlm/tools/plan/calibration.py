@@ -43,11 +43,12 @@ from mmldlm.utils.host_cpus import processor_name
 from mmldlm.utils.progress import Progress
 
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3")
-STEPS = 9  # of each network, the first of which is not timed
+STEPS = 6  # of each network, the first of which is not timed
 COVERAGE = 0.95  # of the interval, among the calibration's own networks
 LAUNCHER_FILES = Path(mmldlm.__file__).parent / "project"  # with accelerate_configs/ and ds_configs/
+Network = tuple[int, int, int, int, str]
 # Width, depth, tokens of a step on a rank, micro-batches, activation checkpointing.
-NETWORKS = (
+NETWORKS: Sequence[Network] = (
     (64, 2, 512, 1, "none"),
     (64, 6, 2048, 1, "none"),
     (96, 4, 1024, 1, "none"),
@@ -76,9 +77,14 @@ class Fit:
 class Calibration:
     """Coefficients by "ENGINE xW"; the file at `path` keeps them."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.machine = {"cpu": processor_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    def __init__(self, path: Path, networks: Sequence[Network] = NETWORKS):
+        self.path, self.networks = path, networks
+        self.machine: dict[str, Any] = {
+            "cpu": processor_name(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        self.machine["networks"] = [list(network) for network in networks]
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         kept = content.get("fits", {}) if content.get("machine") == self.machine else {}
         self.fits = {name: Fit(**fit) for name, fit in kept.items()}
@@ -89,14 +95,17 @@ class Calibration:
         missing = [single] * (single not in self.fits)
         missing += [name for engine in engines if (name := f"{engine} x{world_size}") not in self.fits | {single: 0}]
         opened: Store = open_data(store)
+        costs: dict[int, list[StepCosts]] = {}
         with Progress() as progress:
             for name in missing:
                 engine, world = name.split(" x")[0], int(name.split(" x")[1])
-                progress.phase(f"calibrating {engine} with {world} processes on {len(NETWORKS)} networks", announce=True)
-                jobs = calibration_jobs(store, opened, world)
+                jobs = jobs_of(self.networks, store, opened, world)
+                if world not in costs:
+                    progress.phase(f"recording the kernels of {len(jobs)} networks for {world} processes")
+                    costs[world] = [step_costs(load_config(None, job), opened, world, "cpu") for _, job in jobs]
+                progress.phase(f"calibrating {engine} with {world} processes on {len(jobs)} networks")
                 seconds = timed(engine, world, jobs)
-                costs = [step_costs(load_config(None, job), opened, world, "cpu", range(1, STEPS)) for _, job in jobs]
-                rows = [self._row(engine, cost) for cost in costs]
+                rows = [self._row(engine, cost) for cost in costs[world]]
                 times = [median(seconds[name]) for name, _ in jobs]
                 self.fits[name] = fit(np.array(rows), np.array(times))
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +161,9 @@ def non_negative(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return best
 
 
-def calibration_jobs(location: str | Mapping[str, float], store: Store, world_size: int) -> list[tuple[str, list[str]]]:
+def jobs_of(
+    networks: Sequence[Network], location: str | Mapping[str, float], store: Store, world_size: int
+) -> list[tuple[str, list[str]]]:
     """Return the networks as (name, settings), sized by the lengths of the store."""
     length = store.split("train").mean_length + store.manifest.latent.tokens
     return [
@@ -160,7 +171,7 @@ def calibration_jobs(location: str | Mapping[str, float], store: Store, world_si
             f"{width} x {depth}, {tokens}, {micro}, {checkpointing}",
             network_settings(location, width, depth, tokens, micro, checkpointing, length, world_size),
         )
-        for width, depth, tokens, micro, checkpointing in NETWORKS
+        for width, depth, tokens, micro, checkpointing in networks
     ]
 
 
@@ -205,7 +216,7 @@ def timed(
             command = [*launcher, *arguments]
         if engine not in (SINGLE, DDP):
             command += ["--accelerate_config", str(launcher_file(engine, folder))]
-        environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PLAN_RUN_DIR": str(folder / "runs")}
+        environment = {"OMP_NUM_THREADS": str(threads_of(world_size)), "PLAN_RUN_DIR": str(folder / "runs")}
         done = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, **environment, **variables}, check=False
         )
@@ -213,6 +224,11 @@ def timed(
             errors = [line for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
             raise MmldlmError(f"{engine} with {world_size} processes did not run: {(errors or ['no message'])[0]}")
         return dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+
+
+def threads_of(world_size: int) -> int:
+    """Return the threads of each process, which share those of PyTorch here."""
+    return max(1, torch.get_num_threads() // world_size)
 
 
 def launcher_file(engine: str, folder: Path, **values: Any) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,13 +16,13 @@ from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.ops import assume_device
 from mmldlm.run.factory import build_fake_model, build_meta_model, build_objective, corrupt_step
-from mmldlm.tools.plan.kernels import Recorder
+from mmldlm.tools.plan.kernels import Rates, Recorder
 from mmldlm.trainer.dry_run import MIB, Estimate, estimate, state_mib
 from mmldlm.trainer.engine_costs import Sharding, padded_parameters, step_traffic
 from mmldlm.trainer.memory_plan import FLOAT32_BYTES, fsdp2_bytes, zero3_bytes
 from mmldlm.utils.meta_device import materialize
 
-TYPICAL_STEPS = 4  # whose kernels are recorded, at evenly spaced ranks of the first `SEARCHED` by tokens
+TYPICAL_STEPS = 2  # whose kernels are recorded, at evenly spaced ranks of the first `SEARCHED` by tokens
 SEARCHED = 64
 BUCKET = 100_000_000  # elements of DeepSpeed's reduce_bucket_size in the shipped files
 
@@ -116,15 +115,8 @@ class StepCosts:
         return one.total_mib - at_peak + state + one.kernels_mib + temporary / MIB
 
 
-def step_costs(
-    config: RunConfig,
-    store: Store,
-    world_size: int,
-    device: str,
-    steps: Sequence[int] | None = None,
-    rates: Any = None,
-) -> StepCosts:
-    """Record the kernels of the `steps` of a config (typical ones by default), and time them by `rates` if given.
+def step_costs(config: RunConfig, store: Store, world_size: int, device: str, rates: Rates | None = None) -> StepCosts:
+    """Record the kernels of typical steps of a config, and time them by `rates` if given.
 
     Raises:
         ConfigError: The global batch cannot be divided among the ranks.
@@ -133,10 +125,12 @@ def step_costs(
     batch_at = partial(config.train.batch_at, world_size=world_size)
     loader = Loader(store, "train", replace(config.data, num_workers=0), config.run.seed, batch_at, 0, world_size)
     size = batch_at(0).global_batch_size
-    model, mode = _fake_model(config, store, device)
+    # The attention of GPUs is one kernel for the micro-batch, but in float32.
+    is_varlen = device == "cuda" and config.precision in ("bf16", "fp16")
+    model, mode = _fake_model(config, store, is_varlen)
     objective = build_objective(config, store.manifest)
     works = []
-    for step in _typical_steps(config, loader) if steps is None else steps:
+    for step in _typical_steps(config, loader):
         ((_, batches),) = loader.steps(step, step + 1, step * size)
         noised = corrupt_step(config, objective, step, size, batches)
         kernels = []
@@ -145,7 +139,7 @@ def step_costs(
             # Index tensors are made once for a micro-batch, on the host.
             _ = layout.groups, layout.sample_of_token, layout.position, layout.sample_of_latent
             _ = layout.joint_order, layout.joint_inverse, layout.joint_offsets
-            recorder = Recorder(4.0 * layout.num_pairs * config.model.width if device == "cuda" else None)
+            recorder = Recorder(4.0 * layout.num_pairs * config.model.width if is_varlen else None)
             with mode, assume_device(device), recorder:
                 loss, _ = objective(model, batch, batch.counts.tolist())
                 recorder.phase = "backward"
@@ -179,9 +173,9 @@ def _typical_steps(config: RunConfig, loader: Loader) -> list[int]:
     return steps
 
 
-def _fake_model(config: RunConfig, store: Store, device: str) -> tuple[MMDiT, FakeTensorMode]:
-    """Return the network on fake tensors, with the attention that `device` runs, and their mode."""
-    if device == "cpu":
+def _fake_model(config: RunConfig, store: Store, is_varlen: bool) -> tuple[MMDiT, FakeTensorMode]:
+    """Return the network on fake tensors, with the attention of a CPU or of GPUs in half precision, and their mode."""
+    if not is_varlen:
         model = build_fake_model(config, store.manifest)
         return model, next(model.parameters()).fake_mode  # type: ignore[attr-defined]
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,8 +1,8 @@
 """A worker of `mmldlm plan`: times steps of several configs in one launch, or measures the memory that they take.
 
-    torchrun --nproc_per_node N -m mmldlm.tools.plan.timed_steps JOBS.json OUT.jsonl [--accelerate_config FILE] [--memory]
+    torchrun --nproc_per_node N -m mmldlm.tools.plan.timed_steps JOBS OUT [--accelerate_config FILE] [--memory]
 
-JOBS.json has a list of [name, settings]. OUT.jsonl gets a line for each: its name with the seconds of the steps, or
+JOBS is a JSON file, a list of [name, settings]. OUT gets a line for each: its name with the seconds of the steps, or
 with the peak of rank 0's memory above that before the run, in MiB. The first config only warms up what libraries and
 processes do at first use.
 """
