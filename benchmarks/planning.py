@@ -1,0 +1,198 @@
+"""`mmldlm plan --device this` against steps that are really run: their time, memory, and the engine that it chooses.
+
+    python -m benchmarks plan
+
+Calibrates the planner from nothing, then trains networks of other sizes under four engines with 1, 2 and 4 processes,
+all in one launch for each engine and number of processes, and again in one launch for memory. Each network comes with
+two ways of computing the same global batch, so that a choice is one of eight. OUT/plan-measured.json is written after
+each launch, and the same command continues with it; OUT/plan-calibration.json is the planner's. Delete both to
+begin anew. One thread for each process; needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.report import circumstances, markdown, parse, parser, print_status, work_dir, write_json
+from benchmarks.memory import ENVIRONMENT
+from benchmarks.paired import write_store
+from mmldlm.config import load_config
+from mmldlm.data.mixture import open_data
+from mmldlm.data.store import Store
+from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
+from mmldlm.tools.plan.calibration import NETWORKS, Calibration, Network, jobs_of, timed
+from mmldlm.tools.plan.costs import StepCosts, step_costs
+
+WORLDS = (1, 2, 4)
+SHARDING = (FSDP2, "zero1", "zero3")
+# Width, depth, tokens of a step on a rank, micro-batches, activation checkpointing; two ways for each network.
+SIZES = (
+    (96, 3, 512),
+    (96, 6, 1024),
+    (128, 4, 768),
+    (128, 5, 2048),
+    (160, 3, 1024),
+    (160, 6, 512),
+    (192, 3, 768),
+    (192, 4, 1536),
+    (224, 3, 1024),
+    (256, 4, 768),
+)
+WAYS = ((1, "none"), (2, "none"), (1, "selective"), (1, "full"))  # the first, and one of the others in turn
+CONFIGS: Sequence[Network] = [
+    (*size, *WAYS[way]) for number, size in enumerate(SIZES) for way in (0, 1 + number % (len(WAYS) - 1))
+]
+MEMORY_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network under an engine: (predicted, low, high) and measured seconds of a step, predicted and measured MiB."""
+
+    engine: str
+    world_size: int
+    network: Network
+    predicted: tuple[float, float, float]
+    seconds: float
+    predicted_mib: float
+    mib: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted[0] / self.seconds - 1)
+
+    @property
+    def memory_error(self) -> float:
+        return abs(self.predicted_mib / self.mib - 1)
+
+    @property
+    def is_inside(self) -> bool:
+        return self.predicted[1] <= self.seconds <= self.predicted[2]
+
+
+def engines_of(world_size: int) -> list[str]:
+    return [SINGLE if world_size == 1 else DDP, *SHARDING]
+
+
+def excess_of_choices(cases: Sequence[Case]) -> Iterator[float]:
+    """Yield, by world size and size of the network, how much slower the predicted best is than the best of all run."""
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.world_size, *case.network[:3]), []).append(case)
+    for group in groups.values():
+        chosen = min(group, key=lambda case: case.predicted[0])
+        yield chosen.seconds / min(case.seconds for case in group) - 1
+
+
+def summary(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return a row for each engine and number of processes, and one for all."""
+    groups = {(case.engine, case.world_size): 0 for case in cases}
+    rows = []
+    for engine, world in [*groups, ("all", None)]:
+        of = [case for case in cases if engine == "all" or (case.engine, case.world_size) == (engine, world)]
+        rows.append(
+            {
+                "engine": engine,
+                "processes": world,
+                "configs": len(of),
+                "median error of the step time %": 100 * median(case.error for case in of),
+                "largest %": 100 * max(case.error for case in of),
+                "inside the interval %": 100 * mean(case.is_inside for case in of),
+                "interval, high / low": median(case.predicted[2] / case.predicted[1] for case in of),
+                "median error of memory %": 100 * median(case.memory_error for case in of),
+                "largest of memory %": 100 * max(case.memory_error for case in of),
+            }
+        )
+    return rows
+
+
+def choices(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Return a row for each number of processes: how far the planner's choices are from the best of all run."""
+    rows = []
+    for world in dict.fromkeys(case.world_size for case in cases):
+        excess = list(excess_of_choices([case for case in cases if case.world_size == world]))
+        rows.append(
+            {
+                "processes": world,
+                "choices": len(excess),
+                "the best one %": 100 * mean(value == 0 for value in excess),
+                "at most 5 % slower %": 100 * mean(value <= 0.05 for value in excess),
+                "slower, mean %": 100 * mean(excess),
+                "slower, largest %": 100 * max(excess),
+            }
+        )
+    return rows
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of docs/trust.md."""
+    return {"plan-steps": markdown(result["tables"]["steps"]), "plan-choices": markdown(result["tables"]["choices"])}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser("plan", "Step time, memory and choices of `mmldlm plan --device this` against runs.")
+    options.set_defaults(name="plan", worlds=WORLDS, configs=CONFIGS, networks=NETWORKS)
+    quick = {"worlds": (1, 2), "configs": CONFIGS[:2], "networks": NETWORKS[:7]}
+    given = parse(options, argv, **quick, name="plan-quick")
+    given.out.mkdir(parents=True, exist_ok=True)
+    kept = given.out / f"{given.name}-measured.json"
+    measured: dict[str, dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    calibration = Calibration(given.out / f"{given.name}-calibration.json", given.networks)
+    launches = [(engine, world) for world in given.worlds for engine in engines_of(world)]
+    started, cases = time.monotonic(), list[Case]()
+    with work_dir(given) as folder:
+        location = str(write_store(folder))
+        store = open_data(location)
+        for number, (engine, world) in enumerate(launches):
+            minutes = (time.monotonic() - started) / 60
+            print_status(f"{engine} with {world} processes, launch {number + 1} of {len(launches)}, {minutes:.1f} min")
+            calibration.calibrate(location, [engine], world)
+            jobs = jobs_of(given.configs, location, store, world)
+            name = f"{engine} x{world}"
+            if name not in measured:
+                short = [(job, [*settings, f"train.steps={MEMORY_STEPS}"]) for job, settings in jobs]
+                measured[name] = {
+                    "seconds": timed(engine, world, jobs),
+                    "mib": timed(engine, world, short, memory=True, **ENVIRONMENT),
+                }
+                write_json(measured, given.out, kept.stem)
+        for world in given.worlds:
+            print_status(f"predicting {len(given.configs)} networks for {world} processes")
+            cases += _cases(given.configs, location, store, world, calibration, measured)
+    tables = {"steps": summary(cases), "choices": choices(cases)}
+    result = {**circumstances(torch.device("cpu")), "benchmark": "plan", "tables": tables}
+    write_json({**result, "cases": [vars(case) for case in cases]}, given.out, given.name)
+    for title, rows in tables.items():
+        print(f"{title}\n\n{markdown(rows)}\n")
+    return 0
+
+
+def _cases(
+    configs: Sequence[Network],
+    location: str,
+    store: Store,
+    world: int,
+    calibration: Calibration,
+    measured: Mapping[str, Mapping[str, Any]],
+) -> Iterator[Case]:
+    for network, (job, settings) in zip(configs, jobs_of(configs, location, store, world), strict=True):
+        costs: StepCosts = step_costs(load_config(None, settings), store, world, "cpu")
+        for engine in engines_of(world):
+            of = measured[f"{engine} x{world}"]
+            yield Case(
+                engine,
+                world,
+                network,
+                calibration.predict(engine, costs),
+                float(np.median(of["seconds"][job])),
+                costs.memory_mib(engine),
+                of["mib"][job],
+            )
