@@ -43,26 +43,23 @@ from mmldlm.utils.host_cpus import processor_name
 from mmldlm.utils.progress import Progress
 
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3")
-STEPS = 6  # of each network, the first of which is not timed
+STEPS = 5  # of each network, the first of which is not timed
 COVERAGE = 0.95  # of the interval, among the calibration's own networks
 LAUNCHER_FILES = Path(mmldlm.__file__).parent / "project"  # with accelerate_configs/ and ds_configs/
 Network = tuple[int, int, int, int, str]
 # Width, depth, tokens of a step on a rank, micro-batches, activation checkpointing.
 NETWORKS: Sequence[Network] = (
-    (64, 2, 512, 1, "none"),
-    (64, 6, 2048, 1, "none"),
-    (96, 4, 1024, 1, "none"),
-    (96, 8, 256, 1, "none"),
-    (128, 3, 4096, 1, "none"),
-    (128, 7, 1024, 1, "none"),
-    (160, 5, 512, 1, "none"),
-    (192, 2, 2048, 1, "none"),
-    (192, 6, 1024, 1, "none"),
-    (256, 3, 512, 1, "none"),
-    (256, 5, 2048, 1, "none"),
-    (224, 4, 384, 1, "full"),
-    (128, 5, 1536, 2, "none"),
-    (160, 2, 3072, 4, "selective"),
+    (64, 2, 384, 1, "none"),
+    (64, 6, 1024, 1, "none"),
+    (96, 8, 192, 1, "none"),
+    (128, 3, 1536, 1, "none"),
+    (160, 5, 384, 1, "none"),
+    (192, 2, 1024, 1, "none"),
+    (256, 3, 320, 1, "none"),
+    (256, 5, 768, 1, "none"),
+    (224, 4, 256, 1, "full"),
+    (128, 5, 768, 2, "none"),
+    (160, 2, 1536, 4, "selective"),
 )
 
 
@@ -84,6 +81,7 @@ class Calibration:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
+        self._costs: dict[int, list[StepCosts]] = {}  # of the networks, by world size
         self.machine["networks"] = [list(network) for network in networks]
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         kept = content.get("fits", {}) if content.get("machine") == self.machine else {}
@@ -95,17 +93,16 @@ class Calibration:
         missing = [single] * (single not in self.fits)
         missing += [name for engine in engines if (name := f"{engine} x{world_size}") not in self.fits | {single: 0}]
         opened: Store = open_data(store)
-        costs: dict[int, list[StepCosts]] = {}
         with Progress() as progress:
             for name in missing:
                 engine, world = name.split(" x")[0], int(name.split(" x")[1])
                 jobs = jobs_of(self.networks, store, opened, world)
-                if world not in costs:
+                if world not in self._costs:
                     progress.phase(f"recording the kernels of {len(jobs)} networks for {world} processes")
-                    costs[world] = [step_costs(load_config(None, job), opened, world, "cpu") for _, job in jobs]
+                    self._costs[world] = [step_costs(load_config(None, job), opened, world, "cpu") for _, job in jobs]
                 progress.phase(f"calibrating {engine} with {world} processes on {len(jobs)} networks")
                 seconds = timed(engine, world, jobs)
-                rows = [self._row(engine, cost) for cost in costs[world]]
+                rows = [self._row(engine, cost) for cost in self._costs[world]]
                 times = [median(seconds[name]) for name, _ in jobs]
                 self.fits[name] = fit(np.array(rows), np.array(times))
                 self.path.parent.mkdir(parents=True, exist_ok=True)

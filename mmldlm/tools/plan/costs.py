@@ -112,7 +112,12 @@ class StepCosts:
             temporary = zero3_bytes(self.parameters, block, min(one.trainable, BUCKET), sharding.weight_bytes)
         elif engine != DDP:
             temporary = FLOAT32_BYTES * min(one.trainable, BUCKET)
-        return one.total_mib - at_peak + state + one.kernels_mib + temporary / MIB
+        state += one.kernels_mib + temporary / MIB
+        # The gradients of one micro-batch are not there yet when its activations are at their peak; DDP keeps buckets.
+        kept = engine == DDP or self.micro_batches > 1
+        share = 1 if engine == "zero1" else 1 / self.world_size
+        absent = 0.0 if kept else FLOAT32_BYTES * share * one.trainable / MIB
+        return max(state, one.total_mib - at_peak + state - absent)
 
 
 def step_costs(config: RunConfig, store: Store, world_size: int, device: str, rates: Rates | None = None) -> StepCosts:
