@@ -3,11 +3,12 @@
     python -m benchmarks plan
 
 Calibrates the planner from nothing, then trains networks of other sizes under four engines with 1, 2 and 4 processes,
-all in one launch for each engine and number of processes, and a third of them in another launch for memory. Each network comes with
-two ways of computing the same global batch, so that a choice is one of eight. OUT/plan-measured.json is written after
-each launch, and the same command continues with it; OUT/plan-calibration.json is the planner's. Delete both to
-begin anew. One thread for each process. Takes some
-20 minutes on two quiet cores.
+all in one launch for each engine and number of processes; the memory is that of larger networks in another launch.
+Each network comes with two ways of computing the same global batch, so that a choice is one of eight. Takes some 25
+minutes on two quiet cores, with one thread for each process.
+
+OUT/plan-measured.json is written after each launch, and OUT/plan-calibration.json is the planner's: the same command
+continues with both. Delete them to begin anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.common.report import circumstances, markdown, parse, parser, print_status, work_dir, write_json
@@ -29,7 +29,7 @@ from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
-from mmldlm.tools.plan.calibration import NETWORKS, Calibration, Network, jobs_of, timed
+from mmldlm.tools.plan.calibration import NETWORKS, Calibration, Network, jobs_of, name_of, timed
 from mmldlm.tools.plan.costs import StepCosts, step_costs
 
 WORLDS = (1, 2, 4)
@@ -51,32 +51,49 @@ WAYS = ((1, "none"), (2, "none"), (1, "selective"), (1, "full"))  # the first, a
 CONFIGS: Sequence[Network] = [
     (*size, *WAYS[way]) for number, size in enumerate(SIZES) for way in (0, 1 + number % (len(WAYS) - 1))
 ]
-MEMORY_OF, MEMORY_STEPS = slice(None, None, 3), 2  # the configs whose memory is measured
+MEMORY_STEPS = 2
+# Larger ones, of which only the memory is measured: beside it, what libraries take at random is small.
+LARGER: Sequence[Network] = (
+    (256, 4, 2048, 1, "none"),
+    (384, 4, 2048, 2, "none"),
+    (256, 6, 4096, 1, "full"),
+    (384, 3, 3072, 1, "selective"),
+)
+UNMEASURED = dict.fromkeys(("plan-steps", "plan-memory", "plan-choices"), "Not measured yet.")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network under an engine: (predicted, low, high) and measured seconds of a step, predicted and measured MiB."""
+    """A network under an engine: (predicted, low, high) and measured seconds of a step."""
 
     engine: str
     world_size: int
     network: Network
     predicted: tuple[float, float, float]
     seconds: float
-    predicted_mib: float
-    mib: float | None  # None: not measured
 
     @property
     def error(self) -> float:
         return abs(self.predicted[0] / self.seconds - 1)
 
     @property
-    def memory_error(self) -> float | None:
-        return abs(self.predicted_mib / self.mib - 1) if self.mib else None
-
-    @property
     def is_inside(self) -> bool:
         return self.predicted[1] <= self.seconds <= self.predicted[2]
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """A larger network under an engine, and the memory of rank 0 above that before the run."""
+
+    engine: str
+    world_size: int
+    network: Network
+    predicted_mib: float
+    mib: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_mib / self.mib - 1
 
 
 def engines_of(world_size: int) -> list[str]:
@@ -99,7 +116,6 @@ def summary(cases: Sequence[Case]) -> list[dict[str, Any]]:
     rows = []
     for engine, world in [*groups, ("all", None)]:
         of = [case for case in cases if engine == "all" or (case.engine, case.world_size) == (engine, world)]
-        memory_errors = [case.memory_error for case in of if case.memory_error is not None]
         rows.append(
             {
                 "engine": engine,
@@ -109,8 +125,23 @@ def summary(cases: Sequence[Case]) -> list[dict[str, Any]]:
                 "largest %": 100 * max(case.error for case in of),
                 "inside the interval %": 100 * mean(case.is_inside for case in of),
                 "interval, high / low": median(case.predicted[2] / case.predicted[1] for case in of),
-                "median error of memory %": 100 * median(memory_errors),
-                "largest of memory %": 100 * max(memory_errors),
+            }
+        )
+    return rows
+
+
+def memory_rows(cases: Sequence[MemoryCase]) -> list[dict[str, Any]]:
+    """Return a row for each engine, and one for all."""
+    rows = []
+    for engine in (*dict.fromkeys(case.engine for case in cases), "all"):
+        errors = [case.error for case in cases if engine in (case.engine, "all")]
+        rows.append(
+            {
+                "engine": engine,
+                "runs": len(errors),
+                "median error of memory %": 100 * median(map(abs, errors)),
+                "most below %": 100 * min(errors),
+                "most above %": 100 * max(errors),
             }
         )
     return rows
@@ -136,20 +167,20 @@ def choices(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the tables of docs/trust.md."""
-    return {"plan-steps": markdown(result["tables"]["steps"]), "plan-choices": markdown(result["tables"]["choices"])}
+    return {f"plan-{name}": markdown(rows) for name, rows in result["tables"].items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("plan", "Step time, memory and choices of `mmldlm plan --device this` against runs.")
-    options.set_defaults(name="plan", worlds=WORLDS, configs=CONFIGS, networks=NETWORKS)
-    quick = {"worlds": (1,), "configs": CONFIGS[:2], "networks": NETWORKS[:6]}
+    options.set_defaults(name="plan", worlds=WORLDS, configs=CONFIGS, networks=NETWORKS, larger=LARGER)
+    quick = {"worlds": (1,), "configs": CONFIGS[:2], "networks": NETWORKS[:6], "larger": LARGER[:2]}
     given = parse(options, argv, **quick, name="plan-quick")
     given.out.mkdir(parents=True, exist_ok=True)
     kept = given.out / f"{given.name}-measured.json"
     measured: dict[str, dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     calibration = Calibration(given.out / f"{given.name}-calibration.json", given.networks)
     launches = [(engine, world) for world in given.worlds for engine in engines_of(world)]
-    started, cases = time.monotonic(), list[Case]()
+    started, cases, memory = time.monotonic(), list[Case](), list[MemoryCase]()
     with work_dir(given) as folder:
         location = str(write_store(folder))
         store = open_data(location)
@@ -160,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             jobs = jobs_of(given.configs, location, store, world)
             name = f"{engine} x{world}"
             if name not in measured:
-                short = [(job, [*settings, f"train.steps={MEMORY_STEPS}"]) for job, settings in jobs[MEMORY_OF]]
+                larger = jobs_of(given.larger, location, store, world)
+                short = [(job, [*settings, f"train.steps={MEMORY_STEPS}"]) for job, settings in larger]
                 measured[name] = {
                     "seconds": timed(engine, world, jobs),
                     "mib": timed(engine, world, short, memory=True, **ENVIRONMENT),
@@ -168,33 +200,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_json(measured, given.out, kept.stem)
         for world in given.worlds:
             print_status(f"predicting {len(given.configs)} networks for {world} processes")
-            cases += _cases(given.configs, location, store, world, calibration, measured)
-    tables = {"steps": summary(cases), "choices": choices(cases)}
+            for network, costs in _costs(given.configs, location, store, world):
+                for engine in engines_of(world):
+                    seconds = measured[f"{engine} x{world}"]["seconds"][name_of(network)]
+                    predicted = calibration.predict(engine, costs)
+                    cases.append(Case(engine, world, network, predicted, median(seconds)))
+            for network, costs in _costs(given.larger, location, store, world):
+                for engine in engines_of(world):
+                    mib = measured[f"{engine} x{world}"]["mib"][name_of(network)]
+                    memory.append(MemoryCase(engine, world, network, costs.memory_mib(engine), mib))
+    tables = {"steps": summary(cases), "memory": memory_rows(memory), "choices": choices(cases)}
     result = {**circumstances(torch.device("cpu")), "benchmark": "plan", "tables": tables}
-    write_json({**result, "cases": [vars(case) for case in cases]}, given.out, given.name)
+    of = {"cases": [vars(case) for case in cases], "memory": [vars(case) for case in memory]}
+    write_json({**result, **of}, given.out, given.name)
     for title, rows in tables.items():
         print(f"{title}\n\n{markdown(rows)}\n")
     return 0
 
 
-def _cases(
-    configs: Sequence[Network],
-    location: str,
-    store: Store,
-    world: int,
-    calibration: Calibration,
-    measured: Mapping[str, Mapping[str, Any]],
-) -> Iterator[Case]:
-    for network, (job, settings) in zip(configs, jobs_of(configs, location, store, world), strict=True):
-        costs: StepCosts = step_costs(load_config(None, settings), store, world, "cpu")
-        for engine in engines_of(world):
-            of = measured[f"{engine} x{world}"]
-            yield Case(
-                engine,
-                world,
-                network,
-                calibration.predict(engine, costs),
-                float(np.median(of["seconds"][job])),
-                costs.memory_mib(engine),
-                of["mib"].get(job),
-            )
+def _costs(networks: Sequence[Network], location: str, store: Store, world: int) -> Iterator[tuple[Network, StepCosts]]:
+    for network, (_, settings) in zip(networks, jobs_of(networks, location, store, world), strict=True):
+        yield network, step_costs(load_config(None, settings), store, world, "cpu")

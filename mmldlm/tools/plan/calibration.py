@@ -163,34 +163,25 @@ def jobs_of(
 ) -> list[tuple[str, list[str]]]:
     """Return the networks as (name, settings), sized by the lengths of the store."""
     length = store.split("train").mean_length + store.manifest.latent.tokens
-    return [
-        (
-            f"{width} x {depth}, {tokens}, {micro}, {checkpointing}",
-            network_settings(location, width, depth, tokens, micro, checkpointing, length, world_size),
-        )
-        for width, depth, tokens, micro, checkpointing in networks
-    ]
+    return [(name_of(network), network_settings(location, network, length, world_size)) for network in networks]
+
+
+def name_of(network: Network) -> str:
+    return "{} x {}, {}, {}, {}".format(*network)
 
 
 def network_settings(
-    location: str | Mapping[str, float],
-    width: int,
-    depth: int,
-    tokens: int,
-    micro: int,
-    checkpointing: str,
-    length: float,
-    world_size: int,
-    steps: int = STEPS,
+    location: str | Mapping[str, float], network: Network, length: float, world_size: int
 ) -> list[str]:
     """Return the settings of a network that has about `tokens` in each of a rank's steps."""
+    width, depth, tokens, micro, checkpointing = network
     samples = max(1, round(tokens / length / micro))
     batch = f"global_batch_size: {samples * micro * world_size}, micro_batch_size: {samples}"
     key = "path" if isinstance(location, str) else "mixture"
     return [
         f"data.{key}={json.dumps(location)}",
         f"model={{width: {width}, depth: {depth}, num_heads: {width // 32}}}",
-        f"train={{steps: {steps}, {batch}}}",
+        f"train={{steps: {STEPS}, {batch}}}",
         f"memory.activation_checkpointing={checkpointing}",
         "compile.scope=none",
         "precision=fp32",
