@@ -51,13 +51,13 @@ WAYS = ((1, "none"), (2, "none"), (1, "selective"), (1, "full"))  # the first, a
 CONFIGS: Sequence[Network] = [
     (*size, *WAYS[way]) for number, size in enumerate(SIZES) for way in (0, 1 + number % (len(WAYS) - 1))
 ]
-MEMORY_STEPS = 2
+# Steps of equal size: the first one, which has no moments yet, would else be the one with most tokens at times.
+MEMORY_STEPS = ("train.steps=3", "data.window=1")
 # Larger ones, of which only the memory is measured: beside it, what libraries take at random is small.
 LARGER: Sequence[Network] = (
-    (256, 4, 2048, 1, "none"),
-    (384, 4, 2048, 2, "none"),
-    (256, 6, 4096, 1, "full"),
-    (384, 3, 3072, 1, "selective"),
+    (320, 3, 1024, 1, "none"),
+    (288, 5, 1536, 2, "none"),
+    (384, 4, 1024, 1, "full"),
 )
 UNMEASURED = dict.fromkeys(("plan-steps", "plan-memory", "plan-choices"), "Not measured yet.")
 
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = f"{engine} x{world}"
             if name not in measured:
                 larger = jobs_of(given.larger, location, store, world)
-                short = [(job, [*settings, f"train.steps={MEMORY_STEPS}"]) for job, settings in larger]
+                short = [(job, [*settings, *MEMORY_STEPS]) for job, settings in larger]
                 measured[name] = {
                     "seconds": timed(engine, world, jobs),
                     "mib": timed(engine, world, short, memory=True, **ENVIRONMENT),
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     seconds = measured[f"{engine} x{world}"]["seconds"][name_of(network)]
                     predicted = calibration.predict(engine, costs)
                     cases.append(Case(engine, world, network, predicted, median(seconds)))
-            for network, costs in _costs(given.larger, location, store, world):
+            for network, costs in _costs(given.larger, location, store, world, *MEMORY_STEPS):
                 for engine in engines_of(world):
                     mib = measured[f"{engine} x{world}"]["mib"][name_of(network)]
                     memory.append(MemoryCase(engine, world, network, costs.memory_mib(engine), mib))
@@ -218,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _costs(networks: Sequence[Network], location: str, store: Store, world: int) -> Iterator[tuple[Network, StepCosts]]:
-    for network, (_, settings) in zip(networks, jobs_of(networks, location, store, world), strict=True):
-        yield network, step_costs(load_config(None, settings), store, world, "cpu")
+def _costs(
+    networks: Sequence[Network], location: str, store: Store, world: int, *settings: str
+) -> Iterator[tuple[Network, StepCosts]]:
+    for network, (_, given) in zip(networks, jobs_of(networks, location, store, world), strict=True):
+        yield network, step_costs(load_config(None, [*given, *settings]), store, world, "cpu")

@@ -104,20 +104,23 @@ class StepCosts:
         block, outside = max(self._blocks), self.parameters - sum(self._blocks)
         at_peak = sum(one.peak_mib.get(kind, 0.0) for kind in ("weights", "ema", "gradients", "moments"))
         state, _ = state_mib(engine, one, sharding.precision)
-        temporary = 0
+        width, accumulating = sharding.weight_bytes, self.micro_batches > 1
+        gradients = FLOAT32_BYTES * one.trainable / (1 if engine == "zero1" else self.world_size)
+        # Bytes beside the state: at its end backward has all gradients and reduces the last ones; at the peak of the
+        # activations there are none of a single micro-batch yet, and under FSDP2 only whole ones of earlier ones.
+        at_end = now = 0.0
         if engine == FSDP2:
-            temporary = fsdp2_bytes(self.parameters, block, outside, sharding.weight_bytes)
-            temporary += FLOAT32_BYTES * (one.trainable if self.micro_batches > 1 else outside)
+            at_end = fsdp2_bytes(self.parameters, block, outside, width)
+            now = width * (outside + 2 * block) + FLOAT32_BYTES * one.trainable * accumulating - gradients
         elif engine == "zero3":
-            temporary = zero3_bytes(self.parameters, block, min(one.trainable, BUCKET), sharding.weight_bytes)
-        elif engine != DDP:
-            temporary = FLOAT32_BYTES * min(one.trainable, BUCKET)
-        state += one.kernels_mib + temporary / MIB
-        # The gradients of one micro-batch are not there yet when its activations are at their peak; DDP keeps buckets.
-        kept = engine == DDP or self.micro_batches > 1
-        share = 1 if engine == "zero1" else 1 / self.world_size
-        absent = 0.0 if kept else FLOAT32_BYTES * share * one.trainable / MIB
-        return max(state, one.total_mib - at_peak + state - absent)
+            at_end = zero3_bytes(self.parameters, block, min(one.trainable, BUCKET), width)
+            now = at_end - gradients * (not accumulating)
+        elif engine == DDP:  # keeps its buckets, beside which earlier micro-batches have gradients
+            now = FLOAT32_BYTES * one.trainable * accumulating
+        else:
+            at_end = FLOAT32_BYTES * min(one.trainable, BUCKET)
+            now = -gradients * (not accumulating)
+        return state + one.kernels_mib + max(at_end / MIB, now / MIB + one.total_mib - at_peak)
 
 
 def step_costs(config: RunConfig, store: Store, world_size: int, device: str, rates: Rates | None = None) -> StepCosts:

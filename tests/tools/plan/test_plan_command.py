@@ -58,6 +58,28 @@ def test_plan_of_this_machine_by_its_calibration(
 
 
 @pytest.mark.quick
+def test_commands_of_the_page(
+    tmp_path: Path,
+    tiny_store: Path,
+    calibrated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "trust.yaml").write_text(page.split("```yaml\n")[1].split("```")[0], encoding="utf-8")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own").symlink_to(tiny_store)
+    lines = [line.split() for line in page.splitlines() if line.startswith("    .venv/bin/mmldlm plan ")]
+    assert len(lines) == 2
+    for _, *arguments in lines:
+        assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.count("\nbest ") == 2
+    assert load_config("plans/trust/config.yaml").run.dir == "runs/trust"
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
