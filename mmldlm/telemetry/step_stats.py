@@ -54,13 +54,18 @@ class StepStats:
         self.pending: list[StepNumbers] = []
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []
         self.clear()
+        self.start_interval()
 
     def clear(self) -> None:
-        """Start a new interval between log records."""
+        """Clear the sums over the steps of an interval between log records."""
         self.sums: Tensor | float = 0.0
         self.counts: Tensor | float = 0.0
         self.tokens = self.samples = self.steps = 0
-        self.flops = self.data_wait_s = 0.0
+        self.flops = 0.0
+
+    def start_interval(self) -> None:
+        """Start a new interval: its time, unlike its sums, is known before the device has finished its steps."""
+        self.data_wait_s = 0.0
         self.cpu_times = cpu_times()
         self.start_time = time.perf_counter()
 

@@ -31,9 +31,9 @@ class _Record:
     """What a record says of its step that is known without the device."""
 
     step: int
-    lr: float
-    batch_sizes: Mapping[str, int]
-    samples_drawn: int
+    seconds: float  # since the record before, as is the next
+    data_wait_s: float
+    values: Mapping[str, float]
 
 
 class StepLog:
@@ -123,13 +123,13 @@ class StepLog:
         Raises:
             NumericalError: A skipped step ends the run by the settings of `guard`.
         """
+        due, self._due = self._due, None
         if len(self.stats.pending) > keep:
             with self.engine.in_collective("numbers of the last steps"):
                 steps = self.stats.fetch(keep)
             self._count(steps)
-        if self._due is not None:
-            self._write(self._due)
-            self._due = None
+        if due is not None:
+            self._write(due)
 
     def _count(self, steps: Sequence[StepNumbers]) -> None:
         """Count fetched steps as accepted or skipped (collective)."""
@@ -174,36 +174,42 @@ class StepLog:
             lr: Learning rate of the last step.
             batch_sizes: Batch sizes of the last step, by name.
         """
-        self._due = _Record(self.state.step, lr, batch_sizes, self.state.samples_drawn)
-        if not self.stats.pending:
+        stats, samples_drawn = self.stats, self.state.samples_drawn
+        values = {
+            "optim/lr": lr,
+            **(self.rank_times.record() if self.rank_times is not None else {}),
+            **cpu_load_metrics(stats.cpu_times),
+            "data/epoch": samples_drawn / len(self.components.loader.order),
+            **self._epochs(samples_drawn),
+            **{f"data/{name}": size for name, size in batch_sizes.items() if size},
+            **memory_metrics(),
+        }
+        self._due = _Record(self.state.step, time.perf_counter() - stats.start_time, stats.data_wait_s, values)
+        stats.start_interval()
+        if not stats.pending:
             self.fetch()
 
     def _write(self, record: _Record) -> None:
         stats, components = self.stats, self.components
+        seconds = record.seconds
         if not stats.steps:  # every step since the last record was skipped: there is no loss to log
+            stats.start_time, stats.data_wait_s = stats.start_time - seconds, stats.data_wait_s + record.data_wait_s
             return
         assert isinstance(stats.sums, Tensor) and isinstance(stats.counts, Tensor)
         totals = self.engine.sum(torch.stack([stats.sums, stats.counts]), "all-reduce of the losses to log")
-        seconds = time.perf_counter() - stats.start_time
         values = {
             **components.objective.stats.summary(*totals),
-            "optim/lr": record.lr,
             "optim/grad_norm": self.norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
             "speed/tokens_per_s": stats.tokens / seconds,
             "speed/samples_per_s": stats.samples / seconds,
             **self._flop_rates(stats.flops / seconds),
             "speed/step_s": seconds / stats.steps,
-            "speed/data_wait_s": stats.data_wait_s / stats.steps,
-            **(self.rank_times.record() if self.rank_times is not None else {}),
-            **cpu_load_metrics(stats.cpu_times),
-            "data/epoch": record.samples_drawn / len(components.loader.order),
-            **self._epochs(record.samples_drawn),
+            "speed/data_wait_s": record.data_wait_s / stats.steps,
             "data/tokens": self.state.tokens_seen,
             "data/tokens_per_step": stats.tokens / stats.steps,
-            **{f"data/{name}": size for name, size in record.batch_sizes.items() if size},
             "health/skipped_steps": self.state.skipped_steps,
-            **memory_metrics(),
+            **record.values,
         }
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)

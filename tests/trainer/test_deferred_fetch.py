@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -132,7 +133,28 @@ def test_a_record_never_waits_for_the_newest_step(tiny_config: Path, tmp_path: P
     assert list(records(tmp_path / "run")) == [2, 4, 6, 8]
 
 
-def test_a_late_record_is_written_again_after_an_error(tiny_config: Path, tmp_path: Path) -> None:
+@pytest.mark.quick
+@pytest.mark.parametrize(("every", "slow", "step_s"), [(1, 7, 2.0), (2, 6, 2.0), (5, 10, 1.25)])
+def test_the_time_of_a_late_record_is_that_of_its_own_steps(
+    every: int, slow: int, step_s: float, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validations and saves read the numbers of a step at once, between records that are a step late."""
+    clock = [0.0]
+
+    class ClockTrainer(DeferringTrainer):
+        def backward(self, loss: torch.Tensor) -> None:
+            super().backward(loss * (math.nan if self.state.step == 5 else 1.0))  # the sixth step is skipped
+            clock[0] += 1.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    settings = [f"log.every={every}", "train.steps=20", "checkpoint.every_steps=6", "guard.verify_updates_every=0"]
+    assert train.main([str(tiny_config), *settings], trainer_cls=ClockTrainer) == 0
+    times = {step: record["speed/step_s"] for step, record in records(tmp_path / "run").items()}
+    # The time of a skipped step counts for its record, or for the next one if it would be alone in it.
+    assert times == {step: 1.0 for step in range(every, 21, every) if (every, step) != (1, 6)} | {slow: step_s}
+
+
+def test_a_late_record_is_written_at_an_error(tiny_config: Path, tmp_path: Path) -> None:
     class FailingTrainer(DeferringTrainer):
         def backward(self, loss: torch.Tensor) -> None:
             if self.state.step == 6:  # the record of this many steps is due
@@ -142,7 +164,7 @@ def test_a_late_record_is_written_again_after_an_error(tiny_config: Path, tmp_pa
     settings = ["log.every=2", "validation.every=0", "checkpoint.every_steps=4"]
     with pytest.raises(RuntimeError, match="planted"):
         train.main([str(tiny_config), *settings], trainer_cls=FailingTrainer)
-    assert list(records(tmp_path / "run")) == [2, 4]
+    assert list(records(tmp_path / "run")) == [2, 4, 6]
     assert train.main([str(tiny_config), *settings], trainer_cls=DeferringTrainer) == 0
     late = history(tmp_path / "run")
     assert [record["step"] for record in late if record["kind"] == "train"] == [2, 4, 6, 8]
