@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- quality --------------------------------------------------------------------------------------
 
 VARIETY = ("token_entropy", "distinct_2", "repetition_4")
+HIDDEN = ("temperature", "chrf", "token_accuracy", "repetition_4")  # in decoding.json alone, not in the pages' tables
 
 
 def text_rows(evaluation: Evaluation, settings: Sequence[SamplingConfig]) -> list[dict[str, Any]]:
@@ -256,13 +257,14 @@ def mean_rows(of_runs: Sequence[Sequence[Row]]) -> list[dict[str, Any]]:
 
 
 def _shown(row: Row) -> dict[str, Any]:
-    """Return a row with the standard errors of its means, except that of the speed."""
+    """Return the main columns of a row, means with their standard errors, except that of the speed."""
     errors = {
         key: f" ± {stdev(each) / len(each) ** 0.5:.1g}"
         for key, each in row.get("of_runs", {}).items()
         if key != "texts_per_s" and len(each) > 1
     }
-    return {**row, **{key: f"{row[key]:.3g}{error}" for key, error in errors.items()}}
+    columns = {key: value for key, value in row.items() if key not in HIDDEN}
+    return {**columns, **{key: f"{row[key]:.3g}{error}" for key, error in errors.items() if key in columns}}
 
 
 def _named(text: str) -> tuple[str, Path]:
@@ -278,7 +280,9 @@ def decoding_blocks(result: dict[str, Any]) -> dict[str, str]:
     for entry in result["names"].values():
         of_what = f"{entry['runs']} {'run' if entry['runs'] == 1 else 'seeds'}, {entry['texts']} texts"
         for title, rows in entry["tables"].items():
-            blocks.append(f"{title}, {of_what}:\n\n{markdown([_shown(row) for row in rows])}")
+            highest = max((row["temperature"] for row in rows if row.get("temperature")), default=None)
+            shown = [_shown(row) for row in rows if row.get("temperature", highest) in (highest, "")]
+            blocks.append(f"{title}, {of_what}:\n\n{markdown(shown)}")
     return {"decoding": "\n\n".join(blocks)}
 
 

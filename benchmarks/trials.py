@@ -29,6 +29,7 @@ from benchmarks.learning import CASES, prepare_corpus, train_and_evaluate, value
 METRICS = {  # title by name in `evaluation.json`
     "bits_per_token": "bits, text alone",
     "l2t.bits_per_token": "bits given the latent",
+    "l2t.length_bits_per_token": "bits of the length given the latent",
     "l2t.bleu": "BLEU",
     "l2t.exact_match": "exact matches",
     "l2t.chrf": "chrF",

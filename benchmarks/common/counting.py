@@ -145,6 +145,8 @@ class _Counter(TorchDispatchMode):
         if any(tensor.untyped_storage()._cdata in self.on_host for tensor in tensors):
             return False
         if packet is _ATEN._to_copy:
+            if kwargs.get("non_blocking"):
+                return False
             # Autocast names the device even where it changes only the type.
             changes_type = self.device_type == "cpu" and kwargs.get("dtype", args[0].dtype) != args[0].dtype
             return "device" in kwargs and torch.device(kwargs["device"]).type == "cpu" and not changes_type

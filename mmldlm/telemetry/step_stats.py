@@ -15,18 +15,36 @@ from mmldlm.utils.host_cpus import cpu_times
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers of a finished step. Until fetched, `losses`, `sums`, `norm` and `loss_scale` are on the device."""
+    """Numbers of a finished step; those that the device computed are copied to the host while it goes on."""
 
     step: int
-    norm: Tensor  # []: gradient norm before clipping
-    loss_scale: Tensor  # []: in fp16, else 1
+    values: Tensor  # [2 + micro-batches * (1 + S)], on the host: `norm`, `loss_scale`, `losses` and `sums`
+    copied: torch.cuda.Event | None  # after which `values` may be read; None: now
     tokens: int  # over all ranks
     flops: float  # over all ranks, see `ModelFlops`
     samples: int  # over all ranks
     sample_ids: list[list[int]]  # by micro-batch of this rank, as are all fields below
-    losses: Tensor  # [micro-batches]
-    sums: Tensor  # [micro-batches, S] of `Objective`
     counts: Tensor  # float64 [micro-batches, S] on the host
+
+    @property
+    def norm(self) -> Tensor:
+        """Gradient norm before clipping: 0-d."""
+        return self.values[0]
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """Loss scale in fp16, else 1: 0-d."""
+        return self.values[1]
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses of the micro-batches, [micro-batches]."""
+        return self.values[2 : 2 + len(self.counts)]
+
+    @property
+    def sums(self) -> Tensor:
+        """Loss sums of `Objective`, [micro-batches, S]."""
+        return self.values[2 + len(self.counts) :].view_as(self.counts)
 
 
 class StepStats:
@@ -36,13 +54,18 @@ class StepStats:
         self.pending: list[StepNumbers] = []
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []
         self.clear()
+        self.start_interval()
 
     def clear(self) -> None:
-        """Start a new interval between log records."""
+        """Clear the sums over the steps of an interval between log records."""
         self.sums: Tensor | float = 0.0
         self.counts: Tensor | float = 0.0
         self.tokens = self.samples = self.steps = 0
-        self.flops = self.data_wait_s = 0.0
+        self.flops = 0.0
+
+    def start_interval(self) -> None:
+        """Start a new interval: its time, unlike its sums, is known before the device has finished its steps."""
+        self.data_wait_s = 0.0
         self.cpu_times = cpu_times()
         self.start_time = time.perf_counter()
 
@@ -59,25 +82,24 @@ class StepStats:
         self._micro_batches.append((loss.detach(), sums, counts, sample_ids.tolist()))
 
     def end_step(self, step: int, norm: Tensor, loss_scale: Tensor, tokens: int, flops: float, samples: int) -> None:
-        """Complete the current step: its numbers are pending until `fetch`."""
+        """Complete the current step and start to copy its numbers: they are pending until `fetch`."""
         losses, sums, counts, sample_ids = zip(*self._micro_batches, strict=True)
         self._micro_batches.clear()
-        stacked = map(torch.stack, (losses, sums, counts))
-        self.pending.append(StepNumbers(step, norm, loss_scale, tokens, flops, samples, list(sample_ids), *stacked))
+        on_device = torch.cat([part.reshape(-1) for part in (norm, loss_scale, *losses, *sums)])
+        values, copied = on_device.to("cpu", non_blocking=norm.is_cuda), None  # pinned, if it does not block
+        if norm.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        stacked = torch.stack(counts)
+        self.pending.append(StepNumbers(step, values, copied, tokens, flops, samples, list(sample_ids), stacked))
 
-    def fetch(self) -> list[StepNumbers]:
-        """Return the pending steps in order, on the host in float64: one transfer, a host-device synchronization."""
-        steps, self.pending = self.pending, []
-        parts = [part for step in steps for part in (step.norm, step.loss_scale, step.losses, step.sums)]
-        sizes = [part.numel() for part in parts]
-        numbers = torch.cat([part.reshape(-1) for part in parts]).to("cpu", torch.float64).split(sizes)
-        fetched = []
-        # Four numbers or vectors per step, in the order of `parts`.
-        for step, (norm, scale, losses, sums) in zip(steps, zip(*[iter(numbers)] * 4, strict=True), strict=True):
-            # `counts` were never on the device and have the shape [micro-batches, S].
-            sums = sums.view_as(step.counts)
-            fetched.append(replace(step, norm=norm[0], loss_scale=scale[0], losses=losses, sums=sums))
-        return fetched
+    def fetch(self, keep: int = 0) -> list[StepNumbers]:
+        """Return the pending steps but the last `keep` in order, in float64, once the device has finished them."""
+        count = len(self.pending) - keep
+        steps, self.pending = self.pending[:count], self.pending[count:]
+        if steps and steps[-1].copied is not None:
+            steps[-1].copied.synchronize()
+        return [replace(step, values=step.values.double()) for step in steps]
 
     def accumulate(self, numbers: StepNumbers) -> None:
         """Add a fetched step that was accepted; skipped steps enter no mean."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,16 @@ from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a record says of its step that is known without the device."""
+
+    step: int
+    seconds: float  # since the record before, as is the next
+    data_wait_s: float
+    values: Mapping[str, float]
 
 
 class StepLog:
@@ -60,6 +71,7 @@ class StepLog:
         self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
         self._norms: list[float] = []  # of all steps since the last record
         self.norm = self._loss_scale = 1.0  # of the last step that was fetched
+        self._due: _Record | None = None  # not written yet, since the device had not finished its step
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
         self._peak_flops = peak_flops(name, config.precision)
 
@@ -81,8 +93,10 @@ class StepLog:
         fetch_now = not self.defer_fetch or self.config.guard.grad_norm_spike is not None
         # At these steps the plateau may cut the learning rate of the next one.
         fetch_now = fetch_now or (self.plateau is not None and self.plateau.due(step))
-        # The host notices skipped steps after `guard.max_consecutive` steps at the latest.
-        if fetch_now or len(self.stats.pending) >= self.config.guard.max_consecutive:
+        if self._due is not None or len(self.stats.pending) >= self.config.guard.max_consecutive:
+            # All steps but this one, which the device still works on: it never waits for the host.
+            self.fetch(keep=1)
+        if fetch_now:
             self.fetch()
 
     def compare_ranks(self, step: int, work: np.ndarray) -> None:
@@ -98,19 +112,27 @@ class StepLog:
             values = {"rank": rank, "host": self.hosts[rank], "slow": slow, "slowdown": slowdown}
             self.tracker.event("slow_rank", step, values, f"{name} is {by} the median of the other ranks")
 
-    def fetch(self) -> None:
-        """Fetch the numbers of all steps since the last call, and count each as accepted or skipped (collective).
+    def fetch(self, keep: int = 0) -> None:
+        """Fetch the steps since the last call, count each as accepted or skipped, and write what is due (collective).
 
-        This is the only host-device synchronization of the loop, so it is deferred: call it before reading counters,
-        curves or the guard's state.
+        Without `keep`, the host waits for the device: call it before reading counters, curves or the guard's state.
+
+        Args:
+            keep: The number of last steps that are left for the next call, since the device works on them.
 
         Raises:
             NumericalError: A skipped step ends the run by the settings of `guard`.
         """
-        if not self.stats.pending:
-            return
-        with self.engine.in_collective("numbers of the last steps"):
-            steps = self.stats.fetch()
+        due, self._due = self._due, None
+        if len(self.stats.pending) > keep:
+            with self.engine.in_collective("numbers of the last steps"):
+                steps = self.stats.fetch(keep)
+            self._count(steps)
+        if due is not None:
+            self._write(due)
+
+    def _count(self, steps: Sequence[StepNumbers]) -> None:
+        """Count fetched steps as accepted or skipped (collective)."""
         for numbers, loss in zip(steps, self._plateau_losses(steps), strict=True):
             norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
             self._norms.append(norm)
@@ -146,42 +168,52 @@ class StepLog:
         self.guard.check(skip, self.run_dir)
 
     def write(self, lr: float, batch_sizes: Mapping[str, int]) -> None:
-        """Write a record of the steps since the last one (collective).
+        """Write a record of the steps since the last one, as soon as the device has finished them (collective).
 
         Args:
             lr: Learning rate of the last step.
             batch_sizes: Batch sizes of the last step, by name.
         """
-        self.fetch()
+        stats, samples_drawn = self.stats, self.state.samples_drawn
+        values = {
+            "optim/lr": lr,
+            **(self.rank_times.record() if self.rank_times is not None else {}),
+            **cpu_load_metrics(stats.cpu_times),
+            "data/epoch": samples_drawn / len(self.components.loader.order),
+            **self._epochs(samples_drawn),
+            **{f"data/{name}": size for name, size in batch_sizes.items() if size},
+            **memory_metrics(),
+        }
+        self._due = _Record(self.state.step, time.perf_counter() - stats.start_time, stats.data_wait_s, values)
+        stats.start_interval()
+        if not stats.pending:
+            self.fetch()
+
+    def _write(self, record: _Record) -> None:
         stats, components = self.stats, self.components
+        seconds = record.seconds
         if not stats.steps:  # every step since the last record was skipped: there is no loss to log
+            stats.start_time, stats.data_wait_s = stats.start_time - seconds, stats.data_wait_s + record.data_wait_s
             return
         assert isinstance(stats.sums, Tensor) and isinstance(stats.counts, Tensor)
         totals = self.engine.sum(torch.stack([stats.sums, stats.counts]), "all-reduce of the losses to log")
-        seconds = time.perf_counter() - stats.start_time
         values = {
             **components.objective.stats.summary(*totals),
-            "optim/lr": lr,
             "optim/grad_norm": self.norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
             "speed/tokens_per_s": stats.tokens / seconds,
             "speed/samples_per_s": stats.samples / seconds,
             **self._flop_rates(stats.flops / seconds),
             "speed/step_s": seconds / stats.steps,
-            "speed/data_wait_s": stats.data_wait_s / stats.steps,
-            **(self.rank_times.record() if self.rank_times is not None else {}),
-            **cpu_load_metrics(stats.cpu_times),
-            "data/epoch": self.state.samples_drawn / len(components.loader.order),
-            **self._epochs(),
+            "speed/data_wait_s": record.data_wait_s / stats.steps,
             "data/tokens": self.state.tokens_seen,
             "data/tokens_per_step": stats.tokens / stats.steps,
-            **{f"data/{name}": size for name, size in batch_sizes.items() if size},
             "health/skipped_steps": self.state.skipped_steps,
-            **memory_metrics(),
+            **record.values,
         }
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)
-        self.tracker.train(self.state.step, {**values, "grad_norms": self._norms})
+        self.tracker.train(record.step, {**values, "grad_norms": self._norms})
         self._norms = []
         stats.clear()
 
@@ -192,10 +224,10 @@ class StepLog:
             rates["speed/mfu"] = flops_per_s / (self._peak_flops * self.engine.world_size)
         return rates
 
-    def _epochs(self) -> dict[str, float]:
+    def _epochs(self, samples_drawn: int) -> dict[str, float]:
         """Return the epoch of each store of a mixture; a mixture has no common epoch."""
         sources = self.components.store.sources
-        epochs = self.components.loader.order.epochs(self.state.samples_drawn)
+        epochs = self.components.loader.order.epochs(samples_drawn)
         values = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
         return values if len(values) > 1 else {}
 

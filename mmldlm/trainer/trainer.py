@@ -232,6 +232,9 @@ class Trainer:
         lost = engine.diagnose(error) if engine is not None and isinstance(error, Exception) else None
         code, cause = exit_code_and_cause(lost or error)
         single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
+        if hasattr(self, "log") and single:
+            with suppress(Exception):  # a device that has failed has no numbers
+                self.log.fetch()
         if hasattr(self, "tracker") and (code == ExitCode.NUMERICAL or single):
             # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
             with suppress(MmldlmError):
@@ -249,7 +252,7 @@ class Trainer:
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
         batches = self._remaining_steps()
-        self.log.stats.clear()
+        self.log.stats.start_interval()
         while True:
             started = time.perf_counter()
             self.engine.compute_timer.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -93,6 +94,7 @@ def test_what_is_counted_is_what_the_allocator_gives(memory: MemoryConfig) -> No
     counted = cost(network(memory))[1]
     model = network(memory)
     objective, noised = noised_batch("joint", lengths=(LENGTH,) * SAMPLES)
+    gc.collect()  # tensors of earlier tests, which would be freed in between
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         loss, _ = objective(model, noised, noised.counts.tolist())
         loss.backward()

@@ -73,9 +73,10 @@ def poison(module: torch.nn.Module, inputs: Any) -> None:
 
 
 class WatchedStats(StepStats):
-    def fetch(self) -> list[StepNumbers]:
-        facts["fetched"].append(self.pending[-1].step)
-        return super().fetch()
+    def fetch(self, keep: int = 0) -> list[StepNumbers]:
+        steps = super().fetch(keep)
+        facts["fetched"].append(steps[-1].step)
+        return steps
 
 
 class FaultyTrainer(Trainer):

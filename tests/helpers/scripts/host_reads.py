@@ -44,7 +44,8 @@ class Methods(TorchFunctionMode):
     """The reads that our code requests; on a CPU some of them dispatch no operation."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        to_host = function is torch.Tensor.to and "cpu" in args[1:]  # in words; else it is the device of another tensor
+        # In words; else it is the device of another tensor. A copy that does not block is read once it has happened.
+        to_host = function is torch.Tensor.to and "cpu" in args[1:] and "non_blocking" not in (kwargs or {})
         if (function in METHODS or to_host) and args[0].is_floating_point():
             reads[step].append(f"{verb}: {function}")
         return function(*args, **(kwargs or {}))
