@@ -38,7 +38,6 @@ COMMANDS = {
 }
 # Use all OpenMP threads.
 COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
-PRINT_COMMANDS = ("checkpoints", "config", "data", "monitor")  # only print
 
 
 def usage() -> str:
@@ -61,14 +60,20 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
-    if argv is None and name in PRINT_COMMANDS:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may close the pipe early
     if argv is None and name in COMPUTE_COMMANDS:
         # Before the module imports torch.
         configure_openmp_spinning(os.environ)
         configure_cuda_allocator(os.environ)
     module = importlib.import_module(COMMANDS[name][0])
-    status = run_command(lambda: module.main(rest))
+    try:
+        status = run_command(lambda: module.main(rest))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if argv is not None or name == "train":
+            raise
+        # A reader such as `head` has closed the pipe: end as other programs do.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
     if argv is None and name in ("train", "doctor", "evaluate", "sample", "score", "demo"):
         exit_process(status)  # besides, a thread of the demo may still be generating
     return status

@@ -73,7 +73,8 @@ class MemoryPlan:
         """Return the bytes of gathered weights and unreduced gradients; all else is there since DeepSpeed's start."""
         engine: Any = self.engine
         deepspeed, secondary = engine.deepspeed, engine.launch.secondary_partition
-        gathered = min(self._weights, deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size())
+        live = deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size()
+        gathered = min(self._weights, live) if engine.world_size > 1 else 0  # one process has all it needs
         if secondary > 1:
             gathered += self._weights // secondary
         bucket = min(self._trained, deepspeed.zero_reduce_bucket_size())

@@ -12,13 +12,13 @@ from mmldlm.data.batch_schedule import TrainConfig
 from mmldlm.data.store import Store
 from mmldlm.distributed.capabilities import supports
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
-from mmldlm.tools.plan.costs import StepCosts, step_costs
+from mmldlm.tools.plan.costs import HSDP, StepCosts, step_costs
 from mmldlm.tools.plan.kernels import Rates
 from mmldlm.trainer.memory_plan import USABLE_SHARE
 from mmldlm.trainer.setup import requested_features
 from mmldlm.utils.progress import Progress
 
-ENGINES = (DDP, "zero1", "zero2", FSDP2, "zero3")  # of several processes, by what they shard
+ENGINES = (DDP, "zero1", "zero2", FSDP2, HSDP, "zero3")  # of several processes, the simplest first
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 ROOMY = 2  # micro-batches that fit under all engines, after which smaller ones are not tried: they are not faster
 TIE = 1.02  # ratio of step times that no prediction tells apart
@@ -65,10 +65,16 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     return min(tied, key=lambda candidate: (order.index(candidate.engine), candidate.seconds[0]), default=None)
 
 
-def engines_for(config: RunConfig, world_size: int) -> list[str]:
-    """Return the engines that run the settings of the config."""
+def engines_for(config: RunConfig, world_size: int, nodes: int = 1) -> list[str]:
+    """Return the engines that run the settings of the config; `HSDP` needs several nodes, and processes in each."""
     engines = ENGINES if world_size > 1 else (SINGLE,)
-    return [name for name in engines if all(supports(setting, name) for setting in requested_features(config))]
+    hybrid = 1 < nodes < world_size
+    settings = requested_features(config)
+    return [
+        name
+        for name in engines
+        if (name != HSDP or hybrid) and all(supports(setting, FSDP2 if name == HSDP else name) for setting in settings)
+    ]
 
 
 def search(
@@ -80,6 +86,7 @@ def search(
     device: str,
     rates: Rates | None,
     predict: Predict,
+    nodes: int = 1,
 ) -> tuple[list[Candidate], StepCosts]:
     """Return the candidates by step time, and the costs of the last one that was tried.
 
@@ -94,7 +101,7 @@ def search(
                 batch = train.batch_at(0, world_size)
                 progress.phase(f"estimating {batch.micro_batch}, activation checkpointing {checkpointing}")
                 memory = replace(config.memory, activation_checkpointing=checkpointing)
-                costs = step_costs(replace(config, train=train, memory=memory), store, world_size, device, rates=rates)
+                costs = step_costs(replace(config, train=train, memory=memory), store, world_size, device, rates, nodes)
                 tokens = costs.estimate.tokens_per_step / world_size / costs.micro_batches
                 candidates = [
                     Candidate(

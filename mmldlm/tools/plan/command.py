@@ -31,7 +31,8 @@ from mmldlm.tools.plan.candidates import (
     save_interval,
     search,
 )
-from mmldlm.tools.plan.devices import GPUS, INTERVAL
+from mmldlm.tools.plan.costs import HSDP
+from mmldlm.tools.plan.devices import GPUS, INTERVAL, measured_rates
 from mmldlm.trainer.dry_run import MIB
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import human_duration
@@ -65,6 +66,7 @@ class Plan:
 
     machines: Machines
     device: str
+    rates: str  # published, measured, or calibrated
     candidates: Sequence[Candidate]  # by step time
     tokens_per_step: float
     steps: int
@@ -110,6 +112,7 @@ class Plan:
         """Return the plan as JSON has it; a prediction is [value, low, high]."""
         return {
             "device": self.device,
+            "rates": self.rates,
             "world_size": self.machines.world_size,
             "capacity_mib": self.machines.capacity_mib,
             "save_every_steps": self.save_every,
@@ -127,7 +130,7 @@ class Plan:
                     "step_s": candidate.seconds,
                     "tokens_per_s": [self.tokens_per_step / candidate.seconds[index] for index in (0, 2, 1)],
                     "hours": self.hours(candidate),
-                    "verdict": self.tag(candidate),
+                    "status": self.tag(candidate),
                 }
                 for candidate in self.candidates
             ],
@@ -137,14 +140,12 @@ class Plan:
         """Return the tables for the terminal."""
         world = self.machines.world_size
         if self.device == THIS:
-            source = "step times calibrated on this machine, with 95 % intervals of its own networks"
+            source = "step times calibrated on this machine"
         else:
-            low, high = INTERVAL
-            source = (
-                f"step times UNVERIFIED: a roofline of published rates, taken as right within x {low:.2f} to {high:g}"
-            )
+            factors = "x {:.2f} to {:g}".format(*INTERVAL)
+            source = f"step times UNVERIFIED: a roofline of {self.rates} rates, taken as right within {factors}"
         lines = [f"{world} processes on {self.device} of {self.machines.gigabytes:g} GB; {source}"]
-        row = "{:<9}  {:<6}  {:<22}  {:<9}  {:>20}  {:>24}  {:>26}  {:>20}"
+        row = "{:<9}  {:<10}  {:<22}  {:<9}  {:>20}  {:>24}  {:>26}  {:>20}"
         header = row.format(
             "", "engine", "micro-batch", "recompute", "memory GB", "step s", "tokens/s", "hours"
         ).rstrip()
@@ -208,6 +209,9 @@ def apply(plan: Plan, config: Path, overrides: Sequence[str], folder: Path) -> s
     command = [sys.executable, "-m"]
     if machines.world_size > 1:
         values: dict[str, Any] = {"num_processes": machines.world_size, "num_machines": machines.nodes}
+        if best.engine == HSDP:
+            sizes = {"dp_replicate_size": machines.nodes, "dp_shard_size": machines.per_node}
+            values["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
         launcher = launcher_file(best.engine, folder, **values)
         command += ["accelerate.commands.launch", "--config_file", str(launcher), "-m"]
     text = shlex.join([*command, "mmldlm.train", str(path)])
@@ -241,6 +245,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", type=int, default=1, help="number of nodes (%(default)s)")
     add("--device", default="h100", help=f"{', '.join(GPUS)}, or {THIS}: a CPU, calibrated at first use (%(default)s)")
     add("--network", type=float, default=50, metavar="GB/S", help="of a GPU between nodes (%(default)s: 400 Gbit/s)")
+    add("--rates", type=Path, metavar="FILE", help="rates of the GPU that `mmldlm bench gpu_check smoke` measured")
     add("--mtbf", type=float, metavar="HOURS",
         help=f"mean time between failures of the job (default: {GPU_HOURS_BETWEEN_FAILURES:,.0f} divided by the number "
         "of GPUs, as of Llama 3's training, arXiv 2407.21783)")  # fmt: skip
@@ -255,6 +260,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if value is not None and not 0 < value < inf:
             raise UsageError(f"--{name.replace('_', '-')}: expected a number above 0, found {value:g}")
     if options.device == THIS:
+        if options.rates:
+            raise UsageError(f"--rates: expected a GPU as --device, found {THIS}")
         check_cpu()
         if options.nodes > 1:
             raise UsageError(f"--nodes: expected 1 with --device {THIS}, found {options.nodes}")
@@ -274,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
     world_size = machines.world_size
     config.train.check_batches(world_size)
-    engines = engines_for(config, world_size)
+    engines = engines_for(config, world_size, machines.nodes)
     if options.device == THIS:
         engines = [name for name in engines if not name.startswith("zero") or find_spec("deepspeed")]
         calibration = Calibration(calibration_path())
@@ -282,15 +289,17 @@ def main(argv: list[str] | None = None) -> int:
         found = search(config, store, world_size, engines, machines.capacity_mib, "cpu", None, calibration.predict)
     else:
         gpu = GPUS[options.device]
+        rates = measured_rates(options.rates, config.precision) if options.rates else gpu.rates(config.precision)
         found = search(
-            config, store, world_size, engines, machines.capacity_mib, "cuda", gpu.rates(config.precision),
-            lambda engine, costs: gpu.predict(engine, costs, machines.nodes, options.network * GB),
+            config, store, world_size, engines, machines.capacity_mib, "cuda", rates,
+            lambda engine, costs: gpu.predict(engine, costs, rates, options.network * GB), machines.nodes,
         )  # fmt: skip
     candidates, costs = found
     estimate = costs.estimate
     plan = Plan(
         machines,
         options.device,
+        "calibrated" if options.device == THIS else "measured" if options.rates else "published",
         candidates,
         estimate.tokens_per_step,
         config.train.steps,

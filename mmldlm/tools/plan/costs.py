@@ -24,6 +24,7 @@ from mmldlm.utils.meta_device import materialize
 
 TYPICAL_STEPS = 2  # whose kernels are recorded, at evenly spaced ranks of the first `SEARCHED` by tokens
 SEARCHED = 64
+HSDP = "fsdp2_hsdp"  # FSDP2 within each node, and gradients all-reduced among nodes
 BUCKET = 100_000_000  # elements of DeepSpeed's reduce_bucket_size in the shipped files
 
 
@@ -50,6 +51,7 @@ class StepCosts:
     device: str
     work: Sequence[Work]  # of each recorded step
     model: MMDiT  # on fake tensors
+    nodes: int = 1  # each of which has a replica under `HSDP`
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -78,12 +80,15 @@ class StepCosts:
         return len(self._blocks)
 
     def _sharding(self, engine: str) -> Sharding:
-        return Sharding(engine, "fp32" if self.config.precision == "auto" else self.config.precision, self.world_size)
+        precision = "fp32" if self.config.precision == "auto" else self.config.precision
+        if engine == HSDP:
+            return Sharding(FSDP2, precision, self.world_size, self.nodes)
+        return Sharding(engine, precision, self.world_size)
 
     def updated(self, engine: str) -> float:
         """Return the trained parameters that this rank's optimizer updates."""
         trained = padded_parameters(Sharding(DDP, "fp32", 1), self.trained_shapes)
-        return trained / (1 if engine in (SINGLE, DDP) else self.world_size)
+        return trained / (1 if engine in (SINGLE, DDP) else self._sharding(engine).shards)
 
     def traffic(self, engine: str) -> dict[tuple[str, int], float]:
         """Return the bytes of the collectives of a step by (kind, ranks)."""
@@ -92,38 +97,47 @@ class StepCosts:
         sharding = self._sharding(engine)
         parameters = padded_parameters(sharding, self.trained_shapes)
         # ZeRO-3 keeps up to `max_live_parameters` (10^9) gathered from forward to backward.
-        once = self.parameters - sum(self._blocks) if engine == FSDP2 else min(parameters, 10**9)
+        once = self.parameters - sum(self._blocks) if engine in (FSDP2, HSDP) else min(parameters, 10**9)
         return step_traffic(sharding, parameters, once, max(1, round(self.micro_batches)))
 
     def memory_mib(self, engine: str) -> float:
-        """Return the peak of a rank's memory on its device, without what the libraries themselves take."""
+        """Return the peak of a rank's memory on its device, without what the libraries themselves take.
+
+        That of a CPU includes the staging copies of checkpoints.
+        """
         one = self.estimate
+        beside = one.kernels_mib + (one.checkpoint_mib if self.device == "cpu" else 0.0)
         if engine == SINGLE:
-            return one.total_mib + one.kernels_mib
+            return one.total_mib + beside
         sharding = self._sharding(engine)
         block, outside = max(self._blocks), self.parameters - sum(self._blocks)
         at_peak = sum(one.peak_mib.get(kind, 0.0) for kind in ("weights", "ema", "gradients", "moments"))
-        state, _ = state_mib(engine, one, sharding.precision)
+        state, _ = state_mib(sharding.engine, one, sharding.precision, sharding.replicas)
         width, accumulating = sharding.weight_bytes, self.micro_batches > 1
-        gradients = FLOAT32_BYTES * one.trainable / (1 if engine == "zero1" else self.world_size)
+        gradients = FLOAT32_BYTES * one.trainable / (1 if engine == "zero1" else sharding.shards)
         # Bytes beside the state: at its end backward has all gradients and reduces the last ones; at the peak of the
         # activations there are none of a single micro-batch yet, and under FSDP2 only whole ones of earlier ones.
         at_end = now = 0.0
-        if engine == FSDP2:
+        if sharding.engine == FSDP2:
             at_end = fsdp2_bytes(self.parameters, block, outside, width)
             now = width * (outside + 2 * block) + FLOAT32_BYTES * one.trainable * accumulating - gradients
         elif engine == "zero3":
-            at_end = zero3_bytes(self.parameters, block, min(one.trainable, BUCKET), width)
+            gathered = self.parameters if self.world_size > 1 else 0  # one process has all it needs
+            bucket = min(one.trainable, BUCKET)
+            at_end = zero3_bytes(gathered, block, bucket, width)
             now = at_end - gradients * (not accumulating)
+            at_end += FLOAT32_BYTES * bucket / self.world_size  # what reduce-scatter returns
         elif engine == DDP:  # keeps its buckets, beside which earlier micro-batches have gradients
             now = FLOAT32_BYTES * one.trainable * accumulating
         else:
             at_end = FLOAT32_BYTES * min(one.trainable, BUCKET)
             now = -gradients * (not accumulating)
-        return state + one.kernels_mib + max(at_end / MIB, now / MIB + one.total_mib - at_peak)
+        return state + beside + max(at_end / MIB, now / MIB + one.total_mib - at_peak)
 
 
-def step_costs(config: RunConfig, store: Store, world_size: int, device: str, rates: Rates | None = None) -> StepCosts:
+def step_costs(
+    config: RunConfig, store: Store, world_size: int, device: str, rates: Rates | None = None, nodes: int = 1
+) -> StepCosts:
     """Record the kernels of typical steps of a config, and time them by `rates` if given.
 
     Raises:
@@ -169,7 +183,7 @@ def step_costs(config: RunConfig, store: Store, world_size: int, device: str, ra
                 len(noised),
             )
         )
-    return StepCosts(config, store, world_size, device, works, model)
+    return StepCosts(config, store, world_size, device, works, model, nodes)
 
 
 def _typical_steps(config: RunConfig, loader: Loader) -> list[int]:

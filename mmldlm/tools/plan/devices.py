@@ -1,16 +1,24 @@
-"""`--device NAME`: step times of GPUs by a roofline from published rates. Not verified by measurements."""
+"""`--device NAME`: step times of GPUs by a roofline from published or measured rates. Not verified by real steps."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
+from mmldlm.errors import UsageError
 from mmldlm.model.flops import peak_flops
-from mmldlm.tools.plan.costs import StepCosts
-from mmldlm.tools.plan.kernels import UPDATE_BYTES, Rates
+from mmldlm.tools.plan.costs import HSDP, StepCosts
+from mmldlm.tools.plan.kernels import UPDATE_BYTES, Phase, Rates
 
 INTERVAL = (1 / 1.5, 2.0)  # factors of the prediction, a guess: kernels rarely exceed the shares, hosts may be slow
 # Shares of the published rates that kernels reach, and seconds from one to the next; see benchmarks/roofline.py.
 PRODUCT, ATTENTION_FORWARD, ATTENTION_BACKWARD, TRAFFIC, LINK, LAUNCH_S = 0.64, 0.33, 0.23, 0.76, 0.7, 2.2e-6
+# Shares of the measured rates of a large product and of a copy.
+OF_SQUARE, OF_COPY = 0.80, 0.85
+MEASURED_LENGTH = "512"  # tokens of the samples whose attention was measured
+TERA = 1e12
 
 
 @dataclass(frozen=True)
@@ -29,17 +37,18 @@ class Gpu:
             PRODUCT * peak, ATTENTION_FORWARD * peak, ATTENTION_BACKWARD * peak, TRAFFIC * self.memory, LAUNCH_S
         )
 
-    def predict(self, engine: str, costs: StepCosts, nodes: int, network: float) -> tuple[float, float, float]:
+    def predict(self, engine: str, costs: StepCosts, rates: Rates, network: float) -> tuple[float, float, float]:
         """Return the seconds of a step: predicted, and the ends of the interval.
 
         Collectives are rings over the slowest link, and half of the shorter of computing and exchanging is hidden.
         `network` has the bytes/s of a GPU between nodes.
         """
         compute = sum(work.roofline_s for work in costs.work) / len(costs.work)
-        compute += costs.updated(engine) * UPDATE_BYTES / (TRAFFIC * self.memory)
-        rate = LINK * (self.link if nodes == 1 else min(self.link, network))
+        compute += costs.updated(engine) * UPDATE_BYTES / rates.traffic
         exchange = 0.0
         for (kind, ranks), size in costs.traffic(engine).items():
+            is_local = costs.nodes == 1 or (engine == HSDP and kind != "all_reduce")
+            rate = LINK * (self.link if is_local else min(self.link, network))
             exchange += (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks * size / rate
         low, high = INTERVAL
         shorter, longer = sorted((compute, exchange))
@@ -56,3 +65,22 @@ GPUS = {
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 82.6e12, 1.008e12, 32e9),
     "rtx5090": Gpu("NVIDIA GeForce RTX 5090", 104.8e12, 1.792e12, 64e9),
 }
+
+
+def measured_rates(path: Path, precision: str) -> Rates:
+    """Return the rates of a GPU that `mmldlm bench gpu_check smoke` has measured, in bf16.
+
+    Raises:
+        UsageError: The file has none, or the config's precision is another.
+    """
+    if precision != "bf16":
+        raise UsageError(f"--rates: these are rates of bf16, found precision {precision} in the config")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["ceilings"]
+        forward, backward = (found["attention"][MEASURED_LENGTH][f"{phase}_tflop_per_s"] for phase in get_args(Phase))
+        product, copy = found["products_tflop_per_s"]["square"], found["copy_tb_per_s"]
+        return Rates(
+            OF_SQUARE * product * TERA, forward * TERA, backward * TERA, OF_COPY * copy * TERA, found["launch_us"] / 1e6
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--rates: {path} has no rates of a GPU: {type(error).__name__} {error}") from None

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node N -m mmldlm.tools.plan.timed_steps JOBS OUT [--accelerate_config FILE] [--memory]
 
 JOBS is a JSON file, a list of [name, settings]. OUT gets a line for each: its name with the seconds of the steps, or
-with the peak of rank 0's memory above that before the run, in MiB. The first config only warms up what libraries and
-processes do at first use.
+with the peak of rank 0's memory above that before the run, in MiB, of a run that saves each step. The first config
+only warms up what libraries and processes do at first use.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from mmldlm.trainer.trainer import Trainer
 SETTINGS = (
     "log={every: 1000000, tensorboard: false}",
     "validation.every=0",
-    "checkpoint.every_steps=0",
     "data.num_workers=0",
     "data.verify=sizes",
     "resume=never",
 )
+SAVED = "checkpoint={every_steps: 1, keep_last: 1}"
+NEVER_SAVED = "checkpoint.every_steps=0"
 
 
 def run_steps(settings: Sequence[str], launch: LauncherEnv) -> list[float]:
@@ -48,7 +49,8 @@ def run_steps(settings: Sequence[str], launch: LauncherEnv) -> list[float]:
             train_step(run, step, micro_batches)
             started, before = time.perf_counter(), started
             seconds.append(started - before)
-        run.checkpointer.saved_at = run.state.step  # no checkpoint at the end
+            if not config.checkpoint.every_steps:
+                run.checkpointer.saved_at = run.state.step  # nor at the end
     return seconds[1:]
 
 
@@ -58,7 +60,7 @@ def _memory(settings: Sequence[str], launch: LauncherEnv) -> float:
         ctypes.CDLL(None).malloc_trim(0)
     before = _status_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    run_steps(settings, launch)
+    run_steps([*settings, SAVED], launch)
     return (_status_kib("VmHWM") - before) / 1024
 
 
@@ -80,7 +82,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         shared = os.environ.get("PLAN_RUN_DIR", folder)  # all ranks write to one folder
         for number, (name, settings) in enumerate([("warm-up", jobs[0][1]), *jobs]):
             given = [f"run.dir={shared}/{number}", *settings]
-            result: Any = _memory(given, launch) if options.memory else run_steps(given, launch)
+            result: Any = _memory(given, launch) if options.memory else run_steps([*given, NEVER_SAVED], launch)
             if launch.rank == 0 and number:
                 print(json.dumps([name, result]), file=out, flush=True)
     return 0

@@ -13,7 +13,7 @@ import pytest
 from mmldlm import cli
 from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
-from mmldlm.tools.plan.calibration import Calibration, jobs_of, launcher_file, timed
+from mmldlm.tools.plan.calibration import STEPS, Calibration, jobs_of, launcher_file, timed
 from mmldlm.tools.run_history import History
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import TEST_TIMEOUT_S
@@ -48,12 +48,12 @@ def test_plan_of_this_machine_by_its_calibration(
     arguments = ["plan", str(tiny_config), "--gpus", "2x8GB", "--device", "this", "--json"]
     assert cli.main([*arguments, "--mtbf", "0.001", "--save-seconds", "0.001"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    best, *others = [one for one in plan["candidates"] if one["verdict"] != "too large"]
-    assert best["engine"] == "ddp" and best["verdict"] == "best"
+    best, *others = [one for one in plan["candidates"] if one["status"] != "too large"]
+    assert best["engine"] == "ddp" and best["status"] == "best"
     value, low, high = best["step_s"]
     assert low == pytest.approx(value / 1.2) and high == pytest.approx(value * 1.2)
     assert best["hours"][0] == pytest.approx(8 * value / 3600)
-    assert all((one["verdict"] == "close") == (one["step_s"][1] <= high) for one in others)
+    assert all((one["status"] == "close") == (one["step_s"][1] <= high) for one in others)
     assert plan["save_every_steps"] == max(1, min(8, round((2 * 0.001 * 3.6) ** 0.5 / value)))
 
 
@@ -89,6 +89,7 @@ def test_commands_of_the_page(
         (["--gpus", "2x80GB", "--nodes", "0"], 2, "--nodes: expected at least 1, found 0"),
         (["--gpus", "2x80GB", "--mtbf", "0"], 2, "--mtbf: expected a number above 0, found 0"),
         (["--gpus", "2x80GB", "--nodes", "2", "--device", "this"], 2, "--nodes: expected 1 with --device this"),
+        (["--gpus", "2x80GB", "--rates", "no.json", "precision=bf16"], 2, "--rates: no.json has no rates of a GPU"),
         (["--gpus", "3x80GB"], 64, "train.global_batch_size is 8, expected a multiple of 3 processes"),
         (["--gpus", "2x80GB", "data.path=/nowhere"], 65, "/nowhere: not a data store"),
         (["--gpus", "2x0.001GB", "train.global_batch_size=2"], 64, "--gpus: nothing fits into 0.001 GB: "),
@@ -102,6 +103,20 @@ def test_errors_are_one_line(
     assert last.startswith(f"mmldlm: error: {message}")
     if "nothing fits" in message:
         assert "GB too many; what helps: more GPUs" in last
+
+
+@pytest.mark.quick
+def test_plan_of_two_nodes_has_hybrid_sharding(
+    tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", str(tiny_config), "--gpus", "2x80GB", "--nodes", "2", "--network", "0.000001", "--json"]
+    assert cli.main([*arguments, "--apply", str(tmp_path / "planned")]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {one["engine"] for one in plan["candidates"]} == {"ddp", "zero1", "zero2", "fsdp2", "fsdp2_hsdp", "zero3"}
+    (best,) = (one for one in plan["candidates"] if one["status"] == "best")
+    assert best["engine"] == "fsdp2_hsdp" and '--machine_rank "$NODE_RANK"' in plan["command"]
+    launch = json.loads((tmp_path / "planned" / "accelerate.yaml").read_text(encoding="utf-8"))
+    assert set(launch["parallelism_config"].values()) == {2} and launch["num_processes"] == 4
 
 
 @pytest.mark.quick
@@ -137,4 +152,4 @@ def test_steps_of_several_networks_are_timed_in_one_launch(tiny_store: Path) -> 
     jobs = jobs_of(networks, str(tiny_store), open_data(str(tiny_store)), 2)
     seconds = timed("fsdp2", 2, jobs)
     assert list(seconds) == [name for name, _ in jobs]
-    assert all(len(times) == 4 and min(times) > 0 for times in seconds.values())
+    assert all(len(times) == STEPS - 1 and min(times) > 0 for times in seconds.values())
