@@ -97,7 +97,12 @@ class Estimate:
 
 
 def estimate(
-    config: RunConfig, store: Store, world_size: int, steps_per_stage: int = 4, device: str | None = None
+    config: RunConfig,
+    store: Store,
+    world_size: int,
+    steps_per_stage: int = 4,
+    device: str | None = None,
+    keep_gradients: bool | None = None,
 ) -> Estimate:
     """Estimate the costs of one optimizer step.
 
@@ -110,6 +115,7 @@ def estimate(
         world_size: Number of processes.
         steps_per_stage: Number of steps at the start of each stage whose real micro-batches are tried.
         device: "cpu" or "cuda"; by default the device of this machine.
+        keep_gradients: Whether gradients stay allocated, as in DDP's buckets; by default with several processes.
 
     Raises:
         ConfigError: A global batch cannot be divided evenly.
@@ -131,7 +137,8 @@ def estimate(
     model = build_fake_model(config, store.manifest)
     objective = build_objective(config, store.manifest)
     optimizer, name, one_moment = _optimizer(model, config.optim, device)
-    tracker = StepCostTracker(model, objective, keep_gradients=world_size > 1, ema=config.ema.decay > 0)
+    keep_gradients = world_size > 1 if keep_gradients is None else keep_gradients
+    tracker = StepCostTracker(model, objective, keep_gradients, ema=config.ema.decay > 0)
     steps = config.train.steps
     batches = config.train.batch_stages(world_size)
     starts = {*mode_stages(config.mode, config.mode_schedule), *batches}

@@ -59,6 +59,13 @@ class StepCosts:
         return estimate(self.config, self.store, self.world_size, steps_per_stage=1, device=self.device)
 
     @cached_property
+    def _growing(self) -> Estimate:
+        """The estimate with gradients that appear as backward computes them."""
+        if self.world_size == 1:
+            return self.estimate
+        return estimate(self.config, self.store, self.world_size, 1, self.device, keep_gradients=False)
+
+    @cached_property
     def micro_batches(self) -> float:
         """Micro-batches of a step, mean."""
         return sum(work.micro_batches for work in self.work) / len(self.work)
@@ -110,29 +117,35 @@ class StepCosts:
         if engine == SINGLE:
             return one.total_mib + beside
         sharding = self._sharding(engine)
-        block, outside = max(self._blocks), self.parameters - sum(self._blocks)
-        at_peak = sum(one.peak_mib.get(kind, 0.0) for kind in ("weights", "ema", "gradients", "moments"))
         state, _ = state_mib(sharding.engine, one, sharding.precision, sharding.replicas)
-        width, accumulating = sharding.weight_bytes, self.micro_batches > 1
-        gradients = FLOAT32_BYTES * one.trainable / (1 if engine == "zero1" else sharding.shards)
-        # Bytes beside the state: at its end backward has all gradients and reduces the last ones; at the peak of the
-        # activations there are none of a single micro-batch yet, and under FSDP2 only whole ones of earlier ones.
-        at_end = now = 0.0
+        accumulating = self.micro_batches > 1
+        if engine == DDP:  # has its buckets, and gradients of earlier micro-batches beside them
+            earlier = FLOAT32_BYTES * one.trainable / MIB * accumulating
+            at_peak = sum(one.peak_mib.get(kind, 0.0) for kind in ("weights", "ema", "gradients", "moments"))
+            return state + beside + earlier + one.total_mib - at_peak
+        # The peak is at the end of backward, which has all gradients and reduces the last ones, or where activations
+        # and the gradients that are there by then, whole ones or a rank's part, take most.
+        block, outside = max(self._blocks), self.parameters - sum(self._blocks)
+        width, bucket = sharding.weight_bytes, min(one.trainable, BUCKET)
+        part, peak = 1.0 if engine == "zero1" else sharding.share, self._growing.peak_mib
+        activations = self._growing.total_mib - sum(
+            peak.get(kind, 0.0) for kind in ("weights", "ema", "gradients", "moments")
+        )
+        gradients, present = FLOAT32_BYTES * one.trainable / MIB, peak["gradients"]
+        missing = part * (gradients - present)
+        now, at_end = 0.0, float(FLOAT32_BYTES * bucket)
         if sharding.engine == FSDP2:
             at_end = fsdp2_bytes(self.parameters, block, outside, width)
-            now = width * (outside + 2 * block) + FLOAT32_BYTES * one.trainable * accumulating - gradients
+            now = width * (outside + 3 * block)
+            if accumulating:  # whole ones of earlier micro-batches
+                missing = part * gradients - present
         elif engine == "zero3":
             gathered = self.parameters if self.world_size > 1 else 0  # one process has all it needs
-            bucket = min(one.trainable, BUCKET)
-            at_end = zero3_bytes(gathered, block, bucket, width)
-            now = at_end - gradients * (not accumulating)
-            at_end += FLOAT32_BYTES * bucket / self.world_size  # what reduce-scatter returns
-        elif engine == DDP:  # keeps its buckets, beside which earlier micro-batches have gradients
-            now = FLOAT32_BYTES * one.trainable * accumulating
-        else:
-            at_end = FLOAT32_BYTES * min(one.trainable, BUCKET)
-            now = -gradients * (not accumulating)
-        return state + beside + max(at_end / MIB, now / MIB + one.total_mib - at_peak)
+            now = zero3_bytes(gathered, block, bucket, width)
+            at_end = now + FLOAT32_BYTES * bucket * sharding.share  # what reduce-scatter returns
+            # As gradients appear, the gathered weights of their blocks are released.
+            missing = part * gradients * (not accumulating)
+        return state + beside + max(at_end / MIB, now / MIB + activations - missing)
 
 
 def step_costs(
