@@ -68,7 +68,7 @@ class TrackerRun:
 class WandbRun(TrackerRun):
     """A run of Weights & Biases.
 
-    Offline, nothing can be appended to a run once its process has ended: the folder is written anew, and those of
+    Offline, nothing can be appended to a run once its process has ended: the folder is written again, and those of
     earlier processes are removed when it is complete.
     """
 

@@ -73,12 +73,11 @@ class MemoryPlan:
         """Return the bytes of gathered weights and unreduced gradients; all else is there since DeepSpeed's start."""
         engine: Any = self.engine
         deepspeed, secondary = engine.deepspeed, engine.launch.secondary_partition
-        live = deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size()
-        gathered = min(self._weights, live) if engine.world_size > 1 else 0  # one process has all it needs
+        gathered = min(self._weights, deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size())
         if secondary > 1:
             gathered += self._weights // secondary
         bucket = min(self._trained, deepspeed.zero_reduce_bucket_size())
-        return zero3_bytes(gathered, self._block, bucket, self._weight_bytes)
+        return zero3_bytes(gathered, self._block, bucket, self._weight_bytes, engine.world_size)
 
 
 def fsdp2_bytes(weights: int, block: int, outside: int, weight_bytes: int, reshards: bool = True) -> int:
@@ -89,7 +88,9 @@ def fsdp2_bytes(weights: int, block: int, outside: int, weight_bytes: int, resha
     return weight_bytes * gathered + (weight_bytes + FLOAT32_BYTES) * 2 * block
 
 
-def zero3_bytes(gathered: int, block: int, bucket: int, weight_bytes: int) -> int:
+def zero3_bytes(gathered: int, block: int, bucket: int, weight_bytes: int, world_size: int) -> int:
     """Return the bytes of ZeRO-3's gathered weights and unreduced gradients; the sizes are numbers of parameters."""
+    if world_size == 1:
+        gathered = 0  # the process has all weights
     # A block's gradients, and copies of a bucket in the type and in the order in which it is exchanged.
     return weight_bytes * (gathered + block) + 2 * FLOAT32_BYTES * bucket

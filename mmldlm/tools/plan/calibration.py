@@ -92,20 +92,18 @@ class Calibration:
     def calibrate(self, store: str | Mapping[str, float], engines: Sequence[str], world_size: int) -> None:
         """Measure what is missing for these engines and processes, on a store."""
         single = f"{SINGLE} x1"
-        missing = [single] * (single not in self.fits)
-        missing += [name for engine in engines if (name := f"{engine} x{world_size}") not in self.fits | {single: 0}]
+        launches = {single: (SINGLE, 1)} | {f"{engine} x{world_size}": (engine, world_size) for engine in engines}
+        missing = {name: launch for name, launch in launches.items() if name not in self.fits}
         opened: Store = open_data(store)
         jobs = {world: jobs_of(self.networks, store, opened, world) for world in (1, world_size)}
         seconds: dict[str, list[dict[str, list[float]]]] = {name: [] for name in missing}
         with Progress() as progress:
             for number in range(1, ROUNDS + 1):
-                for name in missing:
-                    engine, world = name.split(" x")[0], int(name.split(" x")[1])
+                for name, (engine, world) in missing.items():
                     text = f"calibrating {engine} with {world} processes on {len(self.networks)} networks"
                     progress.phase(f"{text}, round {number} of {ROUNDS}")
                     seconds[name].append(timed(engine, world, jobs[world]))
-            for name in missing:
-                engine, world = name.split(" x")[0], int(name.split(" x")[1])
+            for name, (engine, world) in missing.items():
                 if world not in self._costs:
                     progress.phase(f"recording the kernels of {len(self.networks)} networks for {world} processes")
                     configs = [load_config(None, settings) for _, settings in jobs[world]]

@@ -43,7 +43,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits even at the upper end of the interval."""
+        """Return whether it fits even at the upper end of the interval."""
         return self.excess_mib <= 0
 
     @property

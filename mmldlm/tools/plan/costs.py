@@ -140,8 +140,7 @@ class StepCosts:
             if accumulating:  # whole ones of earlier micro-batches
                 missing = part * gradients - present
         elif engine == "zero3":
-            gathered = self.parameters if self.world_size > 1 else 0  # one process has all it needs
-            now = zero3_bytes(gathered, block, bucket, width)
+            now = zero3_bytes(self.parameters, block, bucket, width, self.world_size)
             at_end = now + FLOAT32_BYTES * bucket * sharding.share  # what reduce-scatter returns
             # As gradients appear, the gathered weights of their blocks are released.
             missing = part * gradients * (not accumulating)
