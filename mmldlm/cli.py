@@ -9,7 +9,6 @@ import sys
 
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, exit_process, run_command
-from mmldlm.utils.host_cpus import configure_openmp_spinning
 from mmldlm.utils.malloc import configure_cuda_allocator
 
 COMMANDS = {
@@ -36,7 +35,7 @@ COMMANDS = {
     "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
-# Use all OpenMP threads.
+# Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
 
 
@@ -61,9 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
     if argv is None and name in COMPUTE_COMMANDS:
-        # Before the module imports torch.
-        configure_openmp_spinning(os.environ)
-        configure_cuda_allocator(os.environ)
+        configure_cuda_allocator(os.environ)  # before the module imports torch
     module = importlib.import_module(COMMANDS[name][0])
     try:
         status = run_command(lambda: module.main(rest))

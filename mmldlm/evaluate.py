@@ -13,10 +13,8 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below import torch
-    from mmldlm.utils.host_cpus import configure_openmp_spinning
     from mmldlm.utils.malloc import configure_cuda_allocator
 
-    configure_openmp_spinning(os.environ)
     configure_cuda_allocator(os.environ)
 
 from mmldlm.diffusion.noise import MODES
@@ -27,6 +25,7 @@ from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import Extras, evaluate
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run_on_all_ranks, run_config
+from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.progress import INTERVAL_S, Progress
@@ -114,6 +113,8 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         Progress(processes.is_main, interval) as progress,
     ):
         progress.phase("loading the run")
+        if processes.world_size == 1:
+            choose_threads()
         loaded = load_run_on_all_ranks(options, processes, options.sampling)
         measured = evaluate(loaded, config, options.modes, extras, processes, progress)
         overrides = {"sampling": " ".join(options.sampling)} if options.sampling else {}

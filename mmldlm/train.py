@@ -13,10 +13,8 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below import torch
-    from mmldlm.utils.host_cpus import configure_openmp_spinning
     from mmldlm.utils.malloc import configure_cuda_allocator
 
-    configure_openmp_spinning(os.environ)
     configure_cuda_allocator(os.environ)
 
 from mmldlm.batch import Batch

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common.task import device
 from mmldlm.errors import UsageError
-from mmldlm.utils.host_cpus import processor_name
+from mmldlm.utils.cpu import processor_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -36,6 +36,7 @@ class TrainState:
     samples_seen: int = 0
     samples_drawn: int = 0  # from the sample order, including samples of skipped steps
     tokens_seen: int = 0
+    threads: int = 0  # of PyTorch on a CPU
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending

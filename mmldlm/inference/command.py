@@ -16,6 +16,7 @@ from mmldlm.inference.interpolate import interpolate
 from mmldlm.inference.live_view import LiveView
 from mmldlm.inference.options import DEFAULT_POINTS, build_parser, check_options, sampling_config
 from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.progress import Progress
 
 
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     span_edit = None if options.edit is None else SpanEdit.parse(options.edit)
     with Progress(enabled=not options.watch) as progress:
         progress.phase("loading the run", announce=False)
+        choose_threads()
         run = load_run(options.run, options.checkpoint, options.data, options.weights)
         config = sampling_config(options, run)
         progress.phase("generating", announce=False)

@@ -1,4 +1,4 @@
-"""Memory of this process, the host and the CUDA device in MiB, and CPU load of other processes."""
+"""Memory of this process, the host and the CUDA device in MiB."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 import torch
-
-from mmldlm.utils.host_cpus import CpuTimes, cores_used_by_others, cpu_times
 
 MIB = 2**20
 _MEMINFO, _SELF_CGROUP, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -136,9 +134,3 @@ def memory_metrics() -> dict[str, float]:
     if (host := host_memory_mib()) is not None:
         values["memory/host_free_mib"] = host[1]
     return values | cuda_memory_metrics() if cuda_in_use() else values
-
-
-def cpu_load_metrics(since: CpuTimes | None) -> dict[str, float]:
-    """Return the cores of this host that processes outside the run kept busy; empty if the system has no numbers."""
-    now = cpu_times()
-    return {} if since is None or now is None else {"speed/cores_of_others": cores_used_by_others(since, now)}

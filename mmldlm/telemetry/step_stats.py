@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmldlm.utils.host_cpus import cpu_times
+from mmldlm.utils.cpu import cpu_times
 
 
 @dataclass(frozen=True)

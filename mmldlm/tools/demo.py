@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -31,6 +32,7 @@ from mmldlm.inference.interpolate import interpolate
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.declaration import dump, setting
 from mmldlm.settings.fields import build
+from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.short_repr import truncate
 
 HOST, DEFAULT_PORT, MIN_PORT = "127.0.0.1", 8000, 1024
@@ -64,12 +66,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.port and not MIN_PORT <= options.port < 2**16:
         raise UsageError(f"--port: expected 0 or {MIN_PORT} to {2**16 - 1}, found {options.port}")
-    run = load_run(options.run, options.checkpoint, options.data, options.weights)
+    # All of torch's work is done by one thread: a second one that computes makes a second OpenMP team, and from then on
+    # libgomp puts the threads of both to sleep at every barrier.
+    model_thread = ThreadPoolExecutor(1)
+    run = model_thread.submit(load_run, options.run, options.checkpoint, options.data, options.weights).result()
+    model_thread.submit(choose_threads).result()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the demo as Ctrl-C does
     try:
         with tempfile.TemporaryDirectory(prefix="mmldlm-demo-") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its default, /tmp/gradio, belongs to the first user of a machine
-            url = Page(import_gradio(), Demo(run)).launch(options.port)
+            url = Page(import_gradio(), Demo(run), model_thread).launch(options.port)
             print(f"{options.run}, {run}: open {url} (Ctrl-C ends)", flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:
@@ -212,10 +218,10 @@ def import_gradio() -> Any:
 
 
 class Page:
-    """The page: three forms. One request at a time reaches the model."""
+    """The page: three forms. One request at a time reaches the model, in `model_thread`."""
 
-    def __init__(self, gradio: Any, demo: Demo):
-        self.gr, self.demo, self.run = gradio, demo, demo.run
+    def __init__(self, gradio: Any, demo: Demo, model_thread: ThreadPoolExecutor):
+        self.gr, self.demo, self.run, self.model_thread = gradio, demo, demo.run, model_thread
         self.modes = self.run.config.trained_modes
         self.examples = demo.examples()
         self.one_at_a_time = {"concurrency_limit": 1, "concurrency_id": "model"}
@@ -348,7 +354,7 @@ class Page:
     def _show_errors(self, respond: Callable[[], str]) -> str:
         """Return what `respond` returns; its errors are shown in the page and logged on the terminal."""
         try:
-            return respond()
+            return self.model_thread.submit(respond).result()
         except MmldlmError as error:
             message = str(error).removeprefix("--")  # options of `mmldlm sample` have the names of the fields
             print(f"mmldlm demo: {message}", file=sys.stderr, flush=True)

@@ -28,8 +28,8 @@ from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
 from mmldlm.run.load import DESCRIPTION
 from mmldlm.telemetry.resources import memory_limits
 from mmldlm.trainer.setup import Components
+from mmldlm.utils.cpu import processor_name
 from mmldlm.utils.files import write_atomically
-from mmldlm.utils.host_cpus import openmp_spinning, processor_name
 
 
 def startup_report(
@@ -37,6 +37,7 @@ def startup_report(
     config: RunConfig,
     components: Components,
     fingerprint: Mapping[str, str],
+    threads_reason: str,
 ) -> dict[str, Any]:
     """Return the content of `startup.json`: hardware, resolved settings, batch sizes and versions (collective)."""
     rank_info = {
@@ -46,7 +47,7 @@ def startup_report(
         "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
         "processor": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
-        "openmp": openmp_spinning(os.environ),
+        "threads_reason": threads_reason,
         **memory_limits(),
     }
     ranks = engine.gather(rank_info, "start-up report")
@@ -141,7 +142,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     hosts = sorted({rank["host"] for rank in report["ranks"]})
     devices = sorted({rank["name"] for rank in report["ranks"]})
     versions = report["versions"]
-    threads = sorted({f"{rank['threads']} a process, {rank['openmp']}" for rank in report["ranks"]})
+    threads = sorted({f"{rank['threads']} a process, {rank['threads_reason']}" for rank in report["ranks"]})
 
     processes = f"{report['world_size']} process{'es' * (report['world_size'] > 1)}"
     processes += f", {report['sharding']}" if report["sharding"] else ""

@@ -19,11 +19,12 @@ from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
 from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.telemetry.rank_times import RankTimes
-from mmldlm.telemetry.resources import cpu_load_metrics, memory_metrics
+from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
+from mmldlm.utils.cpu import cores_used_by_others, cpu_times
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class StepLog:
         values = {
             "optim/lr": lr,
             **(self.rank_times.record() if self.rank_times is not None else {}),
-            **cpu_load_metrics(stats.cpu_times),
+            "speed/cores_of_others": cores_used_by_others(stats.cpu_times, cpu_times()),
             "data/epoch": samples_drawn / len(self.components.loader.order),
             **self._epochs(samples_drawn),
             **{f"data/{name}": size for name, size in batch_sizes.items() if size},

@@ -50,6 +50,7 @@ from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
 from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
+from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.garbage import ScheduledCollection
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
@@ -150,6 +151,8 @@ class Trainer:
         if config.ema.decay:
             engine.enable_ema(restored.ema)
         self.state = restored.state
+        self._threads_reason = choose_threads(self.state.threads) if engine.world_size == 1 else "the launcher's choice"
+        self.state.threads = torch.get_num_threads()
         if engine.loss_scale is not None and self.state.loss_scale is not None:
             engine.loss_scale.restore(self.state.loss_scale, self.state.steps_at_scale)
         else:
@@ -179,7 +182,9 @@ class Trainer:
         engine.model.train()
         self._stack.enter_context(self._signals)
         self._stack.callback(self.checkpointer.close)
-        report = startup_report(engine, config, self.components, fingerprint) | {"init": self.checkpointer.origin}
+        report = startup_report(engine, config, self.components, fingerprint, self._threads_reason) | {
+            "init": self.checkpointer.origin
+        }
         self.checkpointer.describe(report, store)
         # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()

@@ -467,9 +467,8 @@ ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
     (
         "busy cores",
         _busy_cores,
-        "end them, or stop the run and start it again: the same command continues it, and the load at the start "
-        "decides whether OpenMP threads spin; if they have to stay, set OMP_NUM_THREADS to the cores that they leave "
-        "free",
+        "end them; if they have to stay, stop the run and start it again with OMP_NUM_THREADS set to the cores that "
+        "they leave free, at least 1: the same command continues it",
     ),
     (
         "low speed",

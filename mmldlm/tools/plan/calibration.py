@@ -40,8 +40,8 @@ from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
 from mmldlm.errors import MmldlmError, UsageError
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.plan.costs import StepCosts, Work, step_costs
+from mmldlm.utils.cpu import processor_name
 from mmldlm.utils.files import write_atomically
-from mmldlm.utils.host_cpus import processor_name
 from mmldlm.utils.progress import Progress
 
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,7 +12,7 @@ from mmldlm.tools.demo import Demo, Page, import_gradio
 @pytest.fixture(scope="session")
 def demo_page(short_run: LoadedRun) -> Iterator[Page]:
     """The page of `mmldlm demo`, served by this process."""
-    page = Page(import_gradio(), Demo(short_run))
+    page = Page(import_gradio(), Demo(short_run), ThreadPoolExecutor(1))
     page.launch(0)
     yield page
     page.blocks.close()

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from html import unescape
@@ -224,7 +225,7 @@ def test_only_this_machine_is_listened_to(monkeypatch: pytest.MonkeyPatch, demo:
     """Whatever gradio's variables in the environment say."""
     for name, value in {"SERVER_NAME": "0.0.0.0", "SHARE": "True", "MCP_SERVER": "True", "SSR_MODE": "True"}.items():
         monkeypatch.setenv(f"GRADIO_{name}", value)
-    page = Page(import_gradio(), demo)
+    page = Page(import_gradio(), demo, ThreadPoolExecutor(1))
     url = urlsplit(page.launch(0))
     try:
         assert url.hostname == "127.0.0.1" and url.port is not None

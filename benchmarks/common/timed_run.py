@@ -1,0 +1,75 @@
+"""`mmldlm.train` that writes to TIMES.RANK.json when each step and each event in it began and ended.
+
+Seconds of `time.perf_counter`, which all processes of a machine share. An event's time is without that of events in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmldlm import train
+from mmldlm.errors import exit_process
+from mmldlm.trainer import trainer as trainer_module
+from mmldlm.trainer.trainer import Trainer
+
+STOP_AT = int(os.environ["STOP_AT"])  # 0: not
+PATH = Path(os.environ["TIMES"] + "." + os.environ.get("RANK", "0") + ".json")
+steps: list[tuple[int, int, float, float, float]] = []  # step, tokens, begin, end of the update, end
+events: list[tuple[str, int, float]] = []  # name, step, seconds
+_nested: list[float] = []
+_now = {"step": 0}
+
+
+def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose calls are events."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        _nested.append(0.0)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds, inner = time.perf_counter() - started, _nested.pop()
+            if _nested:
+                _nested[-1] += seconds
+            events.append((name, _now["step"], seconds - inner))
+
+    return call
+
+
+class TimedTrainer(Trainer):
+    def corrupt(self, step: int, *rest: Any) -> Any:
+        self._begun = time.perf_counter()
+        _now["step"] = step + 1
+        return super().corrupt(step, *rest)
+
+    def end_step(self, step: int, totals: Any, result: Any) -> None:
+        updated = time.perf_counter()
+        try:
+            super().end_step(step, totals, result)
+        finally:
+            steps.append((step + 1, int(totals["tokens"]), self._begun, updated, time.perf_counter()))
+            if step + 1 == STOP_AT and PATH.name.endswith(".0.json"):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    _validate = timed("validation", Trainer._validate)
+    _evaluate_quality = timed("quality", Trainer._evaluate_quality)
+    save = timed("save", Trainer.save)
+
+
+trainer_module.text_samples = timed("text samples", trainer_module.text_samples)
+trainer_module.collect_figure_data = timed("figures", trainer_module.collect_figure_data)
+trainer_module.Tracker.log_figures = timed("figures", trainer_module.Tracker.log_figures)
+
+started = time.perf_counter()
+code = train.main(trainer_cls=TimedTrainer)
+PATH.write_text(json.dumps({"started": started, "ended": time.perf_counter(), "steps": steps, "events": events}))
+exit_process(code)

@@ -1,0 +1,96 @@
+"""CPU load of other processes, and how many threads it leaves to a run on a CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+_LOOK_S, _MAX_LOOKS = 0.25, 8  # a load that ends within these two seconds does not cost the whole run a thread
+_QUIET_CORES = 0.5  # of others, which leave a thread room for most of the time
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Clock and CPU times in seconds since an arbitrary moment."""
+
+    clock: float
+    busy: float  # CPU time of all processes, on the CPUs that this process may use
+    run: float  # CPU time of the run's processes on this host
+
+
+def choose_threads(saved: int = 0) -> str:
+    """Give PyTorch the cores that other processes leave, in a process that computes alone; return the reason.
+
+    OpenMP's threads spin while they wait for each other, so a thread without a core of its own slows all others down.
+    The environment's OMP_NUM_THREADS comes first, then `saved`, the number of the checkpoint that is resumed, since
+    results depend on it to the last bit.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return "set by OMP_NUM_THREADS"
+    if torch.cuda.is_available():
+        return "the default"
+    cpus = len(_usable_cpus())
+    if saved:
+        torch.set_num_threads(min(saved, cpus))
+        return "as in the checkpoint" if saved <= cpus else f"{saved} in the checkpoint, but there are {cpus} CPUs"
+    others = float(cpus)
+    for _ in range(_MAX_LOOKS):
+        before = cpu_times()
+        time.sleep(_LOOK_S)
+        others = min(others, cores_used_by_others(before, cpu_times()))
+        if others < _QUIET_CORES:
+            break
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), round(cpus - others))))
+    return f"other processes keep {others:.1f} of {cpus} CPUs busy"
+
+
+def cpu_times() -> CpuTimes:
+    """Return current CPU times."""
+    cpus = _usable_cpus()
+    # Guests are in the time of users. What the hypervisor gave to others ("steal") is lost to a run as well.
+    idle = ("idle", "iowait", "guest", "guest_nice")
+    times = [cpu._asdict() for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in cpus]
+    busy = sum(seconds for cpu in times for name, seconds in cpu.items() if name not in idle)
+    return CpuTimes(time.monotonic(), busy, _run_seconds())
+
+
+def cores_used_by_others(before: CpuTimes, after: CpuTimes) -> float:
+    """Return the mean number of cores that processes outside the run kept busy between two measurements."""
+    others_s = (after.busy - before.busy) - (after.run - before.run)
+    return max(0.0, others_s / max(after.clock - before.clock, 1e-9))
+
+
+def _run_seconds() -> float:
+    """Return the CPU time of the run's processes and of their children that have ended.
+
+    The run's processes are this process and its descendants; under a launcher, the launcher and its descendants, which
+    are the ranks of this host and their data loader workers.
+    """
+    # Children are appended to the list while it is iterated over. `psutil.Process.children` would read all processes.
+    pids, seconds = [(os.getppid() if "LOCAL_RANK" in os.environ else 0) or os.getpid()], 0.0
+    for pid in pids:
+        try:
+            seconds += sum(psutil.Process(pid).cpu_times()[:4])  # those of ended children among them
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        except (OSError, psutil.Error):  # the process has just ended, or the system has no /proc
+            continue
+    return seconds
+
+
+def processor_name() -> str:
+    """Return the model of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _usable_cpus() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
