@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -28,11 +29,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import t as t_distribution
 
 from benchmarks.common.report import (
     RESULTS,
@@ -55,6 +57,7 @@ from mmldlm.evaluation.l2t import reference_metrics
 from mmldlm.evaluation.likelihood import text_bound
 from mmldlm.run.load import load_run
 
+HELD_OUT = ("--samples", "1000", "--texts", "1000")  # all that simple-docs has
 SHOWN = 10  # samples of the first seed in the tables
 CLOSE = 0.8  # word similarity from which a held-out text counts as close to a training text
 
@@ -148,7 +151,7 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     earlier = float(spent.read_text()) if spent.exists() else 0.0
     train_s = earlier + mmldlm(["train", str(ROOT / case.config), *given], log)
     spent.write_text(f"{train_s}\n")
-    evaluate_s = mmldlm(["evaluate", str(run)], log)
+    evaluate_s = mmldlm(["evaluate", str(run), *HELD_OUT], log)
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
     print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
@@ -226,6 +229,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
         "config": case.config,
         "prepare": list(case.prepare),
         "settings": list(options.settings),
+        "sources": {source["package"]: source["version"] for source in opened.manifest.sources},
         "samples": {split: len(opened.split(split)) for split in ("train", "validation", "test")},
         "copies": held_out_copies(opened, value(seeds[0]["metrics"], "l2t.texts")),
         "bars": judge(case, seeds),
@@ -281,18 +285,19 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     for name, corpus in result["corpora"].items():
         count = len(corpus["seeds"])
         lines = [
-            f"| `{name}`, held-out sentences | median of {count} seeds | lowest to highest | baseline |",
+            f"| `{name}`, held-out sentences | median of {count} seeds | 95 % of runs | baseline |",
             "|---" * 4 + "|",
         ]
         for title, metric, baseline, what in ROWS[name]:
             values = [value(seed["metrics"], metric) for seed in corpus["seeds"]]
             baselines = [value({**seed["metrics"], "copies": corpus["copies"]}, baseline) for seed in corpus["seeds"]]
-            spread = f"{_number(min(values))} to {_number(max(values))}"
+            spread = " to ".join(map(_number, interval_of_a_run([seed["metrics"] for seed in corpus["seeds"]], metric)))
             lines.append(f"| {title} | {_number(median(values))} | {spread} | {_number(median(baselines))} ({what}) |")
         minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"]]
         lines.append(
-            f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} | |"
+            f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} here | |"
         )
+        made[f"{name}-by-length"] = _exact_match_table([seed["metrics"]["l2t"] for seed in corpus["seeds"]])
         made[name] = "\n".join(lines)
         samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]
         lines = ["| held-out sentence | generated from its latent |", "|---" * 2 + "|"]
@@ -309,6 +314,34 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     made["by-way-of-the-latent"] = _latent_table(result["corpora"])
     made["length-bits"] = _length_table(result["corpora"])
     return made
+
+
+def interval_of_a_run(seeds: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, float]:
+    """Return where a metric of another seed on as many other documents falls in 95 % of cases.
+
+    The variances between the seeds, which were measured on the same documents, and over the documents, from the mean
+    width of the seeds' own intervals, add up; Student's t for the number of seeds.
+    """
+    values, widths = [value(seed, metric) for seed in seeds], []
+    for seed in seeds:
+        low, high = value(seed, f"{metric}_ci95")
+        widths.append(high - low)
+    center, variance = mean(values), (mean(widths) / (2 * 1.96)) ** 2
+    spread = t_distribution.ppf(0.975, len(values) - 1) * math.sqrt(stdev(values) ** 2 * (1 + 1 / len(values)))
+    half = math.hypot(spread, 1.96 * math.sqrt(2 * variance))  # of both samples of documents
+    bounded = metric.rpartition(".")[2] in ("exact_match", "recall_at_1", "reencoded_cosine", "cosine")
+    return max(0.0, center - half), min(1.0, center + half) if bounded else center + half
+
+
+def _exact_match_table(seeds: Sequence[Mapping[str, Any]]) -> str:
+    """Return the exact matches by length of the text, medians over the seeds, as Markdown."""
+    lines = ["| tokens of the text | texts | exact matches | of one seed, 95 % |", "|---" * 4 + "|"]
+    for rows in zip(*(seed["exact_match_by_length"] for seed in seeds), strict=True):
+        low, high = rows[0]["exact_match_ci95"]
+        shares = _number(median(row["exact_match"] for row in rows))
+        tokens = f"{rows[0]['tokens_from']} to {rows[0]['tokens_to']}"
+        lines.append(f"| {tokens} | {rows[0]['texts']} | {shares} | {_number(low)} to {_number(high)} |")
+    return "\n".join(lines)
 
 
 def _length_table(corpora: Mapping[str, Any]) -> str:

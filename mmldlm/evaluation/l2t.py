@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine
+from mmldlm.evaluation.statistics import cosine, length_buckets, share_interval
 from mmldlm.utils.ratio import ratio_of_sums
 
+BOOTSTRAPS = 1000
 NUM_SHOWN_SAMPLES = 20  # in samples.md
 NEAR_COPY = 0.9  # similarity to a training text from which a text counts as its copy
 SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
@@ -21,22 +22,32 @@ def reference_metrics(
     texts: Sequence[str],
     reference_tokens: Sequence[Sequence[int]],
     references: Sequence[str],
+    with_intervals: bool = False,
 ) -> dict[str, Any]:
-    """Return how similar texts are to references with the same lengths, by tokens, words and characters."""
-    import sacrebleu  # here, since every training imports this module
+    """Return how similar texts are to references with the same lengths, by tokens, words and characters.
+
+    The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
+    """
+    from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
 
     matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]
     accuracy = ratio_of_sums(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
     )
-    return {
+    exact = sum(text == true for text, true in zip(texts, references, strict=True))
+    metrics = {
         "token_accuracy": accuracy.value,
         "token_accuracy_ci95": list(accuracy.interval),
-        "exact_match": float(np.mean([text == true for text, true in zip(texts, references, strict=True)])),
-        # `force` only silences a warning about references that look tokenized.
-        "bleu": sacrebleu.corpus_bleu(list(texts), [list(references)], force=True).score,
-        "chrf": sacrebleu.corpus_chrf(list(texts), [list(references)]).score,
+        "exact_match": exact / len(texts),
+        "exact_match_ci95": list(share_interval(exact, len(texts))),
     }
+    # `force` only silences a warning about references that look tokenized.
+    for name, metric in (("bleu", BLEU(force=True)), ("chrf", CHRF())):
+        score = metric.corpus_score(list(texts), [list(references)], BOOTSTRAPS if with_intervals else 1)
+        metrics[name] = score.score
+        if with_intervals:
+            metrics[f"{name}_ci95"] = [max(0.0, score.score - score._ci), min(100.0, score.score + score._ci)]
+    return metrics
 
 
 def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
@@ -83,7 +94,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
     def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)
-        measured = reference_metrics(tokens, texts, reference_tokens, references)
+        measured = reference_metrics(tokens, texts, reference_tokens, references, with_intervals=not suffix)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
         metrics.update({_add_suffix(key, suffix): value for key, value in measured.items()})
         return texts
@@ -96,10 +107,23 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
             metrics |= memorization_metrics(evaluation, generated)
             pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
             metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
+            exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
+            metrics["exact_match_by_length"] = _exact_match_by_length(exact, evaluation.lengths[:count])
     evaluation.progress.phase("texts from token frequencies")
     add("_unigram", evaluation.unigram_tokens(count))
     upper_bound = reencoding_metrics(evaluation.encode(references), truth)
     return metrics | {_add_suffix(key, "_true"): value for key, value in upper_bound.items()}
+
+
+def _exact_match_by_length(exact: np.ndarray, lengths: np.ndarray) -> list[dict[str, Any]]:
+    """Return one row per length bucket: `exact`, bool, and `lengths` in tokens are by text."""
+    rows = []
+    for first, last in length_buckets(lengths):
+        inside = exact[(lengths >= first) & (lengths <= last)]
+        interval = list(share_interval(int(inside.sum()), len(inside)))
+        numbers = {"texts": len(inside), "exact_match": float(inside.mean()), "exact_match_ci95": interval}
+        rows.append({"tokens_from": first, "tokens_to": last, **numbers})
+    return rows
 
 
 def _add_suffix(key: str, suffix: str) -> str:

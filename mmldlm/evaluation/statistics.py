@@ -30,6 +30,17 @@ def retrieval_ranks(similarity: np.ndarray) -> np.ndarray:
     return (~(similarity < similarity.diagonal()[:, None])).sum(1)
 
 
+def share_interval(successes: int, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a share of `count` documents (Wilson, 1927, J. Amer. Stat. Assoc. 22:209).
+
+    Unlike a normal one it has a width at shares of 0 and 1.
+    """
+    z = 1.959964
+    center, spread = (successes + z**2 / 2) / (count + z**2), successes * (count - successes) / count + z**2 / 4
+    half = z * math.sqrt(spread) / (count + z**2)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Return Spearman's rank correlation: Pearson's of the ranks, ties at their mean rank. NaN if one is constant."""
     if min(np.ptp(a), np.ptp(b)) == 0:

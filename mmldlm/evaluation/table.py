@@ -105,6 +105,8 @@ def table(result: Mapping[str, Any]) -> str:
     if joint and joint["frechet_distance"] is None:
         lines.append(f"  the Frechet distance needs --texts {joint['frechet_samples_needed']} or more")
     for title, metrics in (("text alone", result), ("given the latent", result.get("l2t", {}))):
+        if "exact_match_by_length" in metrics:
+            lines += ["", "exact matches by length", *_align(_exact_match_cells(metrics["exact_match_by_length"]))]
         if "by_length" in metrics:
             lines += ["", f"bits per token by length, {title}", *_align(_length_cells(metrics["by_length"]))]
             lines += ["", f"bits by noise bin, {title}", *_align(_noise_bin_cells("t_text", metrics["by_t_text"]))]
@@ -138,6 +140,18 @@ def _length_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     head = ["tokens", "documents", *(_column_title(name) for name in names)]
     return [head] + [
         [f"{row['tokens_from']}-{row['tokens_to']}", str(row["documents"]), *(_number(row[name]) for name in names)]
+        for row in rows
+    ]
+
+
+def _exact_match_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    return [["tokens", "texts", "exact", "95 %"]] + [
+        [
+            f"{row['tokens_from']}-{row['tokens_to']}",
+            str(row["texts"]),
+            _number(row["exact_match"]),
+            " to ".join(map(_number, row["exact_match_ci95"])),
+        ]
         for row in rows
     ]
 

@@ -21,6 +21,7 @@ from mmldlm.evaluation.statistics import (
     length_buckets,
     repetition,
     retrieval_ranks,
+    share_interval,
     spearman,
     token_entropy,
 )
@@ -144,6 +145,29 @@ def test_text_scores_match_sacrebleu() -> None:
     assert result["exact_match"] == 0
     result = reference_metrics(spelled, [*references[:2], texts[2]], spelled, references)
     assert result["exact_match"] == 2 / 3 and result["token_accuracy"] == 1
+
+
+def test_intervals_of_text_scores_hold_them_and_narrow_with_more_documents() -> None:
+    references = [f"document number {index} has these words in it" for index in range(60)]
+    texts = [text.replace("words", "things") if index % 3 else text for index, text in enumerate(references)]
+    tokens = [[ord(letter) for letter in text.ljust(50)] for text in references]
+    widths = []
+    for count in (15, 60):
+        result = reference_metrics(
+            tokens[:count], texts[:count], tokens[:count], references[:count], with_intervals=True
+        )
+        for name in ("exact_match", "bleu", "chrf"):
+            low, high = result[f"{name}_ci95"]
+            assert low < result[name] < high, name
+            widths.append(high - low)
+    assert all(few > many for few, many in zip(widths[:3], widths[3:], strict=True))
+
+
+def test_shares_of_none_and_all_have_an_interval() -> None:
+    """Wilson's: Table 1 of Newcombe (1998, Statist. Med. 17:857) has 81 of 263 and 0 of 20."""
+    assert share_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert share_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert share_interval(20, 20) == pytest.approx((0.8389, 1.0), abs=5e-5)
 
 
 def test_perplexity_is_over_tokens_not_over_texts() -> None:
