@@ -11,6 +11,7 @@ from mmldlm import __version__
 from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.utils.host_cpus import configure_openmp_spinning
 from mmldlm.utils.malloc import configure_cuda_allocator
+from mmldlm.utils.versions import check_versions
 
 COMMANDS = {
     "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
@@ -64,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         # Before the module imports torch.
         configure_openmp_spinning(os.environ)
         configure_cuda_allocator(os.environ)
+    if status := run_command(check_versions):
+        return status
     module = importlib.import_module(COMMANDS[name][0])
     try:
         status = run_command(lambda: module.main(rest))
