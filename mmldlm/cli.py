@@ -10,6 +10,7 @@ import sys
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.utils.malloc import configure_cuda_allocator
+from mmldlm.utils.versions import check_versions
 
 COMMANDS = {
     "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         return ExitCode.USAGE
     if argv is None and name in COMPUTE_COMMANDS:
         configure_cuda_allocator(os.environ)  # before the module imports torch
+    if status := run_command(check_versions):
+        return status
     module = importlib.import_module(COMMANDS[name][0])
     try:
         status = run_command(lambda: module.main(rest))

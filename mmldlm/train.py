@@ -14,7 +14,9 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
 
 if __name__ == "__main__":  # before the imports below import torch
     from mmldlm.utils.malloc import configure_cuda_allocator
+    from mmldlm.utils.versions import exit_if_outdated
 
+    exit_if_outdated()
     configure_cuda_allocator(os.environ)
 
 from mmldlm.batch import Batch

@@ -4,6 +4,7 @@
 #   bash scripts/test.sh           the default suite
 #   bash scripts/test.sh --quick   the inner loop, under two minutes
 #   bash scripts/test.sh --slow    the longer proofs as well
+#   bash scripts/test.sh --lowest  engines, checkpoints, prepare and report with the lowest versions of pyproject.toml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,14 +12,30 @@ marks="not slow"
 case "${1:-}" in
   "") ;;
   --quick) marks="quick and not slow" ;;
-  --slow) marks="" ;;
-  *) printf "test: error: unknown option '%s', expected --quick, --slow or nothing\n" "$1" >&2; exit 2 ;;
+  --lowest) ;;
+  *) printf "test: error: unknown option '%s', expected --quick, --slow, --lowest or nothing\n" "$1" >&2; exit 2 ;;
 esac
+# One thread per process: the tests run side by side, and their numbers do not depend on the machine's cores.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+if [ "${1:-}" = --lowest ]; then
+  bin=.venv-lowest/bin
+  [ -x "$bin/python" ] || "${PYTHON:-python3}" -m venv .venv-lowest
+  torch="$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
+  printf '==> .venv-lowest with torch %s and the lowest versions of the others\n' "$torch"
+  # torch by pip, whose configuration may have a build of it for this machine, which uv does not read.
+  "$bin/python" -m pip --disable-pip-version-check install --quiet uv "torch==$torch"
+  uv=("$bin/uv" pip install --quiet --python "$bin/python")
+  "${uv[@]}" --resolution lowest-direct --editable ".[figures,report,tables]"
+  "${uv[@]}" pytest pytest-xdist
+  "$bin/python" -m pytest -q -n auto --dist worksteal -p no:cacheprovider -m "not slow" -k "not browser" \
+    tests/distributed/test_engine_parity.py tests/distributed/test_hybrid_sharding.py tests/trainer/test_step_guard.py \
+    tests/checkpoint tests/data/prepare/test_{pipeline,parts,tables}.py tests/tools/report
+  exit
+fi
 
 bash scripts/setup.sh --dev
 bin=.venv/bin
-# One thread per process: the tests run side by side, and their numbers do not depend on the machine's cores.
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 printf '==> lint\n'
 "$bin/ruff" check .

@@ -44,9 +44,6 @@ class TrainState:
     accepted_norms: list[float] = dataclasses.field(default_factory=list)
     loss_scale: float | None = None  # fp16 only, see `mmldlm.distributed.grad_scaler`
     steps_at_scale: int = 0  # consecutive steps without overflow
-    # Samples, or text and latent tokens, that fit in memory, see `mmldlm.trainer.auto_batch_size`.
-    micro_batch_limit: int | None = None
-    micro_batch_token_limit: int | None = None
     # The plateau schedule, see `mmldlm.optim.lr_schedule`.
     lr_cuts: int = 0  # reductions of the learning rate so far
     plateau_best: float | None = None  # the lowest loss
@@ -69,8 +66,6 @@ class TrainState:
         except (ValueError, RecursionError) as error:
             raise DataError(f"training state is not JSON: {truncate(str(error))}") from error
         names = {field.name for field in dataclasses.fields(cls)}
-        if isinstance(values, dict):
-            values.setdefault("micro_batch_token_limit", None)  # which older versions did not write
         if not isinstance(values, dict) or values.keys() != names:
             keys = sorted(values) if isinstance(values, dict) else values
             raise DataError(f"training state has {short_repr(keys)}, expected the keys {sorted(names)}")
@@ -84,8 +79,6 @@ class TrainState:
                 valid = value is None or (type(value) is float and 0 <= value < math.inf)
             elif name == "loss_scale":
                 valid = value is None or (type(value) is float and 0 < value < math.inf)
-            elif name in ("micro_batch_limit", "micro_batch_token_limit"):
-                valid = value is None or (type(value) is int and 0 < value < 2**63)
             else:
                 valid = type(value) is int and 0 <= value < 2**63
             if not valid:

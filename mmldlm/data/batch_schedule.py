@@ -69,9 +69,8 @@ class TrainConfig:
     )
     auto_micro_batch: bool = setting(
         False,
-        "halve the micro-batches, permanently and on all ranks, when one does not fit into memory; costs an extra "
-        "forward and backward pass before each step with a larger micro-batch than all before, or under fsdp2 and "
-        "zero3, which plan by an estimate instead, some seconds at the start",
+        "before the first step, halve the micro-batches on all ranks until the largest of the run fit in memory; costs "
+        "some forward and backward passes at the start, or under fsdp2 and zero3 an estimate",
         advice="If the longest samples of a store are rare, and the run is unattended",
     )
 

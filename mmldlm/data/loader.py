@@ -28,7 +28,6 @@ from mmldlm.settings.declaration import setting
 from mmldlm.utils.short_repr import display_name
 
 Corrupt = Callable[[int, int, Sequence[Batch]], list[Batch]]
-MAX_SCANNED_STEPS = 4096  # that are searched for the largest micro-batch
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ class Loader:
             store: The data; `split` names the split to read.
             config: The `data` section of the run config.
             seed: Key of the sample order.
-            batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts. It is called ahead
-                of the step, and may return other sizes from one call of `steps` to the next.
+            batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts.
             rank: This process among all.
             world_size: Their number.
             device_type: Decides about the default number of workers and pinned memory.
@@ -153,7 +151,7 @@ class Loader:
     ) -> Iterator[tuple[int, list[Batch]]]:
         """Yield (step, this rank's micro-batches) for steps [start_step, stop_step).
 
-        Only one such iterator can be active: the next call ends it, keeps the workers and calls `batch_at` again.
+        Only one such iterator can be active: the next call ends it and keeps the workers.
 
         Args:
             start_step: First step, counted from 0.
@@ -212,25 +210,21 @@ class Loader:
         samples, tokens = self.micro_batch_sizes(position, size)
         return (tokens + samples * self._dataset.latent_tokens).flatten()
 
-    def largest_step(self, stage: tuple[int, int], position: int, rank: int | None = None) -> int:
-        """Return the step of a stage that has the micro-batch with the most text and latent tokens, of any rank.
-
-        The search ends after an epoch or after `MAX_SCANNED_STEPS` steps.
+    def largest_step(self, steps: range, position: int, size: BatchSize, rank: int | None = None) -> tuple[int, int]:
+        """Return (text and latent tokens of the largest micro-batch of any rank, its step).
 
         Args:
-            stage: First step, and the one after the last; all have the batch sizes of the first.
-            position: Position of the stage's first sample in the sample order.
+            steps: The steps to search, some 0.1 ms each.
+            position: Position in the sample order of the first one's first sample.
+            size: Batch sizes of all of them.
             rank: The rank whose micro-batches alone count; by default those of all ranks.
         """
-        start, stop = stage
-        size, latent_tokens = self.batch_at(start), self._dataset.latent_tokens
 
         def tokens(step: int) -> int:
-            samples, by_rank = self.micro_batch_sizes(position + (step - start) * size.global_batch_size, size)
-            return int((samples * latent_tokens + (by_rank if rank is None else by_rank[rank])).max())
+            samples, by_rank = self.micro_batch_sizes(position + (step - steps.start) * size.global_batch_size, size)
+            return int((samples * self._dataset.latent_tokens + (by_rank if rank is None else by_rank[rank])).max())
 
-        epoch = -(-len(self.order) // size.global_batch_size)
-        return max(range(start, min(stop, start + epoch, start + MAX_SCANNED_STEPS)), key=tokens)
+        return max((tokens(step), step) for step in steps)
 
 
 def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch_size: int) -> Iterator[Batch]:
@@ -340,7 +334,6 @@ class _StepSampler:
     def __iter__(self) -> Iterator[_StepRequest]:
         position = self.position
         for step in self.steps:
-            # Workers do not see later changes of `batch_at`, so the sizes travel with the request.
             size = self.batch_at(step)
             yield _StepRequest(step, position, size)
             position += size.global_batch_size

@@ -43,7 +43,6 @@ CAPABILITIES = {  # by "key: value"
     "compile.scope: regional": Capability(
         _all_but("zero3", "zero3_offload"), "ZeRO-3 gathers weights by hooks within the compiled regions"
     ),
-    "train.auto_micro_batch: true": Capability(ALL_ENGINES),
 }
 
 

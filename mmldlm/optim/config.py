@@ -42,8 +42,7 @@ class OptimConfig:
     weight_decay: float = setting(0.01, "decay of matrices; norms, biases and embeddings have none", at_least=0)
     fused: Literal["auto"] | bool = setting(
         "auto",
-        "fused kernel of AdamW; true is an error if it is not available, and false makes the host wait for the GPU in "
-        "each step",
+        "fused kernel of AdamW, which auto and true take; false makes the host wait for the GPU in each step",
     )
     muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
     clip_norm: float = setting(

@@ -45,6 +45,7 @@ MIB = 2**20
 SIZED_STEPS = 64  # of a stage whose micro-batches are measured
 GPU_TOKENS = 16_384  # of a micro-batch, below which a GPU of the present waits for the host
 GPU_BUDGET = 32_768  # of train.micro_batch_tokens, which the dry run then advises
+MAX_SEARCHED_STEPS = 4096  # of a stage that are searched for the largest micro-batch
 MAX_ROW_STEPS = 256  # steps of a stage whose row counts are collected for the estimate of kernels
 KIND_LABELS: dict[Kind, str] = {
     "weights": "weights",
@@ -152,7 +153,8 @@ def estimate(
     for start, stop in stages:
         noised_at = partial(_noised, config, loader, objective, (start, samples))
         tried = min(steps_per_stage, stop - start)
-        largest = loader.largest_step((start, stop), samples, rank=0)
+        searched = range(start, min(stop, start + MAX_SEARCHED_STEPS))
+        _, largest = loader.largest_step(searched, samples, loader.batch_at(start), rank=0)
         # The largest step counts for memory alone, unless it is among the first ones.
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
@@ -215,9 +217,9 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
     """Return (optimizer to try, name of the implementation of the run, number of parameters with one moment)."""
     if config.name == "deepspeed_adam":  # creating it would compile its kernel; AdamW has the same state
         name = "deepspeed.DeepSpeedCPUAdam if the engine offloads it, else deepspeed.FusedAdam"
-        return build_optimizer(model, replace(config, name="adamw"), device_type), name, 0
+        return build_optimizer(model, replace(config, name="adamw")), name, 0
     one_moment = muon_matrices(model) if config.name == "muon" else []
-    optimizer = build_optimizer(model, config, device_type)
+    optimizer = build_optimizer(model, config)
     if device_type == "cuda":
         for group in optimizer.param_groups:  # PyTorch's default for parameters on CUDA
             if group.get("fused") is False:

@@ -1,8 +1,7 @@
-"""Memory that a step takes on top of what is in memory before it, under engines that shard weights.
+"""Estimate of the memory that a step takes under an engine that shards weights.
 
-Their ranks gather weights in every forward pass, so none of them can try a micro-batch alone, and one that ran out of
-memory within a step would leave the others waiting in a collective. The activations are those of the same network on
-fake tensors, as in the dry run; the rest is a closed form by engine.
+There no rank can try a micro-batch alone, for its forward pass gathers weights from all ranks. Activations are those
+of the same network on fake tensors, as in the dry run; the rest is a closed form by engine.
 """
 
 from __future__ import annotations
@@ -26,58 +25,40 @@ USABLE_SHARE = 0.9
 FLOAT32_BYTES = 4
 
 
-class MemoryPlan:
-    """Memory of this rank: what a step may take and what it needs.
+def usable_mib(engine: Engine) -> float:
+    """Return how much more memory this rank may take; without limit if the system does not say."""
+    return USABLE_SHARE * free_memory_mib(engine.device, engine.launch.local_world_size)
 
-    Args:
-        config: Config of the run, with its precision resolved.
-        manifest: Manifest of the run's data.
-        objective: Objective of the run.
-        engine: Engine that has wrapped the model.
-    """
 
-    def __init__(self, config: RunConfig, manifest: Manifest, objective: Objective, engine: Engine):
-        self.objective, self.engine = objective, engine
-        self._weight_bytes = FLOAT32_BYTES if config.precision == "fp32" else 2  # of what is gathered
-        self._model = build_fake_model(config, manifest)
-        self._weights = sum(count_parameters(self._model).values())
-        self._trained = sum(count_parameters(self._model, trainable_only=True).values())
-        blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in self._model.blocks]
-        self._block, self._outside = max(blocks), self._weights - sum(blocks)
-
-    def usable_mib(self) -> float:
-        """Return how much more memory this rank may take; without limit if the system does not say."""
-        return USABLE_SHARE * free_memory_mib(self.engine.device, self.engine.launch.local_world_size)
-
-    def needed_mib(self, noised: NoisedBatch, accumulating: bool) -> float:
-        """Return what a step takes at its peak if `noised` is its largest micro-batch, of several if `accumulating`."""
-        tracker = StepCostTracker(self._model, self.objective)
-        with assume_device(self.engine.device.type):
-            tracker.micro_batches([noised])
-        self._model.zero_grad(set_to_none=True)
-        activations = sum(tracker.costs.peak("activations", "batches").values())
-        return (activations + (self._fsdp2(accumulating) if self.engine.name == FSDP2 else self._zero3())) / MIB
-
-    def _fsdp2(self, accumulating: bool) -> int:
-        """Return the bytes of gathered weights, gradients and moments that FSDP2 has yet to allocate."""
-        engine: Any = self.engine
+def needed_mib(
+    config: RunConfig, manifest: Manifest, objective: Objective, engine: Any, noised: NoisedBatch, accumulates: bool
+) -> float:
+    """Return what a step takes at its peak if `noised` is its largest micro-batch, of several if it `accumulates`."""
+    model = build_fake_model(config, manifest)
+    tracker = StepCostTracker(model, objective)
+    with assume_device(engine.device.type):
+        tracker.micro_batches([noised])
+    activations = sum(tracker.costs.peak("activations", "batches").values())
+    weight_bytes = FLOAT32_BYTES if config.precision == "fp32" else 2  # of what is gathered
+    weights = sum(count_parameters(model).values())
+    trained = sum(count_parameters(model, trainable_only=True).values())
+    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+    block, outside = max(blocks), weights - sum(blocks)
+    if engine.name == FSDP2:  # has yet to allocate gathered weights, gradients and moments
         reshards = engine.accelerator.state.fsdp_plugin.reshard_after_forward
-        temporary = fsdp2_bytes(self._weights, self._block, self._outside, self._weight_bytes, reshards)
         # Whole gradients until the last micro-batch.
-        whole = FLOAT32_BYTES * (self._trained if accumulating else self._outside)
-        shard = self._trained * engine.launch.replicas // engine.world_size
+        whole = FLOAT32_BYTES * (trained if accumulates else outside)
+        shard = trained * engine.launch.replicas // engine.world_size
         moments = 0 if engine.unwrapped_optimizer.state else 2
-        return temporary + whole + FLOAT32_BYTES * (1 + moments) * shard
-
-    def _zero3(self) -> int:
-        """Return the bytes of gathered weights and unreduced gradients; all else is there since DeepSpeed's start."""
-        engine: Any = self.engine
-        deepspeed, secondary = engine.deepspeed, engine.launch.secondary_partition
-        gathered = min(self._weights, deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size())
-        if secondary > 1:
-            gathered += self._weights // secondary
-        bucket = min(self._trained, deepspeed.zero_reduce_bucket_size())
-        return zero3_bytes(gathered, self._block, bucket, self._weight_bytes, engine.world_size)
+        rest = fsdp2_bytes(weights, block, outside, weight_bytes, reshards) + whole
+        return (activations + rest + FLOAT32_BYTES * (1 + moments) * shard) / MIB
+    # Under ZeRO-3 gathered weights and unreduced gradients; all else is there since DeepSpeed's start.
+    deepspeed, secondary = engine.deepspeed, engine.launch.secondary_partition
+    gathered = min(weights, deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size())
+    if secondary > 1:
+        gathered += weights // secondary
+    bucket = min(trained, deepspeed.zero_reduce_bucket_size())
+    return (activations + zero3_bytes(gathered, block, bucket, weight_bytes, engine.world_size)) / MIB
 
 
 def fsdp2_bytes(weights: int, block: int, outside: int, weight_bytes: int, reshards: bool = True) -> int:

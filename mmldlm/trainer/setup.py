@@ -27,7 +27,6 @@ from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader
 from mmldlm.telemetry.tracker_bridges import check_packages
-from mmldlm.trainer.auto_batch_size import halve_micro_batch
 from mmldlm.trainer.checkpointer import check_resume
 
 
@@ -37,7 +36,6 @@ def requested_features(config: RunConfig) -> list[str]:
         f"optim.name: {config.optim.name}",
         f"precision: {config.precision}",
         *(["compile.scope: regional"] if config.compile.scope == "regional" else []),
-        *(["train.auto_micro_batch: true"] if config.train.auto_micro_batch else []),
     ]
 
 
@@ -64,14 +62,12 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
 
     Batch sizes must be divisible by `world_size` and by the micro-batch. Of several stages, the one with the most
     micro-batches counts: `ZeroEngine` itself marks the last micro-batch of a step, but DeepSpeed may omit the buffers
-    for gradient accumulation if its config has none. For the same reason `train.auto_micro_batch`, which may halve
-    micro-batches later, yields at least two.
+    for gradient accumulation if its config has none. With a budget of tokens or `train.auto_micro_batch` that is as
+    many as there may be.
     """
     size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
-    if size.micro_batch_tokens:
-        size = BatchSize(size.global_batch_size, 1)  # as many micro-batches as a budget may lead to
-    elif config.train.auto_micro_batch and size.accumulation(world_size) == 1:
-        size = BatchSize(size.global_batch_size, halve_micro_batch(size, world_size) or 1)
+    if size.micro_batch_tokens or config.train.auto_micro_batch:
+        size = BatchSize(size.global_batch_size, 1)
     return StepPlan(
         micro_batch_size=size.micro_batch_size,
         accumulation=size.accumulation(world_size),
@@ -118,7 +114,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     compiled = compile_regions(model, config.compile, engine.device, is_supported)
     return Components(
         store=store,
-        loader=_loader(config, engine, store, objective),
+        loader=build_loader(config, engine, store, objective),
         objective=objective,
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
@@ -126,15 +122,14 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         model=model,
         initial_weights=model.initial_weights(config.run.weights_seed),
         compiled=compiled,
-        optimizer=build_optimizer(
-            model, config.optim, device_type, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2
-        ),
+        optimizer=build_optimizer(model, config.optim, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2),
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
     )
 
 
-def _loader(config: RunConfig, engine: Engine, store: Store, objective: Objective) -> Loader:
+def build_loader(config: RunConfig, engine: Engine, store: Store, objective: Objective) -> Loader:
+    """Build the loader of this rank's micro-batches."""
     batch_at = partial(config.train.batch_at, world_size=engine.world_size)
     rank, world_size, device_type = engine.rank, engine.world_size, engine.device.type
     corrupt = partial(corrupt_in_loader, config, objective)
@@ -147,4 +142,4 @@ def with_latent_stats(latents: LatentInfo, components: Components, config: RunCo
         return components
     store = components.store.with_manifest(replace(components.store.manifest, latent=latents))
     objective = build_objective(config, store.manifest)
-    return replace(components, store=store, loader=_loader(config, engine, store, objective), objective=objective)
+    return replace(components, store=store, loader=build_loader(config, engine, store, objective), objective=objective)

@@ -21,7 +21,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.store_writer import publish, write_description
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import disabled_guards, settings_to_export, unread_variables
-from mmldlm.distributed.optimizers import describe_optimizer, resolve_fused
+from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
@@ -123,7 +123,7 @@ def _optimizer_name(engine: Engine, config: RunConfig) -> str:
     """Return the implementation that the engine steps with."""
     optimizer = engine.unwrapped_optimizer
     name = describe_optimizer(optimizer)
-    fused = config.optim.name != "deepspeed_adam" and resolve_fused(config.optim.fused, engine.device.type)
+    fused = config.optim.name != "deepspeed_adam" and config.optim.fused is not False
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     assert is_fused == fused, f"{name} is not the configured implementation (fused: {fused})"
     return name

@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
-from mmldlm.errors import ExitCode, MmldlmError, PeerLostError, StoppedBySignal, exit_code_and_cause
+from mmldlm.distributed.memory_probe import is_out_of_memory
+from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, exit_code_and_cause
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
@@ -39,11 +40,11 @@ from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import StepProfiler, phase
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.telemetry.tracker_bridges import start_bridges
-from mmldlm.trainer.auto_batch_size import AutoMicroBatch, all_masked
 from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.checkpointer import Checkpointer, checkpoint_record
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
-from mmldlm.trainer.setup import build_components, check_settings, step_plan, with_latent_stats
+from mmldlm.trainer.memory_fit import all_masked, fit_micro_batches
+from mmldlm.trainer.setup import build_components, build_loader, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import report_lines, startup_report, write_run_files
 from mmldlm.trainer.step import StepResult, StepTotals
@@ -55,6 +56,7 @@ from mmldlm.utils.garbage import ScheduledCollection
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
 from mmldlm.utils.progress import Progress
+from mmldlm.utils.short_repr import truncate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,7 +143,7 @@ class Trainer:
             progress.phase("verifying and reading the checkpoint", announce=False)
             model, initial = self.components.model, self.components.initial_weights
             restored = self.checkpointer.restore(model, self.components.store, initial)
-        # Before the loader reads latents and before `AutoMicroBatch` replaces its batch sizes.
+        # Before the loader reads latents.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
         self.update_check = UpdateCheck(config, engine, self.components.model)
@@ -158,28 +160,20 @@ class Trainer:
         else:
             # Without fp16 the scale of an earlier start must not enter the next checkpoint.
             self.state.loss_scale, self.state.steps_at_scale = None, 0
-        self._auto_micro_batch, notes = self._create_auto_micro_batch()
-        return restored.notes + notes, restored.path
-
-    def _create_auto_micro_batch(self) -> tuple[AutoMicroBatch | None, list[str]]:
-        """Create `AutoMicroBatch`, or clear its state without `train.auto_micro_batch`; return notes for the user."""
-        if not self.config.train.auto_micro_batch:
-            self.state.micro_batch_limit = self.state.micro_batch_token_limit = None
-            return None, []
-        components, state = self.components, self.state
-        manifest, loader = components.store.manifest, components.loader
-        auto = AutoMicroBatch(self.config, manifest, self.state, components.objective, self.engine, loader)
-        limits = {"samples": state.micro_batch_limit, "tokens": state.micro_batch_token_limit}
-        return auto, [
-            f"micro-batches of at most {limit} {unit}, since larger ones did not fit into memory"
-            for unit, limit in limits.items()
-            if limit is not None
-        ]
+        return restored.notes, restored.path
 
     def _start(self, notes: list[str], fingerprint: Mapping[str, str], checkpoint: Path | None) -> None:
         """Open everything that a step needs, and write and print the start-up report."""
-        config, engine, store = self.config, self.engine, self.components.store
+        requested, engine, store = self.config, self.engine, self.components.store
         engine.model.train()
+        changes: list[dict[str, Any]] = []
+        if requested.train.auto_micro_batch and self.state.step < requested.train.steps:
+            with Progress(engine.is_main) as progress:
+                progress.phase("fitting the micro-batches into memory", announce=False)
+                self.config, changes, lines = fit_micro_batches(requested, self.components, engine, self.state)
+            loader = build_loader(self.config, engine, store, self.components.objective)
+            self.components, notes = replace(self.components, loader=loader), [*notes, *lines]
+        config = self.config  # of the steps; the run folder gets what was requested
         self._stack.enter_context(self._signals)
         self._stack.callback(self.checkpointer.close)
         report = startup_report(engine, config, self.components, fingerprint, self._threads_reason) | {
@@ -196,17 +190,14 @@ class Trainer:
         hosts = [rank["host"] for rank in report["ranks"]]
         self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, skips_file, hosts)
         self.guard = self.log.guard
-        if self._auto_micro_batch is not None:
-            changes, plans = self._auto_micro_batch.plan()
-            for change in changes:
-                self.tracker.event("micro_batch", self.state.step + 1, change)
-            notes = [*notes, *plans]
+        for change in changes:
+            self.tracker.event("micro_batch", self.state.step + 1, change)
         self._profiler = StepProfiler(config.profile, self.run_dir, engine.rank, engine.device.type)
         self._stack.callback(self._profiler.close)
         self._garbage = self._stack.enter_context(ScheduledCollection())
         if engine.is_main:
             self._notices.write = self.tracker.message
-            write_run_files(self.run_dir, config, store, report)
+            write_run_files(self.run_dir, requested, store, report)
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
             start = {"samples": samples, "resumed_from": checkpoint and checkpoint_record(checkpoint)}
             self.tracker.start({**report, **start}, dump(with_absolute_paths(config)))
@@ -226,15 +217,19 @@ class Trainer:
 
         self.engine.warm_up(loss_of)
 
-    def _close(self, error: BaseException | None) -> PeerLostError | None:
+    def _close(self, error: BaseException | None) -> MmldlmError | None:
         """Release everything, and write `exit.json` if this run owns the folder, since launchers collapse exit codes.
 
         Returns:
-            The loss of a peer if that is the cause of `error`.
+            What to raise in place of `error`: the loss of a peer that is its cause, or the setting to lower if memory
+            ran out.
         """
         # Entering may have failed at any point, so `engine` and `tracker` may be missing.
         engine = getattr(self, "engine", None)
-        lost = engine.diagnose(error) if engine is not None and isinstance(error, Exception) else None
+        lost: MmldlmError | None = None
+        if engine is not None and isinstance(error, Exception):
+            lost = self._out_of_memory(error) if is_out_of_memory(error) else None
+            lost = engine.diagnose(lost or error) or lost
         code, cause = exit_code_and_cause(lost or error)
         single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
         if hasattr(self, "log") and single:
@@ -252,11 +247,22 @@ class Trainer:
         self._stack.close()
         return lost
 
+    def _out_of_memory(self, error: Exception) -> ConfigError:
+        train, step = self.config.train, self.state.step
+        size = train.batch_at(step, self.launch.world_size)
+        key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
+        auto = "" if train.auto_micro_batch else " or set train.auto_micro_batch=true"
+        return ConfigError(
+            f"train.{key}: rank {self.launch.rank} ran out of memory after step {step:,}; expected less than "
+            f"{getattr(size, key):,}, which changes no curve: lower it{auto}, or memory.activation_checkpointing=full "
+            f"({truncate(' '.join(str(error).split()))})"
+        )
+
     # --- one optimizer step --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
-        batches = self._remaining_steps()
+        batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
         self.log.stats.start_interval()
         while True:
             started = time.perf_counter()
@@ -268,21 +274,11 @@ class Trainer:
             self.log.stats.data_wait_s += time.perf_counter() - started
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = step
-            if self._auto_micro_batch is not None:
-                change = self._auto_micro_batch.shrink(step, micro_batches)
-                if change is not None:
-                    self.tracker.event("micro_batch", step + 1, change)
-                    batches = self._remaining_steps()  # repeats this step with the same samples
-                    continue
             self._seed_dropout(step, self.engine.rank)
             with self._profiler.trace_step(step + 1):
                 yield step, micro_batches
         self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
-
-    def _remaining_steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """Return an iterator over the steps after the present state, with this rank's micro-batches."""
-        return self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
 
     def _seed_dropout(self, step: int, rank: int) -> None:
         """Seed dropout, the only random draw that is not a function of (seed, step, slot)."""
@@ -376,7 +372,7 @@ class Trainer:
         scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
         lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
         ema_decay = decay_at(step, config.ema)
-        before = check.before_update(lr, reference) if check.is_due(step) else None
+        before = check.before_update(reference) if check.is_due(step) else None
         norm = engine.update(lr, config.optim.clip_norm, limit, ema_decay)
         if before is not None and is_accepted(norm, limit):
             fingerprint = check.after_update(step, before, lr, float(norm))

@@ -98,6 +98,25 @@ class Fault:
     text: str
 
 
+def compare_gradients(gradients: Gradients, reference: Gradients, tolerance: float) -> Fault | None:
+    """Return the shard whose gradient differs most from the reference's, if it does by more than `tolerance`."""
+    assert gradients.names == reference.names
+    if not gradients.names:
+        return None
+    scale = gradients.norms.clamp_min(max(SMALL_GRADIENT * float(gradients.norms.norm()), 1e-30))
+    errors = ((gradients.fingerprints - reference.fingerprints).abs().amax(1) / scale).nan_to_num(nan=math.inf)
+    worst = int(errors.argmax())
+    size, name = float(errors[worst]), gradients.names[worst]
+    if size <= tolerance:
+        return None
+    text = (
+        f"the gradient of {name} is another one ({size:.2g} of its norm) when the ranks exchange their "
+        "micro-batches: one has noise or weights of its own or loses a micro-batch, or gradients are summed over "
+        "the wrong ranks"
+    )
+    return Fault(0, name, size, text)
+
+
 @dataclass(frozen=True)
 class ShardSample:
     """Some elements of a shard and of the optimizer's state before the update, float64 on the host."""
@@ -145,15 +164,18 @@ class UpdateCheck:
         """Return whether step `step`, counted from 0, is verified; a skipped one is made up for by the next."""
         return self.every > 0 and (self._pending or (step + 1) % self.every == 0)
 
-    def before_update(self, lr: float, reference: Gradients | None) -> BeforeUpdate:
+    def before_update(self, reference: Gradients | None) -> BeforeUpdate:
         """Measure weights, gradients and optimizer state after the last backward pass.
 
         Args:
-            lr: Learning rate of the step.
             reference: The gradients with other ranks' micro-batches, if there are other ranks.
         """
         self._pending = True
-        gradients_differ = None if reference is None else self._compare_gradients(reference)
+        gradients_differ = (
+            None
+            if reference is None
+            else compare_gradients(measure_gradients(self.engine), reference, self._gradient_tolerance)
+        )
         samples = {
             s.name: _sample_shard(s, self.engine.gradient_factor) for s in self.engine.local_shards(gradients=True)
         }
@@ -200,25 +222,6 @@ class UpdateCheck:
         for rank, rate in enumerate(rates[:, 0].tolist()):
             if rate != rates[0, 0]:
                 _fail(step, f"the learning rate is {rate:g} on rank {rank} and {float(rates[0, 0]):g} on rank 0")
-
-    def _compare_gradients(self, reference: Gradients) -> Fault | None:
-        """Return the shard whose gradient differs most from the reference's, if one does."""
-        gradients = measure_gradients(self.engine)
-        assert gradients.names == reference.names
-        if not gradients.names:
-            return None
-        scale = gradients.norms.clamp_min(max(SMALL_GRADIENT * float(gradients.norms.norm()), 1e-30))
-        errors = ((gradients.fingerprints - reference.fingerprints).abs().amax(1) / scale).nan_to_num(nan=math.inf)
-        worst = int(errors.argmax())
-        size, name = float(errors[worst]), gradients.names[worst]
-        if size <= self._gradient_tolerance:
-            return None
-        text = (
-            f"the gradient of {name} is another one ({size:.2g} of its norm) when the ranks exchange their "
-            "micro-batches: one has noise or weights of its own or loses a micro-batch, or gradients are summed over "
-            "the wrong ranks"
-        )
-        return Fault(0, name, size, text)
 
     def _compare_shards(self, before: BeforeUpdate, lr: float, norm: float) -> Fault | None:
         """Return the shard whose update differs most from the optimizer's formula, if one does."""

@@ -173,25 +173,12 @@ def same(one: tuple[int, list[Batch]], other: tuple[int, list[Batch]]) -> bool:
 @quick
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reading_resumes_at_any_step(tiny_store: Path, workers: int) -> None:
-    """The default position is the sum over the stages; micro-batches may be halved in the middle of a run."""
+    """The default position is the sum over the stages."""
     store, batch_at = Store.open(tiny_store), sizes(1, RAMP)
     whole = list(loader(store, batch_at, 0).steps(0, 12))
     reader = loader(store, batch_at, workers)
     for start, stop in ((2, 8), (5, 9), (7, 8), (0, 3)):
         assert all(map(same, reader.steps(start, stop), whole[start:stop]))
-    halved: set[int] = set()
-
-    def smaller(step: int) -> BatchSize:
-        size = batch_at(step)
-        return BatchSize(size.global_batch_size, size.micro_batch_size // 2 if halved else size.micro_batch_size)
-
-    reader.batch_at = smaller
-    steps = reader.steps(0, 12)
-    assert all(same(next(steps), whole[step]) for step in range(6))
-    halved.add(6)
-    for step, batches in reader.steps(6, 12):
-        assert {len(batch.lengths) for batch in batches} == {batch_at(step).micro_batch_size // 2}
-        assert in_order(batches) == in_order(whole[step][1])
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------

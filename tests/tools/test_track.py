@@ -180,7 +180,7 @@ def kill_at_random(scene: Scene, kills: int, seed: int) -> None:
     ],
 )
 def test_every_record_once_after_kills_and_outages(scene: Callable[[str], Scene], tracker: str, kills: int) -> None:
-    made, seed = scene(tracker), int(time.time())
+    made, seed = scene(tracker), kills
     kill_at_random(made, kills, seed)
     assert made.rows() == {"run": rows_of_file(made.run, made.tracker)}, f"seed {seed}"
 
@@ -274,7 +274,7 @@ def test_a_training_does_not_fail_by_an_unreachable_tracker(
 @pytest.mark.slow
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_trainings_killed_at_random(scene: Callable[[str], Scene], tracker: str, tiny_config: Path) -> None:
-    made, rng = scene(tracker), random.Random(int(time.time()))
+    made, rng = scene(tracker), random.Random(tracker)
     training = ("-m", "mmldlm.train", tiny_config, "train.steps=120", "checkpoint.every_steps=6")
     training += (f"log.trackers=[{tracker}]",)
     for _ in range(10):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +29,21 @@ def test_fingerprint_covers_settings_data_and_versions(tiny_config: Path, tiny_s
     assert result["config.mode"] == '{"joint": 0.25, "l2t": 0.5, "t2l": 0.25}'
 
 
-def test_fingerprint_is_cheap(tiny_config: Path, tiny_store: Path) -> None:
-    config, store = load_config(tiny_config), Store.open(tiny_store)
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        fingerprint(config, store)
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.1
+def test_fingerprint_reads_each_source_once_and_no_data(
+    tiny_config: Path, tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store, opened = load_config(tiny_config), Store.open(tiny_store), list[str]()
+    open_file = io.open
+
+    def note(path: Any, *arguments: Any, **options: Any) -> Any:
+        opened.append(str(path))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", note)
+    fingerprint(config, store)
+    package = Path(mmldlm.__file__).parent
+    assert sorted(path for path in opened if path.endswith(".py")) == sorted(map(str, package.rglob("*.py")))
+    assert {Path(path).name for path in opened if path.startswith(str(tiny_store))} <= {"manifest.json"}
 
 
 def test_only_a_changed_copy_of_the_store_is_refused(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:

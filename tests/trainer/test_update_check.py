@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from mmldlm.trainer.update_check import PERIOD, fingerprint
+from mmldlm.trainer.update_check import (
+    GRADIENT_TOLERANCE,
+    LOW_PRECISION_TOLERANCE,
+    PERIOD,
+    Gradients,
+    compare_gradients,
+    fingerprint,
+)
 from tests.helpers.engine_runs import Single, records, saved_tensors
 from tests.helpers.faulty_steps import skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
@@ -28,6 +35,9 @@ FAULTS = {
 }
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 DEFAULT = {("ddp", "reduction"), ("ddp", "accumulation"), ("fsdp2", "lr"), ("zero3", "noise"), ("zero2", "stale")}
+# In low precision the tolerance is larger, and has to bite as well.
+LOW_PRECISION = [("ddp", "fp16"), ("fsdp2", "fp16"), *((engine, "bf16") for engine in ENGINES)]
+DEFAULT_LOW = {("ddp", "fp16", "accumulation"), ("fsdp2", "bf16", "noise"), ("zero3", "bf16", "lr")}
 
 
 def error_of(
@@ -50,18 +60,26 @@ def updates(folder: Path) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "fault"),
+    ("engine", "precision", "fault"),
     [
-        pytest.param(engine, fault, marks=[] if (engine, fault) in DEFAULT else pytest.mark.slow)
-        for engine in ENGINES
-        for fault in FAULTS
+        *(
+            pytest.param(engine, "fp32", fault, marks=[] if (engine, fault) in DEFAULT else pytest.mark.slow)
+            for engine in ENGINES
+            for fault in FAULTS
+        ),
+        *(
+            pytest.param(*case, fault, marks=[] if (*case, fault) in DEFAULT_LOW else pytest.mark.slow)
+            for case in LOW_PRECISION
+            for fault in FAULTS
+        ),
     ],
 )
 def test_fault_is_named_by_its_first_step_and_a_tensor(
-    engine: str, fault: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+    engine: str, precision: str, fault: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    codes, error = error_of(forked, engine, fault, folder, parity_config, *SHORT, ALWAYS)
+    settings = (*SHORT, ALWAYS, f"precision={precision}")
+    codes, error = error_of(forked, engine, fault, folder, parity_config, *settings)
     assert set(codes.values()) == {70}
     match = re.search(rf"step 3: {FAULTS[fault]}", error)
     assert match and match[1] in saved_tensors(folder), error
@@ -180,6 +198,20 @@ def test_fingerprint_is_engine_neutral(parity_config: Path, single: Single, fork
         forked.succeed(engine, tmp_path / engine, 2, parity_config, *settings)
         for step, values in updates(tmp_path / engine).items():
             assert values == pytest.approx(expected[step], rel=0, abs=1e-4 * math.hypot(*expected[step])), engine
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tolerance", [GRADIENT_TOLERANCE, LOW_PRECISION_TOLERANCE])
+def test_a_gradient_that_cancels_is_judged_by_all_gradients(tolerance: float) -> None:
+    """Its own norm may be less than the rounding errors of what it is the sum of."""
+
+    def gradients(difference: float) -> Gradients:
+        values = torch.tensor([[1.0, -1.0], [difference, 0.0]], dtype=torch.float64)
+        return Gradients(["large.weight", "tiny.bias"], values, torch.tensor([1.0, 1e-6], dtype=torch.float64))
+
+    assert compare_gradients(gradients(tolerance / 30), gradients(0.0), tolerance) is None
+    fault = compare_gradients(gradients(tolerance), gradients(0.0), tolerance)
+    assert fault is not None and fault.tensor == "tiny.bias"
 
 
 @pytest.mark.quick

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -288,9 +287,7 @@ def test_sentence_transformers_absent(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_the_embedded_corpus(tmp_path: Path) -> None:
-    start = time.process_time()
     manifest = prepare(PrepareConfig(str(tmp_path / "store"), corpus="python-docs"), progress=False)
-    assert time.process_time() - start < 240
     assert 25_000 < sum(split.samples for split in manifest.splits.values()) < 80_000
     assert manifest.grouping["largest_group"] < 200
     assert manifest.sources[0]["package"] == "python" and manifest.sources[0]["documents"] > 5_000

@@ -1,83 +1,91 @@
-"""`mmldlm.train`, in which rank LIMITED may take SHARE of the memory that its first trial pass takes.
+"""`mmldlm.train`, in which tensors of rank LIMITED may take LIMIT_MIB: PyTorch refuses what exceeds them.
 
-That is measured, for it depends on the CPU's kernels. A step may take SLACK MiB more than its trial pass.
+Counted are the bytes of live tensors, which are the same on every machine, unlike the pages that a process has mapped.
 
-Under engines that plan, the limit is ROOM MiB more than what rank LIMITED has when it plans, from there on.
-
-FACTS=folder: each rank writes how often it tried, with which numbers of samples.
+FREE_MIB: what that rank finds free on its host, for engines that estimate.
+FACTS=folder: each rank writes the most bytes that it held, and how many backward passes it ran beside the main thread.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
-import resource
 import threading
-from collections.abc import Callable
+import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from mmldlm import train
 from mmldlm.errors import exit_process
-from mmldlm.trainer.auto_batch_size import AutoMicroBatch
+from mmldlm.telemetry import resources
 
 RANK = int(os.environ.get("RANK", "0"))
 LIMITED = int(os.environ.get("LIMITED", "-1")) == RANK
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-libc = ctypes.CDLL(None)  # memory that is freed goes back at once, so that the limit is one of what is held
-assert libc.mallopt(M_ARENA_MAX, 1) and libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-SLACK = 12
-tried: list[int] = []
-limit: int | None = None
-_try_in_memory, _plan = AutoMicroBatch._try_in_memory, AutoMicroBatch.plan
+LIMIT = float(os.environ.get("LIMIT_MIB", "inf")) * 2**20 if LIMITED else float("inf")
 
 
-def memory(kind: str) -> int:
-    """Bytes: VmSize (addresses), VmRSS (pages) or VmHWM (the most pages so far)."""
-    return int(re.findall(rf"{kind}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+class Allocator(TorchDispatchMode):
+    """Counts the bytes of live tensors, and fails as PyTorch's allocator does when they exceed the limit."""
+
+    held = peak = trials = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+                self.track(tensor.untyped_storage())
+        return out
+
+    def track(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        if self.held + size > LIMIT:
+            raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes.")
+        self.known.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self.free, key, size)
+
+    def free(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.held -= size
 
 
-def most_pages(action: Callable[[], object]) -> int:
-    """Bytes that `action` adds at its peak."""
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-    action()
-    return memory("VmHWM") - before
+allocator = Allocator()
+run_thread, backward = threading.Thread.run, Tensor.backward
 
 
-def allow(slack: int) -> None:
-    if limit is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit + slack * 2**20, limit + SLACK * 2**20))
+def run_counted(thread: threading.Thread) -> None:
+    with allocator:
+        run_thread(thread)
 
 
-def try_in_memory(self: AutoMicroBatch, batch: Any, accumulating: bool) -> bool:
-    global limit
-    if LIMITED and limit is None:
-        threading.stack_size(1 << 20)  # threads to come take theirs from what is left, however little of it they use
-        needed = most_pages(lambda: _try_in_memory(self, batch, accumulating))
-        # What the engine takes besides is addresses without pages here.
-        limit = memory("VmSize") + self.engine.comm_buffer_bytes + int(float(os.environ["SHARE"]) * needed)
-    tried.append(len(batch.lengths))
-    allow(0)
-    try:
-        return _try_in_memory(self, batch, accumulating)
-    finally:
-        allow(SLACK)
+def count_trials(*arguments: Any, **options: Any) -> None:
+    allocator.trials += threading.current_thread() is not threading.main_thread()
+    backward(*arguments, **options)
 
 
-def plan(self: AutoMicroBatch) -> Any:
-    if LIMITED and "ROOM" in os.environ:
-        threading.stack_size(1 << 20)
-        room = memory("VmSize") + int(os.environ["ROOM"]) * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    return _plan(self)
-
-
-AutoMicroBatch._try_in_memory = try_in_memory  # type: ignore[method-assign]
-AutoMicroBatch.plan = plan  # type: ignore[method-assign]
-status = train.main()
+threading.Thread.run = run_counted  # type: ignore[method-assign]
+Tensor.backward = count_trials  # type: ignore[method-assign]
+if LIMITED and "FREE_MIB" in os.environ:
+    free_kib = round(float(os.environ["FREE_MIB"]) * 1024) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    resources._MEMINFO = Path(os.environ["MEMINFO"])
+    resources._MEMINFO.write_text(f"MemTotal: {free_kib} kB\nMemAvailable: {free_kib} kB\n")
+    resources._SELF_CGROUP = Path("no control groups")
+with allocator:
+    status = train.main()
 if "FACTS" in os.environ:
-    (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(tried))
+    facts = {"peak_mib": allocator.peak / 2**20, "trials": allocator.trials}
+    (Path(os.environ["FACTS"]) / f"facts.rank{RANK}.json").write_text(json.dumps(facts))
 exit_process(status)

@@ -15,6 +15,7 @@ import pytest
 
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.tools.monitor.alerts import Alert, alerts
+from mmldlm.tools.monitor.command import _pause_s
 from mmldlm.tools.monitor.snapshot import Snapshot
 from mmldlm.tools.run_history import History
 from tests.helpers.forked_runs import ForkedRuns
@@ -163,13 +164,13 @@ def test_slow_disk(forked: ForkedRuns, tiny_config: Path, tmp_path: Path) -> Non
     assert alerts_at(run, 104, **idle) == {"data-bound", "low speed", "unstable speed"}
 
 
-def read_until(monitor: subprocess.Popen[str], state: str) -> tuple[dict[str, object], float]:
-    """Return the first snapshot that finds the run in `state`, and when it came."""
+def read_until(monitor: subprocess.Popen[str], state: str) -> dict[str, object]:
+    """Return the first snapshot that finds the run in `state`."""
     assert monitor.stdout is not None
     for line in monitor.stdout:
         (result,) = json.loads(line)
         if result["state"] == state:
-            return result, time.time()
+            return result
     raise AssertionError(f"the monitor ended, and no snapshot was {state}")
 
 
@@ -183,16 +184,21 @@ def test_a_run_that_hangs_and_is_killed(forked: ForkedRuns, tiny_config: Path, t
     try:
         read_until(monitor, "running")
         os.kill(pid, signal.SIGSTOP)
-        stopped = time.time()
-        snapshot, seen = read_until(monitor, "silent")
-        step_s = History(run).step_s
-        assert step_s is not None and seen - stopped < 2 + 10 * step_s + 0.7, "0.7 s for other processes' turns"
+        snapshot = read_until(monitor, "silent")
+        # It is said 10 steps and an interval after the latest record, for which the monitor wakes up.
+        history = History(run)
+        age = history.news_age_s(now := time.time())
+        assert history.step_s is not None and age is not None
+        news, limit = now - age, 2 + 10 * history.step_s
+        before, after = (Snapshot(history, 2.0, now=news + limit + seconds) for seconds in (-0.5, 0.01))
+        assert (before.state.name, after.state.name) == ("running", "silent")
+        assert _pause_s([before], 2.0) == pytest.approx(0.5, abs=0.1) and _pause_s([after], 2.0) == 2.0
         (alert,) = (alert for alert in snapshot["alerts"] if alert["name"] == "no news")  # type: ignore[attr-defined]
         assert f"kill -CONT {pid}" in alert["advice"] and "stopped by a signal" in alert["found"]
         os.kill(pid, signal.SIGCONT)
         read_until(monitor, "running")
         os.kill(pid, signal.SIGKILL)
-        snapshot, _ = read_until(monitor, "killed")
+        snapshot = read_until(monitor, "killed")
         assert "killed" in {alert["name"] for alert in snapshot["alerts"]}  # type: ignore[attr-defined]
         assert monitor.wait(TEST_TIMEOUT_S) == 69, "it ends with the run"
     finally:

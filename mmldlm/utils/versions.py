@@ -1,0 +1,40 @@
+"""Check of the installed versions against the ranges in the metadata of mmldlm; imports none of the packages."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from mmldlm.errors import ConfigError, run_command
+
+
+def check_versions() -> None:
+    """Check what is installed of the packages that every command may need.
+
+    Raises:
+        ConfigError: A package is too old, which would otherwise end in a traceback, or in other numbers.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(line) for line in requires("mmldlm") or ()]
+    except PackageNotFoundError:  # a checkout that is not installed
+        return
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:  # bundles need fewer packages than training
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            needed = f"{requirement.name}{requirement.specifier}"
+            raise ConfigError(
+                f"{requirement.name}: found version {found}, expected {requirement.specifier}; pip install '{needed}'"
+            )
+
+
+def exit_if_outdated() -> None:
+    """End the process with one line if a package is too old; call it before the packages are imported."""
+    if status := run_command(check_versions):
+        sys.exit(status)

@@ -1,0 +1,49 @@
+"""A dependency that is too old is one line at the start, before anything of it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def install(folder: Path, name: str, version: str, *requires: str) -> None:
+    """Make `name` look installed in this version to a Python with `folder` in PYTHONPATH."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Requires-Dist: {line}" for line in requires]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines]))
+
+
+def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "command", [("mmldlm.train", "absent.yaml"), ("mmldlm.evaluate", "absent"), ("mmldlm.cli", "train", "absent.yaml")]
+)
+def test_a_version_out_of_range_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    install(tmp_path, "mmldlm", "0.1.0", "torch>=2", "accelerate>=1.12", 'gradio>=6; extra == "demo"')
+    install(tmp_path, "accelerate", "1.10.0")
+    install(tmp_path, "gradio", "1.0")  # of an extra that this command does not use
+    # Would it be imported, this would be a traceback.
+    (tmp_path / "accelerate.py").write_text("raise AttributeError('no cp_backend')\n")
+    result = run(tmp_path, *command)
+    assert result.returncode == 64 and not result.stdout
+    assert result.stderr == (
+        "mmldlm: error: accelerate: found version 1.10.0, expected >=1.12; pip install 'accelerate>=1.12'\n"
+    )
+
+
+@pytest.mark.quick
+def test_other_versions_are_not_refused(tmp_path: Path) -> None:
+    """A package that a command may not need is missed where it is imported; a checkout needs no metadata."""
+    install(tmp_path, "mmldlm", "0.1.0", "torch>=2", "no-such-package>=1", 'psutil>=99; python_version < "3"')
+    assert run(tmp_path, "mmldlm.cli", "config", "absent.yaml").stderr.startswith(
+        "mmldlm: error: config file absent.yaml"
+    )
