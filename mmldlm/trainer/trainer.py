@@ -164,16 +164,16 @@ class Trainer:
 
     def _start(self, notes: list[str], fingerprint: Mapping[str, str], checkpoint: Path | None) -> None:
         """Open everything that a step needs, and write and print the start-up report."""
-        requested, engine, store = self.config, self.engine, self.components.store
+        engine, store = self.engine, self.components.store
         engine.model.train()
         changes: list[dict[str, Any]] = []
-        if requested.train.auto_micro_batch and self.state.step < requested.train.steps:
+        if self.config.train.auto_micro_batch and self.state.step < self.config.train.steps:
             with Progress(engine.is_main) as progress:
                 progress.phase("fitting the micro-batches into memory", announce=False)
-                self.config, changes, lines = fit_micro_batches(requested, self.components, engine, self.state)
+                self.config, changes, lines = fit_micro_batches(self.config, self.components, engine, self.state)
             loader = build_loader(self.config, engine, store, self.components.objective)
             self.components, notes = replace(self.components, loader=loader), [*notes, *lines]
-        config = self.config  # of the steps; the run folder gets what was requested
+        config = self.config
         self._stack.enter_context(self._signals)
         self._stack.callback(self.checkpointer.close)
         report = startup_report(engine, config, self.components, fingerprint, self._threads_reason) | {
@@ -197,7 +197,7 @@ class Trainer:
         self._garbage = self._stack.enter_context(ScheduledCollection())
         if engine.is_main:
             self._notices.write = self.tracker.message
-            write_run_files(self.run_dir, requested, store, report)
+            write_run_files(self.run_dir, config, store, report)
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
             start = {"samples": samples, "resumed_from": checkpoint and checkpoint_record(checkpoint)}
             self.tracker.start({**report, **start}, dump(with_absolute_paths(config)))
