@@ -32,6 +32,7 @@ from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.declaration import flat_settings, setting
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.telemetry.tracker_bridges import TrackerName
+from mmldlm.utils.files import write_atomically
 from mmldlm.utils.short_repr import display_name
 
 if TYPE_CHECKING:
@@ -415,7 +416,7 @@ def write_config(config: RunConfig, run_dir: Path) -> None:
     """Write all settings with absolute paths, so that `mmldlm train RUN/config.yaml run.dir=NEW` repeats the run."""
     from mmldlm.settings.fields import to_yaml
 
-    (run_dir / CONFIG_NAME).write_text(to_yaml(with_absolute_paths(config)), encoding="utf-8")
+    write_atomically(run_dir / CONFIG_NAME, to_yaml(with_absolute_paths(config)))
 
 
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
