@@ -57,7 +57,7 @@ def update_ms(config: RunConfig, updates: int) -> float:
     """Return the median time of an optimizer's step, after a first one that makes its state."""
     kind = device().type
     model = build_model(config, Store.open(config.data.path).manifest, kind).to(kind)
-    optimizer = build_optimizer(model, config.optim, kind, offloaded=kind == "cpu")
+    optimizer = build_optimizer(model, config.optim, offloaded=kind == "cpu")
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
 

@@ -179,7 +179,7 @@ def simulate(network: Network, sharding: Sharding, accumulation: int = 1) -> Ste
     with simulation:
         with torch.device("meta"):
             model = network.build(sharding.precision)
-        optimizer = build_optimizer(model, OptimConfig(), "cpu")
+        optimizer = build_optimizer(model, OptimConfig())
         weights = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
     # Device meshes and DDP's reducer read numbers that they have made, so these are real; fake weights stay fake.
     with simulation if sharding.engine in ZERO_ENGINES else nullcontext():

@@ -17,8 +17,6 @@ from mmldlm.errors import ConfigError
 
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
-# They select engine and precision, by `read_launcher_env`.
-SELECTING = frozenset({"ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "FSDP_VERSION"})
 # Accelerate reads them as the launcher set them; with their keys in the accelerate config.
 BOOLEANS = {
     "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
@@ -26,22 +24,6 @@ BOOLEANS = {
     "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config.fsdp_reshard_after_forward",
 }
 _TRUE, _FALSE = ("true", "1", "yes", "y", "on", "t"), ("false", "0", "no", "n", "off", "f")
-PARALLELISM_VARIABLES = frozenset({"ACCELERATE_USE_PARALLELISM_CONFIG"}) | {
-    f"PARALLELISM_CONFIG_{name}"
-    for name in (
-        "CP_BACKEND",
-        "CP_COMM_STRATEGY",
-        "CP_SIZE",
-        "DP_REPLICATE_SIZE",
-        "DP_SHARD_SIZE",
-        "SP_ATTN_IMPLEMENTATION",
-        "SP_BACKEND",
-        "SP_SEQ_LENGTH",
-        "SP_SEQ_LENGTH_IS_VARIABLE",
-        "SP_SIZE",
-        "TP_SIZE",
-    )
-}
 PASSED_ON = BOOLEANS.keys()
 # Under DeepSpeed they belong to the DeepSpeed file, which is built and checked in `deepspeed_config`.
 DEEPSPEED_VARIABLES = frozenset(
@@ -124,42 +106,6 @@ IGNORED_UNDER_FSDP = {
     ),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": Variable("fsdp_config.fsdp_transformer_layer_cls_to_wrap", ("mmditblock",), _UNIT),
     "FSDP_USE_ORIG_PARAMS": Variable("fsdp_config.fsdp_use_orig_params", ("true",), _FSDP1),
-}
-# Without effect on a run, and nothing that its user would miss: output, other devices, other models, options of what is
-# refused above.
-WITHOUT_EFFECT = frozenset(
-    {
-        "ACCELERATE_ALLOW_CP_STANDALONE",
-        "ACCELERATE_BYPASS_DEVICE_MAP",
-        "ACCELERATE_DEBUG_RDV_FILE",
-        "ACCELERATE_DOWNCAST_BF16",
-        "ACCELERATE_DYNAMO_MODE",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-        "ACCELERATE_ENABLE_RICH",
-        "ACCELERATE_INIT_INCLUDE_BUFFERS",
-        "ACCELERATE_LOG_LEVEL",
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
-    }
-) | {
-    f"ACCELERATE_FP8_{name}"
-    for name in (
-        "AMAX_COMPUTE_ALGO",
-        "AMAX_HISTORY_LEN",
-        "BACKEND",
-        "ENABLE_FSDP_FLOAT8_ALL_GATHER",
-        "FORMAT",
-        "INTERVAL",
-        "MARGIN",
-        "OPT_LEVEL",
-        "OVERRIDE_DGRAD",
-        "OVERRIDE_FPROP",
-        "OVERRIDE_WGRAD",
-        "PAD_INNER_DIM",
-        "USE_AUTOCAST_DURING_EVAL",
-        "USE_MXFP8_BLOCK_SCALING",
-    )
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,7 @@ def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None
     Raises:
         ConfigError: They do not.
     """
-    if config.name != "deepspeed_adam":
-        resolve_fused(config.fused, device_type)
-    elif not offloaded and device_type != "cuda":
+    if config.name == "deepspeed_adam" and not offloaded and device_type != "cuda":
         raise ConfigError(
             f"optim.name: deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found {device_type}; "
             "expected adamw, or an engine that offloads the optimizer: zero2_offload, zero3_offload"
@@ -47,14 +45,13 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, device_type: str, offloaded: bool = False, sharded: bool = False
+    model: nn.Module, config: OptimConfig, offloaded: bool = False, sharded: bool = False
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trainable parameters of `model`. The engine must support it, see `capabilities`.
 
     Args:
         model: The network.
         config: Settings of the optimizer.
-        device_type: "cuda" or "cpu".
         offloaded: Whether the optimizer steps on the host.
         sharded: Whether the parameters will be DTensors.
     """
@@ -63,7 +60,7 @@ def build_optimizer(
         from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam
 
         return build_deepspeed_adam(parameter_groups(model, config.weight_decay), offloaded, **adamw)
-    adamw["fused"] = resolve_fused(config.fused, device_type)
+    adamw["fused"] = bool(config.fused)  # auto: on every device that we train on
     if config.name == "adamw":
         # DeepSpeed knows PyTorch's own class.
         kind = ShardedAdamW if sharded else torch.optim.AdamW
@@ -76,18 +73,6 @@ def build_optimizer(
     muon |= {"momentum": config.muon.momentum, "nesterov": config.muon.nesterov, "ns_steps": config.muon.ns_steps}
     rest = parameter_groups(model, config.weight_decay, exclude=matrices)
     return MuonAdamW(matrices, muon, rest, adamw)
-
-
-def resolve_fused(requested: Literal["auto"] | bool, device_type: str) -> bool:
-    """Return whether AdamW runs fused.
-
-    Raises:
-        ConfigError: fused is true, and the device has no fused AdamW.
-    """
-    available = device_type in ("cuda", "cpu")
-    if requested is True and not available:
-        raise ConfigError(f"optim.fused: true, but {device_type} has no fused AdamW; use auto")
-    return available if requested == "auto" else bool(requested)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

@@ -215,9 +215,9 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
     """Return (optimizer to try, name of the implementation of the run, number of parameters with one moment)."""
     if config.name == "deepspeed_adam":  # creating it would compile its kernel; AdamW has the same state
         name = "deepspeed.DeepSpeedCPUAdam if the engine offloads it, else deepspeed.FusedAdam"
-        return build_optimizer(model, replace(config, name="adamw"), device_type), name, 0
+        return build_optimizer(model, replace(config, name="adamw")), name, 0
     one_moment = muon_matrices(model) if config.name == "muon" else []
-    optimizer = build_optimizer(model, config, device_type)
+    optimizer = build_optimizer(model, config)
     if device_type == "cuda":
         for group in optimizer.param_groups:  # PyTorch's default for parameters on CUDA
             if group.get("fused") is False:

@@ -126,9 +126,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         model=model,
         initial_weights=model.initial_weights(config.run.weights_seed),
         compiled=compiled,
-        optimizer=build_optimizer(
-            model, config.optim, device_type, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2
-        ),
+        optimizer=build_optimizer(model, config.optim, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2),
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
     )

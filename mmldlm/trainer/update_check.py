@@ -145,11 +145,10 @@ class UpdateCheck:
         """Return whether step `step`, counted from 0, is verified; a skipped one is made up for by the next."""
         return self.every > 0 and (self._pending or (step + 1) % self.every == 0)
 
-    def before_update(self, lr: float, reference: Gradients | None) -> BeforeUpdate:
+    def before_update(self, reference: Gradients | None) -> BeforeUpdate:
         """Measure weights, gradients and optimizer state after the last backward pass.
 
         Args:
-            lr: Learning rate of the step.
             reference: The gradients with other ranks' micro-batches, if there are other ranks.
         """
         self._pending = True

@@ -15,11 +15,8 @@ from mmldlm.distributed.accelerate_env import (
     DEEPSPEED_VARIABLES,
     IGNORED,
     IGNORED_UNDER_FSDP,
-    PARALLELISM_VARIABLES,
     REFUSED,
     REFUSED_UNDER_FSDP,
-    SELECTING,
-    WITHOUT_EFFECT,
     check_variables,
 )
 from mmldlm.distributed.launcher import read_launcher_env
@@ -37,6 +34,60 @@ LAUNCHED = {
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
+}
+# They select engine and precision, by `read_launcher_env`.
+SELECTING = frozenset({"ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "FSDP_VERSION"})
+PARALLELISM_VARIABLES = frozenset({"ACCELERATE_USE_PARALLELISM_CONFIG"}) | {
+    f"PARALLELISM_CONFIG_{name}"
+    for name in (
+        "CP_BACKEND",
+        "CP_COMM_STRATEGY",
+        "CP_SIZE",
+        "DP_REPLICATE_SIZE",
+        "DP_SHARD_SIZE",
+        "SP_ATTN_IMPLEMENTATION",
+        "SP_BACKEND",
+        "SP_SEQ_LENGTH",
+        "SP_SEQ_LENGTH_IS_VARIABLE",
+        "SP_SIZE",
+        "TP_SIZE",
+    )
+}
+# Without effect on a run, and nothing that its user would miss: output, other devices, other models, options of what is
+# refused above.
+WITHOUT_EFFECT = frozenset(
+    {
+        "ACCELERATE_ALLOW_CP_STANDALONE",
+        "ACCELERATE_BYPASS_DEVICE_MAP",
+        "ACCELERATE_DEBUG_RDV_FILE",
+        "ACCELERATE_DOWNCAST_BF16",
+        "ACCELERATE_DYNAMO_MODE",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        "ACCELERATE_ENABLE_RICH",
+        "ACCELERATE_INIT_INCLUDE_BUFFERS",
+        "ACCELERATE_LOG_LEVEL",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
+    }
+) | {
+    f"ACCELERATE_FP8_{name}"
+    for name in (
+        "AMAX_COMPUTE_ALGO",
+        "AMAX_HISTORY_LEN",
+        "BACKEND",
+        "ENABLE_FSDP_FLOAT8_ALL_GATHER",
+        "FORMAT",
+        "INTERVAL",
+        "MARGIN",
+        "OPT_LEVEL",
+        "OVERRIDE_DGRAD",
+        "OVERRIDE_FPROP",
+        "OVERRIDE_WGRAD",
+        "PAD_INNER_DIM",
+        "USE_AUTOCAST_DURING_EVAL",
+        "USE_MXFP8_BLOCK_SCALING",
+    )
 }
 # Set together, with values that Accelerate would act on or choke on.
 HARMLESS = IGNORED.keys() | IGNORED_UNDER_FSDP.keys() | WITHOUT_EFFECT

@@ -18,7 +18,6 @@ from mmldlm.distributed.optimizers import (
     build_optimizer,
     check_state_compatible,
     describe_optimizer,
-    resolve_fused,
 )
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import MuonConfig, OptimConfig, OptimizerName
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 def test_decay_shrinks_matrices_and_leaves_the_rest() -> None:
     model = small_model()
-    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5), "cpu")
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -39,13 +38,6 @@ def test_decay_shrinks_matrices_and_leaves_the_rest() -> None:
     torch.testing.assert_close(after["text_out.weight"], before["text_out.weight"] * (1 - 0.1 * 0.5))
     for name in ("text_out.bias", "token_embedding.weight", "latent_position", "blocks.1.latent.head_norm.k"):
         assert torch.equal(after[name], before[name])
-
-
-def test_fused_is_resolved_by_device() -> None:
-    assert resolve_fused("auto", "cpu") and resolve_fused("auto", "cuda") and resolve_fused(True, "cuda")
-    assert not resolve_fused("auto", "mps") and not resolve_fused(False, "cuda")
-    with pytest.raises(ConfigError, match=r"optim\.fused.*mps.*auto"):
-        resolve_fused(True, "mps")
 
 
 MUON_SETTINGS = [
@@ -68,7 +60,7 @@ def test_muon_matches_pytorch(settings: dict[str, object]) -> None:
     """Bit by bit, with every setting, while the learning rate changes."""
     config = OptimConfig(**{"name": "muon", "weight_decay": 0.1, **settings})  # type: ignore[arg-type]
     model, reference = small_model(), small_model()
-    optimizer = build_optimizer(model, config, "cpu")
+    optimizer = build_optimizer(model, config)
     matrices, muon = muon_matrices(reference), config.muon
     options = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     others = parameter_groups(reference, config.weight_decay, exclude=matrices)
@@ -94,7 +86,7 @@ def test_muon_matches_pytorch(settings: dict[str, object]) -> None:
 def test_muons_updates_are_as_large_as_adamws() -> None:
     """The root mean square is near 0.2 of the learning rate, as AdamW's (arXiv 2502.16982, section 2.2)."""
     model, before = small_model(), small_model()
-    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1, weight_decay=0), "cpu")
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1, weight_decay=0))
     set_gradients(model, 0)
     optimizer.step()
     for new, old in zip(muon_matrices(model), muon_matrices(before), strict=True):
@@ -105,9 +97,9 @@ def test_muons_updates_are_as_large_as_adamws() -> None:
 def test_optimizer_description() -> None:
     model = small_model()
     count = sum(parameter.numel() for parameter in muon_matrices(model))
-    muon = build_optimizer(model, OptimConfig(name="muon"), "cpu")
-    adamw = build_optimizer(model, OptimConfig(fused=False), "cpu")
-    fused = build_optimizer(model, OptimConfig(), "cpu")
+    muon = build_optimizer(model, OptimConfig(name="muon"))
+    adamw = build_optimizer(model, OptimConfig(fused=False))
+    fused = build_optimizer(model, OptimConfig())
     assert (
         describe_optimizer(muon)
         == f"torch.Muon for 24 matrices of {count:,} parameters, torch.AdamW, fused for the rest"
@@ -141,8 +133,8 @@ def test_sharded_adamw_updates_local_tensors(settings: dict[str, object], mesh: 
     config = OptimConfig(weight_decay=0.1, **settings)  # type: ignore[arg-type]
     model, reference = small_model(), small_model()
     fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, config, "cpu", sharded=True)
-    plain = build_optimizer(reference, config, "cpu")
+    optimizer = build_optimizer(model, config, sharded=True)
+    plain = build_optimizer(reference, config)
     assert describe_optimizer(optimizer) == describe_optimizer(plain)
     for step in range(3):
         set_gradients(reference, step)

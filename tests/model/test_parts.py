@@ -105,7 +105,7 @@ def test_only_unfrozen_parameters_change(part: Freezable, tiny_store: Path) -> N
     config = load_config(None, [*settings, f"freeze=[{part}]", "mode=joint", "memory.activation_checkpointing=full"])
     store = Store.open(tiny_store)
     model, objective = build_model(config, store.manifest, "cpu").train(), build_objective(config, store.manifest)
-    optimizer = build_optimizer(model, config.optim, "cpu")
+    optimizer = build_optimizer(model, config.optim)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for step, (batch,) in Loader(store, "train", config.data, 0, constant_batch_size(8, 8)).steps(0, 3):
         noised = objective.corrupt(batch, draw_noise(batch, 0, step, 8, mode_weights("joint")))

@@ -43,7 +43,7 @@ def test_muon_has_the_matrices_of_the_blocks_() -> None:
     assert result == {name for name in linear if name.startswith("blocks.")}
     maps = ("qkv", "out", "mlp.up", "mlp.down", "modulation.down", "modulation.up")
     assert {name for name in result if name.startswith("blocks.0.text")} == {f"blocks.0.text.{m}.weight" for m in maps}
-    optimizer = build_optimizer(model, OptimConfig(name="muon"), "cpu")
+    optimizer = build_optimizer(model, OptimConfig(name="muon"))
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(held) == sorted(names.values())
     model.blocks.requires_grad_(False)

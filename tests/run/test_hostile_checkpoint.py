@@ -38,7 +38,7 @@ def run(tiny_config: Path, tiny_store: Path) -> Run:
     """A run folder with one checkpoint, and the network that loads it."""
     config, store = load_config(tiny_config), Store.open(tiny_store)
     model = build_model(config, store.manifest, "cpu")
-    optimizer = build_optimizer(model, config.optim, "cpu")
+    optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -191,7 +191,7 @@ def load_all(run: Run) -> int:
     assert all(
         average.isfinite().all() for average in (TensorFiles.find(verify_checkpoint(path), "ema") or {}).values()
     )
-    load_optimizer_state(build_optimizer(model, config.optim, "cpu"), model, result.moments)
+    load_optimizer_state(build_optimizer(model, config.optim), model, result.moments)
     return result.state.step
 
 
