@@ -14,7 +14,9 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
 if __name__ == "__main__":  # before the imports below import torch
     from mmldlm.utils.host_cpus import configure_openmp_spinning
     from mmldlm.utils.malloc import configure_cuda_allocator
+    from mmldlm.utils.process import start_process
 
+    start_process(outlives_terminal=True)
     configure_openmp_spinning(os.environ)
     configure_cuda_allocator(os.environ)
 

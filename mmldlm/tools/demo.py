@@ -31,6 +31,7 @@ from mmldlm.inference.interpolate import interpolate
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.declaration import dump, setting
 from mmldlm.settings.fields import build
+from mmldlm.utils.process import ignores_hangup
 from mmldlm.utils.short_repr import truncate
 
 HOST, DEFAULT_PORT, MIN_PORT = "127.0.0.1", 8000, 1024
@@ -65,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.port and not MIN_PORT <= options.port < 2**16:
         raise UsageError(f"--port: expected 0 or {MIN_PORT} to {2**16 - 1}, found {options.port}")
     run = load_run(options.run, options.checkpoint, options.data, options.weights)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the demo as Ctrl-C does
+    for number in (signal.SIGTERM, *([] if ignores_hangup() else [signal.SIGHUP])):
+        signal.signal(number, signal.default_int_handler)  # ends the demo as Ctrl-C does
     try:
         with tempfile.TemporaryDirectory(prefix="mmldlm-demo-") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its default, /tmp/gradio, belongs to the first user of a machine
