@@ -10,6 +10,7 @@ import sys
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.utils.malloc import configure_cuda_allocator
+from mmldlm.utils.process import start_process
 from mmldlm.utils.versions import check_versions
 
 COMMANDS = {
@@ -38,6 +39,8 @@ COMMANDS = {
 }
 # Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
+# Go on without a terminal, as the others do with --out: what they make is not what they print.
+MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "compare", "track")
 
 
 def usage() -> str:
@@ -57,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return ExitCode.DONE if arguments else ExitCode.USAGE
     name, rest = arguments[0], arguments[1:]
+    outlives_terminal = name in MAKERS or any(argument.startswith("--out") for argument in rest)
+    if argv is None:
+        start_process(outlives_terminal)
     if name not in COMMANDS:
         print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
@@ -69,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         status = run_command(lambda: module.main(rest))
         sys.stdout.flush()
     except BrokenPipeError:
-        if argv is not None or name == "train":
+        if argv is not None or outlives_terminal:
             raise
         # A reader such as `head` has closed the pipe: end as other programs do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -32,6 +32,7 @@ from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.declaration import flat_settings, setting
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.telemetry.tracker_bridges import TrackerName
+from mmldlm.utils.files import write_atomically
 from mmldlm.utils.short_repr import display_name
 
 if TYPE_CHECKING:
@@ -62,23 +63,12 @@ class GuardConfig:
         "consecutive skipped steps that stop the run; numbers are read from a GPU at least every so many steps",
         at_least=1,
     )
-    on_spike: Literal["skip", "rewind"] = setting(
-        "skip",
-        "what to do about a step that is skipped, besides skipping it. rewind: search for the one or two samples that "
-        "caused it, go back to the last checkpoint before it, leave them out and go on",
-        advice="rewind for unattended runs on data of mixed quality. Needs grad_norm_spike",
-    )
-    max_rewinds: int = setting(20, "times that `on_spike: rewind` goes back in a run; then it skips", at_least=1)
     verify_updates_every: int = setting(
         1000,
         "steps between checks that all ranks compute the same update, which also take place in the first step of every "
         "start; 0: never. A check costs about one more step, without other ranks a fraction of one",
         at_least=0,
     )
-
-    def __post_init__(self) -> None:
-        if self.on_spike == "rewind" and self.grad_norm_spike is None:
-            raise ValueError("on_spike: rewind needs guard.grad_norm_spike, such as 10; found none")
 
 
 @dataclass(frozen=True)
@@ -303,11 +293,6 @@ class RunConfig:
             raise ValueError(
                 f"schedule.min_lr: expected at most optim.lr {self.optim.lr:g}, found {self.schedule.min_lr:g}"
             )
-        if self.guard.on_spike == "rewind" and self.checkpoint.mirror:
-            raise ValueError(
-                "guard.on_spike: rewind goes back to earlier checkpoints, which a mirror never does; expected "
-                f"checkpoint.mirror empty, found {self.checkpoint.mirror}"
-            )
         if self.optim.name == "muon" and frozen_parts(self.freeze) >= {"text_stream", "latent_stream"}:
             raise ValueError(
                 "optim.name: muon trains the matrices of the blocks, found backbone frozen; expected adamw"
@@ -431,7 +416,7 @@ def write_config(config: RunConfig, run_dir: Path) -> None:
     """Write all settings with absolute paths, so that `mmldlm train RUN/config.yaml run.dir=NEW` repeats the run."""
     from mmldlm.settings.fields import to_yaml
 
-    (run_dir / CONFIG_NAME).write_text(to_yaml(with_absolute_paths(config)), encoding="utf-8")
+    write_atomically(run_dir / CONFIG_NAME, to_yaml(with_absolute_paths(config)))
 
 
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -11,7 +11,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from enum import IntEnum
 from typing import NoReturn
 
@@ -92,7 +91,7 @@ def error_from_exit_code(code: int, text: str) -> MmldlmError:
     return next((cls for cls in classes if cls.exit_code == code), UsageError)(text)
 
 
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG}
 
 
 def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
@@ -129,6 +128,5 @@ def exit_process(status: int) -> NoReturn:
     PyTorch with gloo now and then aborts in static destructors after a good run, which launchers report as a failure.
     """
     sys.stdout.flush()
-    with suppress(OSError):  # the reader of stderr may be gone
-        sys.stderr.flush()
+    sys.stderr.flush()
     os._exit(status)

@@ -14,8 +14,10 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
 
 if __name__ == "__main__":  # before the imports below import torch
     from mmldlm.utils.malloc import configure_cuda_allocator
+    from mmldlm.utils.process import start_process
     from mmldlm.utils.versions import exit_if_outdated
 
+    start_process(outlives_terminal=True)
     exit_if_outdated()
     configure_cuda_allocator(os.environ)
 
@@ -30,6 +32,7 @@ from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run_on_all_rank
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
+from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
 
 
@@ -111,6 +114,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
         parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
     with (
+        stop_at_signals("nothing was written"),
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
         Progress(processes.is_main, interval) as progress,
     ):

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
@@ -14,8 +13,10 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
 
 if __name__ == "__main__":  # before the imports below import torch
     from mmldlm.utils.malloc import configure_cuda_allocator
+    from mmldlm.utils.process import start_process
     from mmldlm.utils.versions import exit_if_outdated
 
+    start_process(outlives_terminal=True)
     exit_if_outdated()
     configure_cuda_allocator(os.environ)
 
@@ -23,7 +24,6 @@ from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
-from mmldlm.trainer.explain import rewind_after_spike
 from mmldlm.trainer.trainer import Trainer
 
 
@@ -38,17 +38,9 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
     Raises:
         StoppedBySignal: A signal ended the run early; a checkpoint has been saved.
     """
-    while True:
-        with trainer_cls(config, launch) as trainer:
-            for step, micro_batches in trainer.steps():
-                train_step(trainer, step, micro_batches)
-                if left_out := rewind_after_spike(trainer, step):
-                    break
-            else:
-                return
-        # `Trainer` reads what rank 0 has recorded of the rewind, which other machines may not see yet.
-        data = replace(config.data, skip_samples=[*config.data.skip_samples, *left_out])
-        config = replace(config, data=data, resume="auto")
+    with trainer_cls(config, launch) as trainer:
+        for step, micro_batches in trainer.steps():
+            train_step(trainer, step, micro_batches)
 
 
 def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> None:

@@ -17,7 +17,8 @@
 # PYTHON           interpreter with mmldlm; default: that of .venv, or the one next to mmldlm on PATH
 #
 # The exit code is the launcher's; run.dir/exit.json has the run's own. A signal to this script reaches the launcher,
-# which forwards it: SIGTERM saves a checkpoint and ends the run, and the same command resumes from it.
+# which forwards it: SIGTERM, or SIGHUP without nohup, saves a checkpoint and ends the run, and the same command resumes
+# from it. A launcher that is killed ends its processes as well: they save.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -82,6 +83,9 @@ launch+=(-m mmldlm.train "$config" "$@")
 # Seconds that processes have to save after a signal, or to notice the loss of a rank, before the launcher kills them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 
+# The launcher would forward SIGHUP though nohup has it ignored, and kill what does not end.
+[ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}"
+
 mkdir -p -- "$LOG_DIR" || fail "LOG_DIR: cannot create $LOG_DIR"
 # tee ignores the signals that end the launcher, so that it still writes the launcher's last output.
 exec > >(trap '' INT TERM HUP && exec tee -a -- "$LOG_DIR/node$NODE_RANK.log") 2>&1
@@ -94,9 +98,10 @@ if [ "${DOCTOR:-}" != skip ]; then
   # In the background, so that a signal is handled at once; the traps end it together with this script.
   trap 'kill $(jobs -p) || true; exit 143' TERM
   trap 'kill $(jobs -p) || true; exit 130' INT
+  trap 'kill $(jobs -p) || true; exit 129' HUP
   "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" "${options[@]}" &
   wait $! || exit $?
-  trap - TERM INT
+  trap - TERM INT HUP
 fi
 
 exec "${launch[@]}"

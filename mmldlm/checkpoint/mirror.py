@@ -27,6 +27,7 @@ from mmldlm.checkpoint.names import MANIFEST, checkpoint_name, step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.errors import ConfigError, DataError, MmldlmError, StorageError
 from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder
+from mmldlm.utils.process import STOP_SIGNALS
 from mmldlm.utils.short_repr import truncate
 
 CHECKPOINTS, METRICS, MARKER = "checkpoints", "metrics.jsonl", "complete.json"
@@ -239,7 +240,7 @@ def main(argv: Sequence[str]) -> None:
     """
     os.umask(0o077)
     os.nice(10)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which may be for all processes of a job: the run ends this one
+    for number in STOP_SIGNALS:  # which may be for all processes of a job: the run ends this one
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=[int(argv[0])], daemon=True).start()
     (url, run_dir, files), arguments = json.loads(argv[2])

@@ -232,7 +232,8 @@ def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, Fil
     try:
         for name, content in files.items():
             path = folder / name
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for parent in reversed(PurePosixPath(name).parents[:-1]):  # not `folder`: it is gone if the run was moved
+                (folder / parent).mkdir(mode=0o700, exist_ok=True)
             if isinstance(content, bytes):
                 path.write_bytes(content)
             else:

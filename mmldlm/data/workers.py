@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from mmldlm.errors import DataError
+from mmldlm.utils.process import STOP_SIGNALS
 
 T = TypeVar("T")
 _KILL_TIMEOUT_S = 2.0  # to join killed workers; one that hangs in the kernel stays until its file system answers
@@ -63,7 +64,7 @@ def ignore_signals_in_worker(_worker: int) -> None:
     a parent that ends the run while it receives a batch breaks the connection of the worker's thread that sends it,
     whose traceback would be noise.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (*STOP_SIGNALS, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     excepthook = sys.excepthook
 

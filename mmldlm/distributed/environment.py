@@ -19,6 +19,7 @@ _GUARDS = {  # variables that turn off what PyTorch does about a hang, where the
     "TORCH_NCCL_ENABLE_MONITORING": "distributed.heartbeat_timeout_s has no effect",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "NCCL's timeouts and errors do not end the process",
 }
+_exported: dict[str, str] = {}  # by this process, which may train several runs in turn; others are the user's
 
 
 def settings_to_export(config: DistributedConfig) -> dict[str, str]:
@@ -35,8 +36,19 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
 
 
 def export_settings(config: DistributedConfig) -> None:
-    """Set the variables of `settings_to_export`; must be called before the process group starts."""
-    os.environ.update(settings_to_export(config))
+    """Set the variables of `settings_to_export` that the user has not set, before the process group starts."""
+    for name, value in settings_to_export(config).items():
+        if os.environ.get(name) in (None, _exported.get(name)):
+            os.environ[name] = _exported[name] = value
+
+
+def kept_variables(config: DistributedConfig) -> list[str]:
+    """Return a line about each variable that has the user's value instead of that of the settings."""
+    return [
+        f"{name}: {os.environ[name]} of the environment is kept, {value} of the settings (distributed) has no effect"
+        for name, value in settings_to_export(config).items()
+        if os.environ.get(name, value) != value
+    ]
 
 
 def disabled_guards(environment: Mapping[str, str]) -> list[str]:

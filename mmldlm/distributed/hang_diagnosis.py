@@ -155,7 +155,8 @@ def diagnose(
         text = f"{done[0]} has finished after step {done[0].step}{_others(done)}"
     # All are in collectives, but not in the same one: the rank that is behind in steps is named.
     elif wait.is_long and elsewhere:
-        behind = min(elsewhere, key=lambda h: h.step)
+        elsewhere.sort(key=lambda h: h.step)
+        behind = elsewhere[0]
         text = f"{behind} has been {behind.location} for {behind.for_s:.1f} s{_others(elsewhere)}"
     elif on_gpu and wait.is_long:
         text = f"a GPU or the network between GPUs hangs: all {world_size} ranks respond, and wait in one collective"

@@ -24,7 +24,7 @@ from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.environment import export_settings
 from mmldlm.distributed.grad_scaler import LossScale
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE, LauncherEnv
-from mmldlm.distributed.process_group import join_process_group
+from mmldlm.distributed.process_group import join_process_group, published_failures
 from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import ConfigError
@@ -40,12 +40,12 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
     """
     deepspeed = deepspeed_config(launch, plan)
     export_settings(config)
-    watchdog = None
-    if launch.engine != SINGLE:
-        watchdog = join_process_group(config, launch)
-        _compare_launches(launch, Collectives(launch.rank, launch.world_size, watchdog))
-    engine = build_engine(config, launch, plan, deepspeed, watchdog)
-    _check_engine(engine)
+    watchdog = join_process_group(config, launch) if launch.engine != SINGLE else None
+    processes = Collectives(launch.rank, launch.world_size, watchdog)
+    with published_failures(processes):
+        _compare_launches(launch, processes)
+        engine = build_engine(config, launch, plan, deepspeed, watchdog)
+        _check_engine(engine)
     return engine
 
 

@@ -36,6 +36,7 @@ class LauncherEnv:
     notices: tuple[str, ...] = ()  # about settings of the launcher that have no effect
     replicas: int = 1  # of the model, each sharded over world_size / replicas processes; above 1 under hybrid sharding
     secondary_partition: int = 1  # processes that share a second copy of ZeRO-3's weights; 1 for none
+    nodes: int = 1
 
     @property
     def sharding(self) -> str:
@@ -43,10 +44,6 @@ class LauncherEnv:
         if self.replicas > 1:
             return f"{self.replicas} replicas x {self.world_size // self.replicas} shards"
         return f"secondary partition of {self.secondary_partition}" if self.secondary_partition > 1 else ""
-
-    @property
-    def nodes(self) -> int:
-        return max(1, self.world_size // max(1, self.local_world_size))
 
     @property
     def source(self) -> str:
@@ -90,6 +87,11 @@ def read_launcher_env(
     launched = "RANK" in environment and "LOCAL_RANK" in environment
     if world_size > 1 and not launched:
         raise ConfigError(f"launcher: WORLD_SIZE is {world_size}, but RANK and LOCAL_RANK are not set")
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if launched and missing:
+        raise ConfigError(f"launcher: RANK and LOCAL_RANK are set, but {' and '.join(missing)} not; expected all five")
+    if (rank := _read_int(environment, "RANK", 0)) >= world_size:
+        raise ConfigError(f"launcher: RANK: expected less than WORLD_SIZE, which is {world_size}, found {rank}")
     # The engine. accelerate launch and `_apply_accelerate_file` set these variables; a launch without them is DDP.
     use_fsdp, use_deepspeed = (is_true(environment, f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
     launcher_file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
@@ -112,23 +114,27 @@ def read_launcher_env(
             "with accelerate launch, torchrun or deepspeed (and without `use_cpu` in the accelerate config)"
         )
     replicas = read_replicas(environment, engine == FSDP2, world_size)
-    local_world_size, secondary = _read_int(environment, "LOCAL_WORLD_SIZE", world_size), 1
+    if launcher == "deepspeed":  # whose name for it is another; the loader's workers are by this one
+        environment.setdefault("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size)))
+    local_world_size, secondary = _read_int(environment, "LOCAL_WORLD_SIZE", world_size) or 1, 1
     if deepspeed is not None:
         secondary = read_secondary_partition(deepspeed, deepspeed_file, world_size, local_world_size)
+    nodes = "CROSS_SIZE" if launcher == "deepspeed" else "GROUP_WORLD_SIZE"  # torchrun's
     return LauncherEnv(
         engine=engine,
         launcher=launcher,
-        rank=_read_int(environment, "RANK", 0),
+        rank=rank,
         local_rank=_read_int(environment, "LOCAL_RANK", 0),
         world_size=world_size,
         local_world_size=local_world_size,
-        master=f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '')}" if launched else "",
+        master=f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}" if launched else "",
         deepspeed=deepspeed,
         deepspeed_file=deepspeed_file,
         mixed_precision=_read_precision(environment),
         notices=notices,
         replicas=replicas,
         secondary_partition=secondary,
+        nodes=_read_int(environment, nodes, -(-world_size // local_world_size)),
     )
 
 

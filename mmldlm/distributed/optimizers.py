@@ -60,7 +60,7 @@ def build_optimizer(
         from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam
 
         return build_deepspeed_adam(parameter_groups(model, config.weight_decay), offloaded, **adamw)
-    adamw["fused"] = config.fused is not False
+    adamw["fused"] = bool(config.fused)  # auto: on every device that we train on
     if config.name == "adamw":
         # DeepSpeed knows PyTorch's own class.
         kind = ShardedAdamW if sharded else torch.optim.AdamW

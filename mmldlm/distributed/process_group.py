@@ -125,12 +125,21 @@ def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Co
     watchdog = join_process_group(config, launch)
     processes = Collectives(launch.rank, launch.world_size, watchdog)
     try:
-        yield processes
+        with published_failures(processes):
+            yield processes
+    finally:
+        processes.close()
+
+
+@contextmanager
+def published_failures(processes: Collectives) -> Iterator[None]:
+    """Tell the other ranks of an error in the body; one that a lost peer has caused is raised as PeerLostError."""
+    try:
+        yield
     except Exception as error:
         lost = processes.diagnose(error)
-        watchdog.fail(*exit_code_and_cause(lost or error))
+        if processes.watchdog is not None:
+            processes.watchdog.fail(*exit_code_and_cause(lost or error))
         if lost is not None:
             raise lost from error
         raise
-    finally:
-        processes.close()

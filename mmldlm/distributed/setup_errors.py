@@ -8,10 +8,9 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
-from mmldlm.errors import ConfigError, exit_code_and_cause
+from mmldlm.errors import ConfigError
 from mmldlm.utils.short_repr import short_repr, truncate
 
 LIBRARIES = ("accelerate", "deepspeed", "pydantic", "transformers")
@@ -20,9 +19,9 @@ MAX_MESSAGE_CHARS = 400
 
 @contextlib.contextmanager
 def library_errors_are_config_errors(source: str) -> Iterator[None]:
-    """Raise what accelerate or DeepSpeed raises in the body as a `ConfigError` of one line.
+    """Raise what accelerate or DeepSpeed say of a value in the body as a `ConfigError` of one line.
 
-    Errors that our code or PyTorch raises, such as a lost connection or a lack of memory, pass unchanged.
+    Errors of other kinds, or that our code or PyTorch raises, pass unchanged.
 
     Args:
         source: Name of the file that the libraries follow, or of the engine.
@@ -31,8 +30,7 @@ def library_errors_are_config_errors(source: str) -> Iterator[None]:
         yield
     except Exception as error:
         place = _raised_in(error)
-        has_exit_code = exit_code_and_cause(error)[0] != 1  # a user error of ours, or a full disk
-        if place is None or has_exit_code or isinstance(error, torch.OutOfMemoryError):
+        if place is None or not (isinstance(error, ValueError) or type(error).__name__ == "DeepSpeedConfigError"):
             raise
         raise ConfigError(f"{source}: {_message(error)} ({type(error).__name__} in {place})") from error
 

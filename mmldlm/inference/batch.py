@@ -39,6 +39,7 @@ from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import load_latents, load_run_encoder
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
+from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import Progress
 from mmldlm.utils.short_repr import short_repr
 
@@ -113,6 +114,7 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
         raise UsageError(f"--batch: expected at least 1, found {options.batch}")
     torch.set_num_threads(1)  # sums depend on the number of threads
     with (
+        stop_at_signals(CONTINUE),
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
         Progress(processes.is_main) as progress,
     ):

@@ -75,6 +75,9 @@ SYNONYMS = {
     "save_every_n_steps": "checkpoint.every_steps",
     "timeout": "distributed.timeout_s",
 }
+# Settings that are gone, and what to use in their place.
+_BY_HAND = "gone; use `mmldlm explain` and `mmldlm rewind`, and delete the line"
+REMOVED = {"guard.on_spike": _BY_HAND, "guard.max_rewinds": _BY_HAND}
 _MIN_LIKENESS, _MIN_GROUP_LIKENESS = 0.75, 0.75  # of a key that a message suggests, and of its group
 
 
@@ -228,6 +231,8 @@ def _expected(error: ErrorDetails) -> str:
 
 def nearest_key(key: str, known: set[str]) -> str:
     """Return advice for an unknown key: the known key of the same meaning or spelling, if there is one."""
+    if key in REMOVED:
+        return REMOVED[key]
     key = truncate(key)  # a long key resembles none, and is slow to compare
     group, _, leaf = key.rpartition(".")
     likeness = {candidate: _likeness(key, candidate) for candidate in sorted(known)}

@@ -62,8 +62,6 @@ def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
     """
     loader = _Loader(text)
     root = loader.get_single_node()
-    if root is None:
-        return {}
     loader.construct_document(root)  # inserts the pairs of merge keys into the nodes
     lines: dict[str, int] = {}
     for key in keys:
@@ -103,10 +101,9 @@ def read_yaml_text(path: Path) -> str:
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
-    """Parse a YAML text that is a mapping or empty; ConfigError otherwise."""
+    """Parse a YAML text that is a mapping; ConfigError otherwise, as for the empty file that a full disk leaves."""
     content = parse_yaml(text, source)
-    if content is None:
-        return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{display_name(source)}: expected settings (key: value), found {type(content).__name__}")
+        found = "nothing (for the defaults alone, write {})" if content is None else type(content).__name__
+        raise ConfigError(f"{display_name(source)}: expected settings (key: value), found {found}")
     return content

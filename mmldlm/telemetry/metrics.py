@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mmldlm.utils.files import write_atomically
+from mmldlm.errors import StorageError
+from mmldlm.utils.files import is_at, write_atomically
 
 Kind = Literal[
     "train",
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 class MetricsFile:
     """Appends records to `path`, each one flushed before `write` returns.
 
+    What else a run writes follows a record, so that this is where a folder that is gone is noticed.
+
     With `resume_step` the records of later steps are dropped first, since training will write them
     again; without it a new file is started and an existing one is kept as `<name>.old`.
     """
@@ -63,9 +66,18 @@ class MetricsFile:
         self._file = self.path.open("ab")
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record; keys of `values` must not be reserved."""
+        """Append a record; keys of `values` must not be reserved.
+
+        Raises:
+            StorageError: `path` is no longer this file.
+        """
         assert kind in KINDS, f"unknown kind of record: {kind!r}"
         assert RESERVED.isdisjoint(values), f"reserved keys in {sorted(RESERVED & values.keys())}"
+        if not self.is_in_place:
+            raise StorageError(
+                f"{self.path} is not the file that this run writes to any more: its folder was moved or deleted; what "
+                "was written is where it is now, and nothing else is"
+            )
         nonfinite: list[str] = []
         record: dict[str, Any] = {"kind": kind, "step": step, "time": round(time.time(), 3)}
         record |= {key: _plain(value, key, nonfinite) for key, value in values.items()}
@@ -75,6 +87,11 @@ class MetricsFile:
         self._hash = _link(self._hash, text)
         self._file.write(_with_hash(text, self._hash))
         self._file.flush()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return whether `path` is still this file."""
+        return is_at(self._file.fileno(), self.path)
 
     def sync(self) -> None:
         """Make the records survive a power failure; a flushed line only survives the process."""

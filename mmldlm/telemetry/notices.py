@@ -6,7 +6,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +68,5 @@ class Notices(logging.Handler):
 
 
 def to_stderr(text: str) -> None:
-    """Print a line on stderr; a closed stderr does not end a run."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+    """Print a line on stderr."""
+    print(text, file=sys.stderr, flush=True)

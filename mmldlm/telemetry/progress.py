@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TextIO
 
 from mmldlm.utils.format import human_count, human_duration
@@ -97,10 +96,8 @@ class ProgressLine:
             self._open_line = False
 
     def _print(self, text: str) -> None:
-        """Write `text`; a closed stream or a full disk does not end a run."""
         self._last_line = self._clock()
-        with suppress(OSError):
-            print(text, end="", file=self._stream, flush=True)
+        print(text, end="", file=self._stream, flush=True)
 
     def eta_s(self) -> float | None:
         """Return the seconds to the last step at the speed of recent steps; None before the first of them."""

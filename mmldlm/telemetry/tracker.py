@@ -226,8 +226,9 @@ class Tracker:
         if not self.enabled:
             return
         self._progress.end()
+        in_place = self._metrics.is_in_place
         self._metrics.close()
-        if self._board is not None:
+        if self._board is not None and in_place:  # which opens its file by name each time it writes
             self._board.close()
 
     def __enter__(self) -> Tracker:

@@ -33,6 +33,7 @@ from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.declaration import dump, setting
 from mmldlm.settings.fields import build
 from mmldlm.utils.cpu import choose_threads
+from mmldlm.utils.process import ignores_hangup
 from mmldlm.utils.short_repr import truncate
 
 HOST, DEFAULT_PORT, MIN_PORT = "127.0.0.1", 8000, 1024
@@ -71,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     model_thread = ThreadPoolExecutor(1)
     run = model_thread.submit(load_run, options.run, options.checkpoint, options.data, options.weights).result()
     model_thread.submit(choose_threads).result()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the demo as Ctrl-C does
+    for number in (signal.SIGTERM, *([] if ignores_hangup() else [signal.SIGHUP])):
+        signal.signal(number, signal.default_int_handler)  # ends the demo as Ctrl-C does
     try:
         with tempfile.TemporaryDirectory(prefix="mmldlm-demo-") as folder:
             os.environ["GRADIO_TEMP_DIR"] = folder  # its default, /tmp/gradio, belongs to the first user of a machine

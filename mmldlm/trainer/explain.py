@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmldlm.diffusion.objective import total_counts
-from mmldlm.trainer.branches import leave_branch, read_rewinds
 from mmldlm.trainer.trainer import Trainer
 
 MAX_CAUSES = 2  # more samples are no outliers
@@ -113,30 +112,3 @@ def sample_names(trainer: Trainer, step: int, position: int, result: Explanation
     loader, split = trainer.components.loader, trainer.components.store.split("train")
     batches = loader.read_slots(position, loader.batch_at(step), np.array(result.slots, np.int64))
     return [split.sample_name(index) for batch in batches for index in batch.sample_ids.tolist()]
-
-
-def rewind_after_spike(trainer: Trainer, step: int) -> list[str]:
-    """Go back before a step that was just skipped, as `guard.on_spike` says (collective).
-
-    Nothing is done about a step that no two samples explain: the same weights would come to the same spike.
-
-    Returns:
-        The samples that caused it, which the run must be opened again without; empty if it goes on.
-    """
-    guard, state, engine = trainer.config.guard, trainer.state, trainer.engine
-    if guard.on_spike != "rewind" or not state.skipped_in_a_row:
-        return []
-    if engine.gather(len(read_rewinds(trainer.run_dir)), "number of rewinds")[0] >= guard.max_rewinds:
-        return []
-    position = state.samples_drawn - trainer.components.loader.batch_at(step).global_batch_size
-    result = explain_step(trainer, step, position, trainer.log.norm)
-    if not result.is_found:
-        return []
-    names = sample_names(trainer, step, position, result)
-    trainer.checkpointer.finish()
-    with engine.raise_on_all_ranks("rewind of the run"):
-        if engine.is_main:
-            rewind = leave_branch(trainer.run_dir, step + 1, names)
-            left_out = f"without {', '.join(names)}, which caused a gradient norm of {result.norm:.3g}"
-            trainer.tracker.message(f"step {step + 1:,}: back to step {rewind['step']:,}, {left_out}")
-    return names

@@ -1,4 +1,4 @@
-"""Signals as requests to the loop: SIGINT and SIGTERM to save and stop after the present step, SIGUSR1 to save.
+"""Signals as requests to the loop: `STOP_SIGNALS` to save and stop after the present step, SIGUSR1 to save.
 
 A second SIGINT ends the process at once.
 """
@@ -9,25 +9,26 @@ import signal
 from types import FrameType
 from typing import Any
 
+from mmldlm.utils.process import STOP_SIGNALS, ignores_hangup, stop_reason
+
 
 class SignalRequests:
     """Context manager that records the signals of this process; the ranks agree on them in the loop."""
 
-    STOP = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
-        self.stop: str | None = None  # name of the signal
+        self.stop: str | None = None  # what has asked for it
         self.save = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalRequests:
-        self._previous = {number: signal.signal(number, self._handle) for number in (*self.STOP, signal.SIGUSR1)}
+        numbers = {*STOP_SIGNALS, signal.SIGUSR1} - ({signal.SIGHUP} if ignores_hangup() else set())
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            # A process that is stopping because of SIGTERM ignores further ones until it exits.
-            leaving = number == signal.SIGTERM and handler == signal.SIG_DFL and self.stop is not None
+            # A process that is stopping ignores SIGTERM and SIGHUP, which may come in pairs, until it exits.
+            leaving = number in STOP_SIGNALS and handler == signal.SIG_DFL and self.stop is not None
             signal.signal(number, _do_nothing if leaving else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -36,7 +37,7 @@ class SignalRequests:
             return
         if self.stop is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.stop = signal.Signals(number).name
+        self.stop = stop_reason(number)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -20,7 +20,7 @@ from mmldlm.config import RunConfig, write_config
 from mmldlm.data.store import Store
 from mmldlm.data.store_writer import publish, write_description
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.environment import disabled_guards, settings_to_export, unread_variables
+from mmldlm.distributed.environment import disabled_guards, kept_variables, settings_to_export, unread_variables
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
@@ -66,7 +66,7 @@ def startup_report(
         "engine": engine.name,
         "sharding": engine.launch.sharding,
         "launcher": engine.launch.launcher,
-        "notices": list(engine.launch.notices),
+        "notices": [*engine.launch.notices, *kept_variables(distributed)],
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,
         "ranks": ranks,
@@ -90,7 +90,7 @@ def startup_report(
             "collective_s": distributed.timeout_s,
             "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
         },
-        "exported": exported if on_cuda else {},
+        "exported": {name: os.environ.get(name) for name in exported} if on_cuda else {},
         "not_read": unread_variables(exported) if engine.is_main else [],
         "disabled_guards": disabled_guards(os.environ) if engine.world_size > 1 else [],
         "deepspeed_file": engine.launch.deepspeed_file,
@@ -123,7 +123,7 @@ def _optimizer_name(engine: Engine, config: RunConfig) -> str:
     """Return the implementation that the engine steps with."""
     optimizer = engine.unwrapped_optimizer
     name = describe_optimizer(optimizer)
-    fused = config.optim.name != "deepspeed_adam" and config.optim.fused is not False
+    fused = config.optim.name != "deepspeed_adam" and bool(config.optim.fused)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     assert is_fused == fused, f"{name} is not the configured implementation (fused: {fused})"
     return name

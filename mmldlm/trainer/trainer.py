@@ -52,6 +52,7 @@ from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
 from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
 from mmldlm.utils.cpu import choose_threads
+from mmldlm.utils.files import is_at
 from mmldlm.utils.garbage import ScheduledCollection
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
@@ -81,7 +82,7 @@ class Trainer:
         # Closed in reverse: records, the checkpoint's writer, signals, the lock, the engine.
         self._stack = ExitStack()
         self._signals = SignalRequests()
-        self._owns_run_dir = False
+        self._owned_dir: int | None = None  # descriptor of the run folder, once `exit.json` is ours to write
 
     # --- opening and closing -------------------------------------------------------------------------------
 
@@ -91,16 +92,43 @@ class Trainer:
             notes, checkpoint = self._restore()
             self._start(notes, fingerprint, checkpoint)
         except BaseException as error:
-            lost = self._close(error)
-            if lost is not None:
-                raise lost from error
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost = self._close(error)
+        """Release everything, and write `exit.json` if this run owns the folder, since launchers collapse exit codes.
+
+        Raises:
+            PeerLostError: The loss of a peer is the cause of `error`.
+            ConfigError: Memory ran out; it names the setting to lower.
+        """
+        # Entering may have failed at any point, so `engine` and `tracker` may be missing.
+        engine = getattr(self, "engine", None)
+        lost: MmldlmError | None = None
+        if engine is not None and isinstance(error, Exception):
+            lost = self._out_of_memory(error) if is_out_of_memory(error) else None
+            lost = engine.diagnose(lost or error) or lost
+        code, cause = exit_code_and_cause(lost or error)
+        single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
+        if hasattr(self, "log") and single:
+            with suppress(Exception):  # a device that has failed has no numbers
+                self.log.fetch()
+        if hasattr(self, "tracker") and (code == ExitCode.NUMERICAL or single):
+            # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
+            with suppress(MmldlmError):
+                self.checkpointer.record(self.checkpointer.finish(), self.tracker)
+        owns_dir = self._owned_dir is not None and is_at(self._owned_dir, self.run_dir)
+        if engine is not None and engine.watchdog is not None and not owns_dir:
+            engine.watchdog.folder = None
+        if engine is not None and engine.watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
+            engine.watchdog.fail(code, cause)
+        if owns_dir:
+            write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
+        # Last, since it releases the lock: another run may own the folder from then on.
+        self._stack.close()
         if lost is not None:
             raise lost from error
 
@@ -130,7 +158,8 @@ class Trainer:
                 clear_exit_files(self.run_dir)
         check_run_folder(engine, self.run_dir)
         # From here on `exit.json` is ours to write: rank 0 holds the lock, and all ranks see its folder.
-        self._owns_run_dir = True
+        self._owned_dir = os.open(self.run_dir, os.O_RDONLY)
+        self._stack.callback(os.close, self._owned_dir)
         if engine.watchdog is not None:
             engine.watchdog.folder = self.run_dir
         return fingerprint
@@ -216,36 +245,6 @@ class Trainer:
             return objective(network, batch, batch.counts.tolist())[0]
 
         self.engine.warm_up(loss_of)
-
-    def _close(self, error: BaseException | None) -> MmldlmError | None:
-        """Release everything, and write `exit.json` if this run owns the folder, since launchers collapse exit codes.
-
-        Returns:
-            What to raise in place of `error`: the loss of a peer that is its cause, or the setting to lower if memory
-            ran out.
-        """
-        # Entering may have failed at any point, so `engine` and `tracker` may be missing.
-        engine = getattr(self, "engine", None)
-        lost: MmldlmError | None = None
-        if engine is not None and isinstance(error, Exception):
-            lost = self._out_of_memory(error) if is_out_of_memory(error) else None
-            lost = engine.diagnose(lost or error) or lost
-        code, cause = exit_code_and_cause(lost or error)
-        single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
-        if hasattr(self, "log") and single:
-            with suppress(Exception):  # a device that has failed has no numbers
-                self.log.fetch()
-        if hasattr(self, "tracker") and (code == ExitCode.NUMERICAL or single):
-            # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
-            with suppress(MmldlmError):
-                self.checkpointer.record(self.checkpointer.finish(), self.tracker)
-        if engine is not None and engine.watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
-            engine.watchdog.fail(code, cause)
-        if self._owns_run_dir:
-            write_exit(self.run_dir, self.launch.rank, self.state.step, code, cause)
-        # Last, since it releases the lock: another run may own the folder from then on.
-        self._stack.close()
-        return lost
 
     def _out_of_memory(self, error: Exception) -> ConfigError:
         train, step = self.config.train, self.state.step

@@ -48,6 +48,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync(path.parent)
 
 
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file or folder is the one at `path`, and was not moved, deleted or replaced."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
+
+
 @contextmanager
 def probe_file(folder: Path) -> Iterator[str]:
     """Create a small file in `folder` for the duration of the context and yield its name.

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -104,6 +103,5 @@ class Progress:
 
 
 def print_status(text: str) -> None:
-    """Print a line on stderr, above the bar if there is one; a closed stderr is ignored."""
-    with suppress(OSError):
-        tqdm.write(text, file=sys.stderr)
+    """Print a line on stderr, above the bar if there is one."""
+    tqdm.write(text, file=sys.stderr)

@@ -14,11 +14,11 @@ def check_versions() -> None:
     Raises:
         ConfigError: A package is too old, which would otherwise end in a traceback, or in other numbers.
     """
-    from packaging.requirements import Requirement
-
     try:
+        from packaging.requirements import Requirement
+
         requirements = [Requirement(line) for line in requires("mmldlm") or ()]
-    except PackageNotFoundError:  # a checkout that is not installed
+    except (ImportError, PackageNotFoundError):  # bundles need fewer packages; a checkout that is not installed
         return
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):

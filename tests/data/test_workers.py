@@ -70,7 +70,7 @@ def test_dead_worker_ends_the_wait_at_once(store: Store) -> None:
 def test_workers_ignore_scheduler_signals(store: Store) -> None:
     steps = reading(store)
     (worker,) = multiprocessing.active_children()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(worker.pid or 0, number)
     assert [next(steps)[0] for _ in range(20)] == list(range(1, 21)) and worker.is_alive()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils import named_module_tensors
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
@@ -133,3 +134,5 @@ def test_only_errors_of_the_libraries_are_config_errors() -> None:
         with pytest.raises(type(error)) as raised, library_errors_are_config_errors("f.json"):
             raise error
         assert raised.value is error
+    with pytest.raises(AttributeError), library_errors_are_config_errors("f.json"):
+        list(named_module_tensors(None))  # in Accelerate, as where a version of it has changed

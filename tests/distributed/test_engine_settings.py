@@ -95,6 +95,16 @@ def test_ddp_settings_changed(probe: Probe) -> None:
     assert "NCCL_NSOCKS_PERTHREAD" not in facts["environment"]
 
 
+def test_variables_of_the_user_stay(probe: Probe, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    """As they are set to debug a hang; those that an earlier run in the same process has set are not the user's."""
+    variables = {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_SOCKET_NTHREADS": "8", "NCCL_NSOCKS_PERTHREAD": "4"}
+    forked.succeed("ddp", tmp_path / "run", 2, parity_config, *SHORT, **variables)
+    report = json.loads((tmp_path / "run/startup.json").read_text())
+    for line in ("TORCH_NCCL_BLOCKING_WAIT: 1 of the environment is kept, 0 of", "NCCL_SOCKET_NTHREADS: 8 of the"):
+        assert any(notice.startswith(line) for notice in report["notices"]), report["notices"]
+    assert "NSOCKS" not in "".join(report["notices"])
+
+
 @pytest.mark.parametrize(("engine", "in_first"), [("fsdp2", 0), ("zero1", 0), ("zero2", 1), ("zero3", 1)])
 def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
     """The group's timeout is ours under each; ZeRO-2 and 3 exchange gradients with each micro-batch by design.

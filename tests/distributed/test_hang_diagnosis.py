@@ -45,6 +45,12 @@ def test_silent_rank_is_named_before_stuck_ranks() -> None:
     )
 
 
+def test_no_more_than_nine_ranks_are_named() -> None:
+    text = "(also ranks 2, 3, 4, 5, 6, 7, 8, 9{})"
+    assert text.format("") in diagnose_with(*(seen(rank, "") for rank in range(1, 10))).cause
+    assert text.format(" ...") in diagnose_with(*(seen(rank, "") for rank in range(1, 12))).cause
+
+
 def test_rank_longest_out_of_collectives_is_stuck() -> None:
     result = diagnose_with(seen(1), seen(2, "", for_s=5.2), seen(3, "", for_s=9.0))
     assert result.silent == ()
@@ -55,6 +61,10 @@ def test_rank_longest_out_of_collectives_is_stuck() -> None:
     ("peers", "text"),
     [
         ([seen(1), seen(2, step=6)], "rank 2 (host far, pid 102) has been at step 6, in all-reduce for 5.0 s"),
+        (
+            [seen(1, step=8), seen(2, step=6)],
+            "rank 2 (host far, pid 102) has been at step 6, in all-reduce for 5.0 s (also ranks 1)",
+        ),
         ([seen(1), seen(2, BARRIER)], "rank 2 (host far, pid 102) has been at step 7, in barrier for 5.0 s"),
         ([seen(1), seen(2, "", done=True, silent_s=9)], "rank 2 (host far, pid 102) has finished after step 7"),
         ([seen(1), seen(2)], "the ranks called different collectives: all 3 ranks respond"),

@@ -40,8 +40,23 @@ def test_config_file_selects_the_engine(engine: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.quick
-def test_nodes_follow_from_the_local_world_size() -> None:
-    assert read_launcher_env({**LAUNCHED, "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}).nodes == 2
+@pytest.mark.parametrize(
+    ("world_size", "variables", "nodes", "on_node"),
+    [
+        (16, {"LOCAL_WORLD_SIZE": "8"}, 2, 8),
+        (12, {"LOCAL_WORLD_SIZE": "8"}, 2, 8),
+        (12, {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}, 2, 4),  # torchrun, on the smaller node
+        (16, {"CROSS_RANK": "0", "CROSS_SIZE": "2", "LOCAL_SIZE": "8"}, 2, 8),  # the deepspeed launcher
+        (12, {"CROSS_RANK": "1", "CROSS_SIZE": "2", "LOCAL_SIZE": "4"}, 2, 4),
+    ],
+)
+def test_nodes_and_their_processes(world_size: int, variables: dict[str, str], nodes: int, on_node: int) -> None:
+    environment = {**LAUNCHED, "WORLD_SIZE": str(world_size), **variables}
+    if "CROSS_RANK" in variables:
+        del environment["LOCAL_WORLD_SIZE"]
+    launch = read_launcher_env(environment)
+    assert (launch.nodes, launch.local_world_size) == (nodes, on_node)
+    assert environment["LOCAL_WORLD_SIZE"] == str(on_node), "the loader's workers are by this"
 
 
 @pytest.mark.quick
@@ -50,6 +65,10 @@ def test_nodes_follow_from_the_local_world_size() -> None:
     [
         ({"MASTER_ADDR": "a"}, "every process would train its own copy"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK and LOCAL_RANK are not set"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "but MASTER_ADDR and MASTER_PORT not; expected all five"),
+        ({**LAUNCHED, "MASTER_PORT": ""}, "but MASTER_PORT not"),
+        ({"RANK": "3"}, "RANK: expected less than WORLD_SIZE, which is 1, found 3"),
         ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE: expected a whole number, found 'two'"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "fsdp2 is requested, but no process group"),
         ({**LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version: expected 2, found 1"),

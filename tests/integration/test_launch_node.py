@@ -115,6 +115,24 @@ def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) ->
     assert (tmp_path / "logs" / "node0.log").read_text() == log + out
 
 
+def test_nohup_is_respected(tiny_config: Path, tmp_path: Path) -> None:
+    """Though the launcher forwards SIGHUP, which it does not ignore."""
+    run, arguments = tmp_path / "run", ["ddp", tiny_config, "train.steps=100000", "validation.every=0"]
+    place = {"NPROC_PER_NODE": 2, "DOCTOR": "skip", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 1}
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launch(tmp_path / "logs", arguments, **place)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    wait_until(lambda: bool(kinds(run, "train")), "a step")
+    process.send_signal(signal.SIGHUP)
+    step = kinds(run, "train")[-1]
+    wait_until(lambda: kinds(run, "train")[-1] > step + 50 or process.poll() is not None, "more steps")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
+    assert "stopped by SIGTERM" in out and json.loads((run / "exit.json").read_text())["code"] == 75
+
+
 def test_a_signal_does_not_wait_for_the_doctor(tiny_config: Path, tmp_path: Path) -> None:
     """The doctor waits for another node here, for longer than this test would."""
     place = {"NNODES": 2, "NODE_RANK": 0, "NPROC_PER_NODE": 1, "MASTER_ADDR": "127.0.0.1"}

@@ -108,6 +108,20 @@ def test_a_rank_that_raises(
     assert other["code"] == 76 and "rank 1" in str(other["cause"]) and "planted in the data" in str(other["cause"])
 
 
+def test_a_rank_that_cannot_build_its_engine(
+    parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
+) -> None:
+    """Other nodes learn of it though there is no engine yet, and no run folder."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nfrom tests.helpers.trainer_scripts import train_and_exit\n"
+        "if os.environ['RANK'] == '1':\n    sys.modules['mmldlm.distributed.fsdp2'] = None\ntrain_and_exit()\n"
+    )
+    ranks = two_ranks("fsdp2", parity_config, f"run.dir={tmp_path / 'run'}", *ENDLESS, script=str(script))
+    assert forked.wait(ranks) == {ranks[0]: 76, ranks[1]: 1}, (tmp_path / "log").read_text()[-3000:]
+    assert "error: rank 1 ended with exit code 1 at step 0: ModuleNotFoundError" in (tmp_path / "log").read_text()
+
+
 def test_a_rank_that_hangs_outside_of_collectives(
     parity_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
 ) -> None:

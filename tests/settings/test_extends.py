@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from mmldlm import train
 from mmldlm.config import RunConfig, load_config, load_with_provenance, write_config
 from mmldlm.errors import ConfigError
-from mmldlm.run.load import load_run
+from mmldlm.run.load import load_run, run_config
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
 from tests.helpers.engine_runs import record_list
@@ -110,7 +111,7 @@ REFUSED = {
         {"a": "extends: b.yaml", "b": "extends: [c.yaml]", "c": "extends: a.yaml"},
         "c.yaml: extends: expected no file that extends itself, found A -> B -> C -> A",
     ),
-    "no file": ({"a": "extends: [b.yaml, no.yaml]", "b": ""}, "a.yaml: extends: expected a file, found none at"),
+    "no file": ({"a": "extends: [b.yaml, no.yaml]", "b": "{}"}, "a.yaml: extends: expected a file, found none at"),
     "a folder": ({"a": "extends: ."}, "a.yaml: extends: expected a file, found none at"),
     "nothing": ({"a": "extends: ''"}, "a.yaml: extends: expected a file, found none at"),
     "an endless one": ({"a": "extends: /dev/zero"}, "a.yaml: extends: expected a file, found none at /dev/zero"),
@@ -166,12 +167,34 @@ def test_errors_name_the_files(tmp_path: Path, name: str) -> None:
 
 @quick
 def test_extends_is_for_files(tmp_path: Path) -> None:
-    path = write(tmp_path, a="", b="")
+    path = write(tmp_path, a="{}", b="{}")
     with pytest.raises(ConfigError, match=r"^extends: expected in a config file, found on the command line$"):
         load_config(path, [f"extends={tmp_path}/b.yaml"])
 
 
 # --- a run from its folder alone --------------------------------------------------------------------------------
+
+
+@quick
+def test_a_full_disk_leaves_the_config_of_a_run(tmp_path: Path) -> None:
+    write_config(RunConfig(), tmp_path)
+    before, limits = (tmp_path / "config.yaml").read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            write_config(RunConfig(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "config.yaml").read_text() == before
+
+
+@quick
+@pytest.mark.parametrize("text", ["", "# a comment\n"])
+def test_an_empty_config_is_not_all_defaults(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    for read in (load_config, run_config):
+        with pytest.raises(ConfigError, match=r"config.yaml: expected settings \(key: value\), found nothing"):
+            read(tmp_path / "config.yaml" if read is load_config else tmp_path)
 
 
 def curve(run: Path) -> list[tuple[float, float]]:

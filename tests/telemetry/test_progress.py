@@ -45,6 +45,15 @@ def test_plain_lines_in_a_file():
     )
 
 
+def test_the_remaining_time_is_by_the_last_twenty_lines():
+    stream, clock = io.StringIO(), Clock()
+    progress = ProgressLine(1000, 0, stream, clock)
+    for step, seconds in enumerate([100] * 10 + [1] * 19 + [21], start=1):
+        clock.now += seconds
+        progress.update(step, {})
+    assert progress.eta_s() == 970 * 40 / 20
+
+
 def test_one_line_in_place_on_a_terminal():
     stream = Terminal()
     progress = ProgressLine(10, 0, stream, Clock())

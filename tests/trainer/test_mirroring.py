@@ -117,13 +117,6 @@ def test_a_rewound_run_does_not_go_on_with_the_copies_of_the_branch_that_it_left
     assert train.main(command) == 0 and load_config(run / "config.yaml", may_extend=False).data.skip_samples == [sample]
 
 
-@pytest.mark.quick
-def test_rewinds_and_a_mirror_exclude_each_other(parity_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    guard = "guard={grad_norm_spike: 10, on_spike: rewind}"
-    status = train.main([str(parity_config), guard, "run.dir=x", "checkpoint.mirror=/y"])
-    assert_user_error((status, capsys.readouterr().err), 64, "guard.on_spike", "checkpoint.mirror", "/y")
-
-
 def test_two_ranks(forked: ForkedRuns, parity_config: Path, tmp_path: Path, reference: list[list[float]]) -> None:
     """One process copies for all; a single process goes on with what two have saved."""
     run, settings = tmp_path / "run", [parity_config, *SETTINGS, f"checkpoint.mirror={tmp_path / 'mirror'}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -14,14 +15,17 @@ import os, signal
 from mmldlm.trainer.signals import SignalRequests
 with SignalRequests() as requests:
     if {stopped}:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.stop == "SIGTERM"
-os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
+        assert requests.stop == "{name}"
+os.kill(os.getpid(), signal.{name})
 print("left", flush=True)
 """
 
 
-@pytest.mark.parametrize(("stopped", "code", "output"), [(True, 0, "left\n"), (False, -15, "")])
-def test_repeated_sigterm_changes_nothing(stopped: bool, code: int, output: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(stopped=stopped)], capture_output=True, text=True)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_repeated_signal_changes_nothing(stopped: bool, name: str) -> None:
+    script = SCRIPT.format(stopped=stopped, name=name)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    code, output = (0, "left\n") if stopped else (-signal.Signals[name], "")
     assert (done.returncode, done.stdout) == (code, output), done.stderr

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import torch
 
@@ -39,6 +36,7 @@ from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.prepare.workers import run_in_process, worker_pool
 from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError, run_command
 from mmldlm.utils.lock import RunLock
+from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status
 
 STAGES = (
@@ -154,23 +152,6 @@ def _locked(job: Job) -> Iterator[None]:
                 return
 
 
-@contextmanager
-def _stop_at_sigterm() -> Iterator[None]:
-    """Raise StoppedBySignal where SIGTERM arrives."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedBySignal("stopped by SIGTERM; start the same command again to continue")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm prepare` and return 0.
 
@@ -182,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_arguments(parser)
     config = from_args(parser.parse_args(argv))
-    with _stop_at_sigterm():
+    with stop_at_signals(CONTINUE):
         (prepare_on_cluster if config.cluster else prepare)(config)
     return 0
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from mmldlm.data.prepare.job import Job, Stage, run_task
 from mmldlm.data.prepare.report import DOCUMENTS, StageProgress
 from mmldlm.errors import PeerLostError
+from mmldlm.utils.process import STOP_SIGNALS
 
 _POLL_S = 0.2
 _T = TypeVar("_T")
@@ -51,7 +52,8 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # else it would be started below, and end the blocking of signals
+    with _blocked(signal.SIGHUP):  # which it does not ignore by itself
+        resource_tracker.ensure_running()  # else it would be started below, and end the blocking of signals
     counts = context.RawArray("q", len(job.chunks))  # documents done, by chunk: each has one writer and needs no lock
     next_worker = context.Value("i", 0)
     alive, closed_at_end = context.Pipe(duplex=False)
@@ -60,7 +62,7 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
     def run(job: Job, stage: Stage, chunks: Sequence[int], progress: StageProgress) -> None:
         progress.phase(stage.title)
         counts[:] = [0] * len(counts)
-        with _blocked(signal.SIGINT, signal.SIGTERM):  # also in the workers, which inherit it
+        with _blocked(*STOP_SIGNALS):  # also in the workers, which inherit it
             pending = {executor.submit(_run_in_worker, stage, chunk) for chunk in chunks}
         while pending:
             finished, pending = wait(pending, _POLL_S, FIRST_EXCEPTION)

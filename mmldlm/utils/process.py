@@ -1,0 +1,132 @@
+"""What surrounds a process: its standard streams, the launcher that started it, and the signals that end it."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mmldlm.errors import StoppedBySignal
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A variable of each launcher. What none of them has started may outlive its parent, which is a shell.
+_LAUNCHER_VARIABLES = {"TORCHELASTIC_RUN_ID", "CROSS_RANK", "ACCELERATE_MIXED_PRECISION"}
+_LAUNCHERS = {"accelerate", "deepspeed", "torch", "torchrun"}  # scripts, or packages of modules that Python runs
+CONTINUE = "start the same command again to continue"
+_IMPORT_S = 1.0
+_launcher_ended = threading.Event()
+
+
+def start_process(outlives_terminal: bool) -> None:
+    """Prepare this process for the end of its terminal and of its launcher, before torch is imported.
+
+    Args:
+        outlives_terminal: What the command makes are files, so it goes on when nobody reads its output any more.
+    """
+    # Otherwise the next files to be opened would take the numbers of closed streams, and get what libraries print.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or outlives_terminal:
+            options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "line_buffering": True}
+            options |= {key: getattr(stream, key) for key in (*options, "write_through") if stream is not None}
+            buffer = io.BufferedWriter(_LossyStream(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffer, **options))
+    if _LAUNCHER_VARIABLES & os.environ.keys() and hasattr(os, "pidfd_open"):
+        threading.Thread(target=_stop_with_launcher, daemon=True).start()
+
+
+class _LossyStream(io.FileIO):
+    """A standard stream that drops what cannot be written: its reader or terminal is gone, or the disk is full."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _stop_with_launcher() -> None:
+    """Wait for the end of the launcher, then stop this process, which would train on and hold the run folder."""
+    started = _parent_and_start("self")[1]
+    parents: list[tuple[int, float]] = []
+    words: list[set[str]] = []
+    pid = os.getppid()
+    try:
+        while pid:
+            parent, start = _parent_and_start(pid)
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:5]
+            parents.append((pid, start))
+            words.append({Path(word).name for word in command})
+            pid = parent
+    except OSError:  # hidden from this process
+        pass
+    is_python = [any(word.startswith("python") for word in names) for names in words]
+    # Launchers are Python programs, and import torch, which takes a second, before they start anything. So a process
+    # without such a parent was left to an init by one that has ended, unless a container of its own has just begun.
+    if any(is_python) or not parents or started - parents[0][1] < _IMPORT_S:
+        # Under deepspeed, one launcher starts another, which starts the ranks.
+        launchers = [
+            place
+            for place, names in enumerate(words)
+            if is_python[place] and {word.split(".")[0] for word in names} & _LAUNCHERS
+        ]
+        try:
+            handles = [os.pidfd_open(pid) for pid, _ in parents[: max(launchers, default=0) + 1]]
+            select.select(handles, [], [])
+        except ProcessLookupError:  # it has ended just now
+            pass
+        except OSError:  # forbidden here
+            return
+    _launcher_ended.set()
+    sys.stderr.write("mmldlm: the launcher has ended, so this process stops\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parent_and_start(pid: int | str) -> tuple[int, float]:
+    """Return the parent of a process, and the seconds from the start of the machine to its own."""
+    # The process name before ")" may contain spaces and parentheses, too.
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def ignores_hangup() -> bool:
+    """Return whether this process was started to outlive its terminal, as by nohup.
+
+    Not under torchrun, also that of accelerate, which forwards SIGHUP whatever it was started with, and soon kills
+    those that do not end.
+    """
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def stop_reason(number: int) -> str:
+    """Return what has sent a signal to stop."""
+    return "the end of its launcher" if _launcher_ended.is_set() else signal.Signals(number).name
+
+
+@contextmanager
+def stop_at_signals(advice: str) -> Iterator[None]:
+    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM or SIGHUP arrives in the body."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedBySignal(f"stopped by {stop_reason(number)}; {advice}")
+
+    numbers = [signal.SIGTERM, *([] if ignores_hangup() else [signal.SIGHUP])]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    previous = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,111 @@
+"""Standard streams that are closed, broken or full, and what hangs on the launcher of a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.waiting import TEST_TIMEOUT_S
+
+pytestmark = pytest.mark.quick
+
+WRITES = """
+import os, sys
+from mmldlm.utils.process import start_process
+start_process(outlives_terminal={outlives})
+with open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2
+    for number in range(3):
+        print("out", number, flush=True)
+        print("err", number, file=sys.stderr, flush=True)
+        os.system("echo child; echo child >&2")
+    file.write("done")
+"""
+
+
+def broken_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("lost", ["pipe", "full", "closed"])
+def test_lost_streams_do_not_end_what_makes_files(lost: str, tmp_path: Path) -> None:
+    def close() -> None:
+        os.close(1)
+        os.close(2)
+
+    stream = {"pipe": broken_pipe, "full": lambda: os.open("/dev/full", os.O_WRONLY), "closed": lambda: None}[lost]()
+    command = [sys.executable, "-c", WRITES.format(outlives=True), str(tmp_path / "file")]
+    hook: Callable[[], None] | None = close if lost == "closed" else None
+    done = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=stream, preexec_fn=hook, timeout=TEST_TIMEOUT_S)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "done"
+
+
+def test_streams_that_are_there_get_all_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES.format(outlives=True), str(tmp_path / "file")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    lines = [line for number in range(3) for line in (f"out {number}", f"err {number}", "child", "child")]
+    assert done.stdout.splitlines() == lines
+
+
+# --- the launcher -----------------------------------------------------------------------------------------
+
+WAITS = r"""
+import os, signal, sys, time
+from mmldlm.utils.process import start_process
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"stopped\n"), os._exit(75)))
+start_process(outlives_terminal=True)
+print(os.getpid(), flush=True)
+time.sleep(300)
+"""
+# Starts the above as a launcher does, lets its program begin, and is killed.
+LAUNCHES = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, sys.argv[2]: "1"})
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def orphan(variable: str) -> subprocess.Popen[str]:
+    """Start a process whose parent is gone before Python has begun."""
+    script = f'{variable}=1 exec "$0" -c "$1"'
+    command = ["sh", "-c", f'sh -c \'sleep 1; {script}\' "$0" "$1" &', sys.executable, WAITS]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def launched(variable: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LAUNCHES, WAITS, variable, "300"]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_process_stops_when_its_launcher_is_killed() -> None:
+    with launched("TORCHELASTIC_RUN_ID") as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline().strip().isdecimal()
+        launcher.kill()
+        assert launcher.stdout.readline() == "stopped\n"
+
+
+def test_a_process_stops_when_its_launcher_was_gone_before() -> None:
+    with orphan("CROSS_RANK") as launcher:
+        assert launcher.stdout is not None and "stopped\n" in launcher.stdout.readlines()
+
+
+def test_a_process_outlives_a_parent_that_is_no_launcher() -> None:
+    with launched("UNRELATED") as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        try:
+            assert not os.read(parent.stdout.fileno(), 0)
+            os.kill(pid, 0)
+        finally:
+            os.kill(pid, signal.SIGKILL)
