@@ -26,6 +26,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import partition_items, verify_items
 from mmldlm.errors import DataError
 from mmldlm.utils.files import sha256
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
 _MAX_NORM_SAMPLES = 10_000  # samples per split whose latent norms are computed
@@ -113,7 +114,7 @@ def describe(info: dict[str, Any]) -> str:
     lines += ["  " + ", ".join(f"{key} {_short(value)}" for key, value in source.items()) for source in sources]
     if len(info["sources"]) > len(sources):
         lines.append(f"  and {len(info['sources']) - len(sources)} more (--json has all)")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _short(value: Any) -> str:
@@ -280,15 +281,14 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
         latents = split.gather(indices)[2]
         neighbors_of_samples = nearest_neighbors(store, split, latents, neighbors, indices.tolist())
 
-    def printable_text(index: int) -> str:
-        (text,) = tokenizer.decode_batch([split.tokens(index).tolist()], keep_special=True)
-        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    def text_of(index: int) -> str:
+        return tokenizer.decode_batch([split.tokens(index).tolist()], keep_special=True)[0]
 
     lengths = split.lengths[indices].tolist()
     for index, length, neighbors_of_sample in zip(indices.tolist(), lengths, neighbors_of_samples, strict=True):
         characters = split.characters[index]
         norm = np.linalg.norm(split.latents(index), axis=-1).mean()
         yield f"{split_name} {index}: {length} tokens, {characters} characters, latent norm {norm:.4g}"
-        yield f"  {printable_text(index)}"
+        yield f"  {text_of(index)}"
         for neighbor, cosine in neighbors_of_sample:
-            yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {printable_text(neighbor)}"
+            yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {text_of(neighbor)}"

@@ -39,6 +39,7 @@ from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import load_latents, load_run_encoder
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 from mmldlm.utils.short_repr import short_repr
 
@@ -90,7 +91,7 @@ class Job:
         summary = {"request": self.request, "items": len(self.items), "problems": len(problems), **summary}
         write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
         if problems:
-            print(f"{len(problems)} of {len(self.items)} skipped, first {problems[0]}", file=sys.stderr)
+            print(f"{len(problems)} of {len(self.items)} skipped, first {printable(problems[0])}", file=sys.stderr)
         arrays = [self.out.with_suffix(".npy")] if any(self.rows) else []
         print("written:", ", ".join(map(str, [self.out, *arrays, self.summary])))
 

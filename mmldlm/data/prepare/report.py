@@ -15,6 +15,7 @@ from mmldlm.data.manifest import Manifest
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.errors import DataError
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import INTERVAL_S, Progress, print_status
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -53,7 +54,7 @@ class ProblemLog:
         self.counts[problem.kind] += 1
         self._reported[problem.kind] += 1
         if self._reported[problem.kind] <= _MAX_SHOWN_PER_KIND:
-            print_status(f"{problem} ({problem.kind})")
+            print_status(printable(f"{problem} ({problem.kind})"))
         elif self._reported[problem.kind] == _MAX_SHOWN_PER_KIND + 1:
             print_status(f"more of kind {problem.kind}: see problems.jsonl of the store")
         if not problem.harmless:
@@ -129,4 +130,4 @@ def summary(manifest: Manifest) -> str:
         f"longest sample {manifest.max_length} tokens; vocabulary {manifest.vocab_size}; latents "
         f"{manifest.latent.tokens} x {manifest.latent.channels} of {manifest.encoder['name']}; problems: {problems}"
     )
-    return "\n".join(rows)
+    return "\n".join(map(printable, rows))
