@@ -30,7 +30,8 @@ import torch
 from torch import nn
 
 from mmldlm.checkpoint.state import model_state
-from mmldlm.data.prepare.documents import SUFFIXES, Document, Problem
+from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
+from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.launcher import read_launcher_env
@@ -131,9 +132,9 @@ def read_items(path: Path, run: LoadedRun | None) -> list[Item]:
     Raises:
         DataError: The file cannot be read, or is empty.
     """
-    format = SUFFIXES.get(path.suffix, "lines")
-    if format not in ("lines", "jsonl"):
-        raise DataError(f"{path}: expected a text a line, or .jsonl")
+    format = suffix_format(str(path))
+    if format not in TEXT_FORMATS:
+        raise DataError(f"{path}: expected a text a line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'")
     parts = text_parts(str(path), sys.maxsize, format)
     items = [item for part in parts for item in read_text(part, "text", format, "id", key_optional=True)]
     if not items:

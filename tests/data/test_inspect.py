@@ -13,9 +13,8 @@ from mmldlm import cli
 from mmldlm.data.inspect import info, samples, verify_store
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.data.nearest import nearest_neighbors
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
-from tests.helpers.sample_corpus import flip_bit, overwrite_value, small_config, write_store
+from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmldlm.data.encoders import ImportedLatents, read_description
 from mmldlm.data.encoders.autoencoder import HEAD_WIDTH
-from mmldlm.data.prepare.documents import FORMATS, Format
+from mmldlm.data.prepare.documents import FORMATS, TEXT_FORMATS, Format
 from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import UsageError
@@ -141,11 +141,11 @@ class PrepareConfig:
         self._check_encoder()
 
     def _check_formats(self) -> None:
-        is_text = self.format in ("lines", "blocks")
+        is_text = self.format in TEXT_FORMATS
         for option, value, expected, is_invalid in (
-            ("--tokens-field", self.tokens_field, "a table", is_text or self.format == "jsonl"),
-            ("--latents-field", self.latents_field, "a table", is_text or self.format == "jsonl"),
-            ("--key-field", self.key_field, "a table or JSON lines", is_text),
+            ("--tokens-field", self.tokens_field, "Parquet or Arrow", is_text),
+            ("--latents-field", self.latents_field, "Parquet or Arrow", is_text),
+            ("--key-field", self.key_field, "a table or JSON", self.format in ("lines", "blocks")),
         ):
             if value and (is_invalid or self.corpus):
                 source = self.corpus or self.format
@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm prepare` to `parser`; the defaults are those of `PrepareConfig`."""
     default = PrepareConfig("")
     add: Callable[..., argparse.Action] = parser.add_argument
-    add("inputs", nargs="*", help="text, JSON lines, Parquet or Arrow: files, folders, glob patterns")
+    add("inputs", nargs="*", help="text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns")
     add("--corpus", choices=CORPORA, help="an embedded corpus, instead of inputs")
     add("--out", required=True, metavar="STORE", help="folder to create")
     add("--format", help=f"{', '.join(FORMATS)} (default: by suffix)")
