@@ -18,7 +18,7 @@ import numpy as np
 
 from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import load_encoder
-from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line, describe_losses
 from mmldlm.data.nearest import latent_blocks, nearest_neighbors
 from mmldlm.data.shard_writer import squared_deviations
 from mmldlm.data.store import Store
@@ -91,6 +91,7 @@ def describe(info: dict[str, Any]) -> str:
         f"{info['store']}: {info['bytes']:,} bytes by {info['created_by']}, identity {info['identity'][:12]}",
         f"tokenizer  {info['vocab_size']} tokens, sha256 {info['tokenizer']['sha256'][:12]}; stored as "
         f"{info['token_dtype']}, longest sample {info['max_length']}",
+        f"           {describe_losses(info['tokenizer'])}",
         f"encoder    {', '.join(f'{key} {_short(value)}' for key, value in encoder.items())}",
         f"latents    {latent['tokens']} x {latent['channels']} {info['latent_dtype']}; centered rms "
         f"{latent['rms']:.4g}, norm of the mean {latent['norm_of_mean']:.4g}, largest standardized norm "

@@ -20,6 +20,7 @@ _NOT_RECORDED = (
     "out",
     "inputs",
     "overwrite",
+    "lossy",
     "encoder_batch_size",
     "encoder_device",
     "processes",
@@ -68,6 +69,7 @@ class PrepareConfig:
     latent_dtype: str = "float16"
     on_problem: str = "error"
     max_problems: int = 100
+    lossy: bool = False
     seed: int = 0
     part_bytes: int = 64 << 20
     fit_documents: int = 100_000
@@ -257,6 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latent-dtype", choices=["float16", "float32"], default=default.latent_dtype, help="as stored (%(default)s)")
     add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
     add("--max-problems", type=int, default=default.max_problems, help="with skip: stop above this many (%(default)s)")
+    add("--lossy", action="store_true", help="accept a tokenizer to which half of the text or more is unknown")
     add("--seed", type=int, default=default.seed, help="of the split, lsa and learned (%(default)s)")
     add("--part-bytes", type=int, default=default.part_bytes, help="input bytes per chunk (%(default)s)")
     add("--fit-documents", type=int, default=default.fit_documents, help="maximum to fit to (%(default)s)")
