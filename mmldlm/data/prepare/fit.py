@@ -105,7 +105,7 @@ def _fit_encoder(
         return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress)
     encoder: LatentEncoder
     if kind == "lsa":
-        encoder = LsaEncoder.fit(texts, config.channels or 64, config.seed)
+        encoder = LsaEncoder.fit(texts, config.channels, config.seed)
     else:
         encoder = SentenceTransformerEncoder(
             name,

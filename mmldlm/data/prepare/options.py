@@ -237,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
         "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
     )
-    add("--channels", type=int, help="latent channels (64 for lsa and learned, else all)")
+    add("--channels", type=int, help="latent channels (64 for lsa and learned, or as many as lsa can have; else all)")
     add("--latent-tokens", type=int, metavar="M", help="latents of a text, each of one of M segments (1; learned: 4)")
     add("--latent-ids", metavar="FILE", help="ids of the rows of precomputed:FILE (.json, .txt, .npy), or position")
     add("--latents-of", metavar="NAME", help="name of the model that computed the imported latents, for the record")
