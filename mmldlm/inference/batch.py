@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from mmldlm.checkpoint.state import model_state
 from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
 from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
-from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.launcher import read_launcher_env
-from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import load_latents, load_run_encoder
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
@@ -43,6 +40,9 @@ from mmldlm.utils.files import fsync, sha256, write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 from mmldlm.utils.short_repr import short_repr
+
+if TYPE_CHECKING:
+    from mmldlm.distributed.collectives import Collectives
 
 Item: TypeAlias = Document | Problem  # what is read from a line of a file, or row of an array
 # Called with the indices and texts of n items and their latents [n, M, C], if the job has any. Returns a record of each
@@ -113,6 +113,10 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
         raise UsageError(f"--out: expected a .jsonl file in an existing folder, found {out}")
     if options.batch < 1:
         raise UsageError(f"--batch: expected at least 1, found {options.batch}")
+    # Here, as they need packages that sampling from a bundle does without.
+    from mmldlm.distributed.launcher import read_launcher_env
+    from mmldlm.distributed.process_group import process_group
+
     torch.set_num_threads(1)  # sums depend on the number of threads
     with (
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,

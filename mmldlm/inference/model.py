@@ -21,7 +21,7 @@ from mmldlm.data.encoders import LatentEncoder
 from mmldlm.diffusion.likelihood import BOUND_SAMPLER, bound_terms
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.errors import UsageError
+from mmldlm.errors import DataError, MmldlmError, UsageError
 from mmldlm.inference.conditions import check_latents, encode_or_raise, load_run_encoder
 from mmldlm.inference.generate import sample, tokenize_texts
 from mmldlm.run.load import LoadedRun, load_run
@@ -217,6 +217,23 @@ class Model(_HubMixin):
         from mmldlm.inference.bundle import write_bundle
 
         write_bundle(self.run, save_directory)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> Model:
+        """Load a local bundle, or one that huggingface_hub downloads, whose options are passed on.
+
+        Raises:
+            DataError: There is no such folder or model, or it is no bundle.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **options)
+        except MmldlmError:
+            raise
+        except Exception as error:  # the library raises many kinds
+            raise DataError(
+                f"{pretrained_model_name_or_path}: no such folder, and no model that the hub gives "
+                f"({' '.join(str(error).split())[:200]})"
+            ) from None
 
     @classmethod
     def _from_pretrained(

@@ -24,7 +24,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
-from mmldlm.errors import ConfigError, DataError
+from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
@@ -81,7 +81,13 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
             f"{run_dir}: not a run folder, expected {CONFIG_NAME} and checkpoints/ of `mmldlm train`, or "
             f"{BUNDLE_CONFIG} of `mmldlm export`"
         )
-    return load_config(path, overrides, may_extend=False)
+    try:
+        return load_config(path, overrides, may_extend=False)
+    except ImportError as error:
+        raise UsageError(
+            f"{run_dir}: a run folder needs the package {error.name}: pip install mmldlm, or use a bundle of "
+            "`mmldlm export`"
+        ) from None
 
 
 def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
