@@ -30,6 +30,7 @@ from mmldlm.run.compatibility import check_compatible, match_training_data, save
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
 from mmldlm.utils.meta_device import materialize
+from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def _open_data(folder: Path, config: RunConfig) -> Store:
     if not description.is_dir():
         raise DataError(f"{gone}: the run's data store is not there; give its path with --data")
     if gone:
-        print(f"{gone}: the run's data store is not there; using the encoder in {description}", file=sys.stderr)
+        message = f"{gone}: the run's data store is not there; using the encoder in {description}"
+        print(printable(message), file=sys.stderr)
     return Store.open(description)
 
 

@@ -180,9 +180,11 @@ def test_a_store_alone_loads_no_model(folder: Path, tmp_path: Path, monkeypatch:
     assert identity["name"] == "model"
     assert not [path for path in (tmp_path / "encoder").rglob("*.json") if str(tmp_path) in path.read_text()]
     assert np.array_equal(load_encoder(tmp_path / "encoder").encode(TEXTS)[:, 0], expected[:, 0]), "its own maker's"
-    # On another machine, where the model is in another place.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    # Moved, and on another machine.
     moved = shutil.move(folder, tmp_path / "moved")
+    with pytest.raises(DataError, match=rf"model 'model', which is not .* nor at {folder}; .* set MMLDLM_ENCODER"):
+        load_encoder(tmp_path / "encoder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     with pytest.raises(DataError, match=r"model 'model', which is not .* set MMLDLM_ENCODER"):
         load_encoder(tmp_path / "encoder")
     monkeypatch.setenv("MMLDLM_ENCODER", str(moved))

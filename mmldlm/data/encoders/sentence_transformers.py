@@ -160,12 +160,12 @@ class SentenceTransformerEncoder:
         """
         options, name, expected = dict(description["model_options"]), description["name"], description["revision"]
         location = options.pop("location", None) or os.environ.get(ENCODER_VARIABLE)
-        location = location or _read_known().get(_known_key(description))
-        if not location:
+        location = location or _read_known().get(_known_key(description), "")
+        if not location or (Path(location).is_absolute() and not Path(location).is_dir()):
             raise DataError(
                 f"{folder / 'encoder.json'}: the latents are of the sentence-transformers model {name!r}, which is not "
-                f"in this folder and which you have not prepared data with on this machine; if you trust it, set "
-                f"{ENCODER_VARIABLE} to its name or folder"
+                f"in this folder, nor {f'at {location}' if location else 'one that you have prepared data with here'}; "
+                f"if you trust it, set {ENCODER_VARIABLE} to its name or folder"
             )
         # Before anything is loaded from a folder. A name may point to another commit now, which is then asked for.
         is_folder = Path(location).is_dir()
