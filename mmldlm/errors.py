@@ -14,6 +14,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NoReturn
 
+from mmldlm.utils.printable import printable
+
 
 class ExitCode(IntEnum):
     """Exit codes of all commands; 1 is a bug."""
@@ -118,7 +120,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         code, cause = exit_code_and_cause(error)
         if code == 1:
             raise
-        sys.stderr.write(f"mmldlm: error: {cause}\n")  # a single write, as several ranks may write at once
+        sys.stderr.write(f"mmldlm: error: {printable(cause)}\n")  # a single write, as several ranks may write at once
         return code
 
 

@@ -32,6 +32,7 @@ from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run_on_all_rank
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
+from mmldlm.utils.printable import printable
 from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
 
@@ -135,7 +136,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
 def _write(folder: Path, result: dict[str, Any]) -> None:
     write_atomically(folder / "samples.md", samples_markdown(result))
     write_atomically(folder / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
-    print(table(result))
+    print("\n".join(map(printable, table(result).split("\n"))))
     print(f"written: {folder / 'evaluation.json'}, {folder / 'samples.md'}", flush=True)
 
 

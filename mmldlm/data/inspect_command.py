@@ -9,6 +9,7 @@ from pathlib import Path
 from mmldlm.data import inspect as inspection
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
 _MAX_PRINTED = 20  # problems
@@ -40,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError(f"--{option} {value}: expected at least {minimum}")
     if options.command == "info":
         info = inspection.info(Store.open(options.store))
-        print(json.dumps(info, indent=1, ensure_ascii=False) if options.json else inspection.describe(info))
+        print(json.dumps(info, indent=1) if options.json else inspection.describe(info))
     elif options.command == "verify":
         with Progress() as progress:
             progress.phase("verifying", announce=False)
             problems = inspection.verify_store(options.store, options.threads, progress)
         for problem in problems[:_MAX_PRINTED]:
-            print(problem)
+            print(printable(problem))
         if problems:
             raise DataError(f"{options.store}: {len(problems)} problems; the first: {problems[0]}")
         manifest = Store.open(options.store).manifest
@@ -56,5 +57,5 @@ def main(argv: list[str] | None = None) -> int:
         for line in inspection.samples(
             Store.open(options.store), options.split, options.count, options.seed, options.neighbours
         ):
-            print(line)
+            print(printable(line))
     return 0

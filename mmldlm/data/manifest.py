@@ -177,6 +177,15 @@ def _field_names(cls: type) -> frozenset[str]:
     return frozenset(field.name for field in fields(cls))
 
 
+def describe_losses(tokenizer: Mapping[str, Any]) -> str:
+    """Return what tokens lose of their texts, from a manifest's `tokenizer`; "" if it was not measured."""
+    labels = {
+        "unknown_tokens": "of tokens are unknown",
+        "lossy_documents": "of documents are not what their tokens decode to",
+    }
+    return ", ".join(f"{tokenizer[key]:.1%} {label}" for key, label in labels.items() if key in tokenizer)
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest type in which tokens of the vocabulary are stored."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

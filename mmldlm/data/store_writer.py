@@ -6,10 +6,11 @@ The manifest is written last, and one rename publishes the store.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ def write_manifest(
     encoder: LatentEncoder,
     latent_dtype: str,
     provenance: dict[str, Any],
+    losses: Mapping[str, float] = MappingProxyType({}),
 ) -> Manifest:
     """Write the token counts and the manifest, which is the last file of a store.
 
@@ -59,6 +61,7 @@ def write_manifest(
         encoder: Described in the manifest.
         latent_dtype: Name of the type in which latents are stored.
         provenance: The manifest's fields sources, options, problems and grouping.
+        losses: Shares of what the tokens lose of the texts, see `report.loss_shares`.
     """
     np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
     manifest = Manifest(
@@ -71,7 +74,7 @@ def write_manifest(
         token_dtype=token_dtype(tokenizer.vocab_size).name,
         latent_dtype=latent_dtype,
         latent=latent,
-        tokenizer={"sha256": tokenizer.identity},
+        tokenizer={"sha256": tokenizer.identity, **losses},
         encoder=encoder.identity,
         splits=contents.split_infos(),
         files=_other_files(folder, contents),

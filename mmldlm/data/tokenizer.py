@@ -134,6 +134,27 @@ class Tokenizer:
         """Return the texts of ids, without `[MASK]` and `[PAD]` unless `keep_special`."""
         return self._backend.decode_batch([list(sample) for sample in ids], skip_special_tokens=not keep_special)
 
+    def count_losses(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Counter[str]:
+        """Count what the ids of texts lose of them.
+
+        Returns:
+            `tokens`, those that are `unknown`, `documents`, and those that are `lossy`: they differ from what their
+            ids decode to in more than case, white space and what the tokenizer's normalizer changes.
+        """
+        unknown = sum(token == self._unknown_id for sample in ids for token in sample)
+        pairs = [*zip(texts, self.decode_batch(ids), strict=True)]
+        lossy = sum(one != other and self._comparable(one) != self._comparable(other) for one, other in pairs)
+        return Counter(tokens=sum(map(len, ids)), unknown=unknown, documents=len(texts), lossy=lossy)
+
+    def _comparable(self, text: str) -> str:
+        normalizer = self._backend.normalizer
+        return "".join((normalizer.normalize_str(text) if normalizer else text).casefold().split())
+
+    @cached_property
+    def _unknown_id(self) -> int | None:
+        model = json.loads(self._json)["model"]
+        return model["unk_id"] if "unk_id" in model else self._backend.token_to_id(model.get("unk_token") or "")
+
     @cached_property
     def vocab_size(self) -> int:
         """The largest id plus one."""

@@ -23,25 +23,27 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
 from mmldlm.checkpoint.state import model_state
-from mmldlm.data.prepare.documents import SUFFIXES, Document, Problem
+from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
+from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
-from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.launcher import read_launcher_env
-from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import load_latents, load_run_encoder
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
+from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import Progress
 from mmldlm.utils.short_repr import short_repr
+
+if TYPE_CHECKING:
+    from mmldlm.distributed.collectives import Collectives
 
 Item: TypeAlias = Document | Problem  # what is read from a line of a file, or row of an array
 # Called with the indices and texts of n items and their latents [n, M, C], if the job has any. Returns a record of each
@@ -91,7 +93,7 @@ class Job:
         summary = {"request": self.request, "items": len(self.items), "problems": len(problems), **summary}
         write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
         if problems:
-            print(f"{len(problems)} of {len(self.items)} skipped, first {problems[0]}", file=sys.stderr)
+            print(f"{len(problems)} of {len(self.items)} skipped, first {printable(problems[0])}", file=sys.stderr)
         arrays = [self.out.with_suffix(".npy")] if any(self.rows) else []
         print("written:", ", ".join(map(str, [self.out, *arrays, self.summary])))
 
@@ -112,6 +114,10 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
         raise UsageError(f"--out: expected a .jsonl file in an existing folder, found {out}")
     if options.batch < 1:
         raise UsageError(f"--batch: expected at least 1, found {options.batch}")
+    # Here, as they need packages that sampling from a bundle does without.
+    from mmldlm.distributed.launcher import read_launcher_env
+    from mmldlm.distributed.process_group import process_group
+
     torch.set_num_threads(1)  # sums depend on the number of threads
     with (
         stop_at_signals(CONTINUE),
@@ -132,9 +138,9 @@ def read_items(path: Path, run: LoadedRun | None) -> list[Item]:
     Raises:
         DataError: The file cannot be read, or is empty.
     """
-    format = SUFFIXES.get(path.suffix, "lines")
-    if format not in ("lines", "jsonl"):
-        raise DataError(f"{path}: expected a text a line, or .jsonl")
+    format = suffix_format(str(path))
+    if format not in TEXT_FORMATS:
+        raise DataError(f"{path}: expected a text a line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'")
     parts = text_parts(str(path), sys.maxsize, format)
     items = [item for part in parts for item in read_text(part, "text", format, "id", key_optional=True)]
     if not items:

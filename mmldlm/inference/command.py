@@ -17,6 +17,7 @@ from mmldlm.inference.live_view import LiveView
 from mmldlm.inference.options import DEFAULT_POINTS, build_parser, check_options, sampling_config
 from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.utils.cpu import choose_threads
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
 
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     if run.has_ema:
         print(f"{run}:")
     for line in lines:
-        print(line)
+        print(printable(line))
     if options.out:
         np.save(options.out, generation.latents.numpy(), allow_pickle=False)
         print(f"latents {list(generation.latents.shape)} written to {options.out}")

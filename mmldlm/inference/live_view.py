@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from mmldlm.data.tokenizer import MASK, Tokenizer
+from mmldlm.utils.printable import printable
 
 PAUSE_S = 0.06  # minimum time per step in a terminal: a small model is too fast to read along
 _UP_AND_CLEAR = "\x1b[{}F\x1b[J"  # move to the start of the line {} lines up, and clear everything below
@@ -49,7 +50,7 @@ class LiveView:
         (text,) = self._tokenizer.decode_batch([ids], keep_special=True)
         if self._tokenizer.mask_id in ids:  # otherwise [MASK] is part of the text
             text = text.replace(MASK, self._block)
-        return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+        return printable(text)
 
     def close(self) -> None:
         """Clear the last drawing from a terminal."""

@@ -21,7 +21,7 @@ from mmldlm.data.encoders import LatentEncoder
 from mmldlm.diffusion.likelihood import BOUND_SAMPLER, bound_terms
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.errors import UsageError
+from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.conditions import check_latents, encode_or_raise, load_run_encoder
 from mmldlm.inference.generate import sample, tokenize_texts
 from mmldlm.run.load import LoadedRun, load_run
@@ -219,15 +219,24 @@ class Model(_HubMixin):
         write_bundle(self.run, save_directory)
 
     @classmethod
-    def _from_pretrained(
-        cls, *, model_id: str, revision: str | None, device: str | None = None, **download: Any
+    def from_pretrained(
+        cls, model_id: str | Path, *, revision: str | None = None, device: str | None = None, **download: Any
     ) -> Model:
-        """Load a local bundle, or download one: for `from_pretrained`."""
-        if not Path(model_id).is_dir():
+        """Load a local bundle, or download one; other options are those of huggingface_hub's `snapshot_download`.
+
+        Raises:
+            DataError: There is no such folder or model, or it is no bundle.
+        """
+        if Path(model_id).is_dir():
+            return cls(model_id, device)
+        try:
             from huggingface_hub import snapshot_download
 
-            model_id = snapshot_download(model_id, revision=revision, **download)
-        return cls(model_id, device)
+            folder = snapshot_download(str(model_id), revision=revision, **download)
+        except Exception as error:  # the library is missing, or raises one of its many kinds
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(f"{model_id}: no such folder, and no model that the hub gives ({reason})") from None
+        return cls(folder, device)
 
 
 def load(path: str | Path, device: str | None = None) -> Model:

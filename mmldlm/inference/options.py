@@ -10,8 +10,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.inference.batch import add_batch_options
 from mmldlm.run.load import LoadedRun, add_run_options
-from mmldlm.settings.declaration import dump
-from mmldlm.settings.fields import build
+from mmldlm.settings.declaration import dump, restore
 
 MAX_POINTS = 1000
 DEFAULT_POINTS = 7
@@ -148,6 +147,6 @@ def sampling_config(options: argparse.Namespace, run: LoadedRun) -> SamplingConf
     given = {**vars(options), "t2l_steps": options.steps}
     overrides = {name: given[name] for name in dump(SamplingConfig()) if given[name] is not None}
     try:
-        return build(SamplingConfig, {**dump(run.config.sampling), **overrides})
+        return restore(SamplingConfig, {**dump(run.config.sampling), **overrides})
     except ConfigError as error:
         raise UsageError(f"--{error}") from None

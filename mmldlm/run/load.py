@@ -24,12 +24,13 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
-from mmldlm.errors import ConfigError, DataError
+from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
 from mmldlm.utils.meta_device import materialize
+from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
 
 if TYPE_CHECKING:
@@ -81,7 +82,13 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
             f"{run_dir}: not a run folder, expected {CONFIG_NAME} and checkpoints/ of `mmldlm train`, or "
             f"{BUNDLE_CONFIG} of `mmldlm export`"
         )
-    return load_config(path, overrides, may_extend=False)
+    try:
+        return load_config(path, overrides, may_extend=False)
+    except ImportError as error:
+        raise UsageError(
+            f"{run_dir}: a run folder needs the package {error.name}: pip install mmldlm, or use a bundle of "
+            "`mmldlm export`"
+        ) from None
 
 
 def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -119,7 +126,8 @@ def _open_data(folder: Path, config: RunConfig) -> Store:
     if not description.is_dir():
         raise DataError(f"{gone}: the run's data store is not there; give its path with --data")
     if gone:
-        print(f"{gone}: the run's data store is not there; using the encoder in {description}", file=sys.stderr)
+        message = f"{gone}: the run's data store is not there; using the encoder in {description}"
+        print(printable(message), file=sys.stderr)
     return Store.open(description)
 
 

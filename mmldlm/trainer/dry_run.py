@@ -38,6 +38,7 @@ from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.engine_costs import Sharding, padded_parameters, state_bytes
 from mmldlm.trainer.memory_tracker import Kind, StepCostTracker
 from mmldlm.trainer.setup import requested_features
+from mmldlm.trainer.startup_report import batch_notices
 from mmldlm.utils.progress import Progress
 
 BYTES_PER_MOMENT = BYTES_PER_FROZEN = BYTES_PER_EMA = 4
@@ -253,6 +254,8 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
         )
         for line in micro_batch_lines(costs, step):
             print(line)
+    for notice in batch_notices(config, store, world_size):
+        print(f"  notice             {notice}")
     print(f"tokens per step      {costs.tokens_per_step:,.0f} on average, no padding")
     print(
         f"FLOPs per step       {costs.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputation, backward)"

@@ -66,7 +66,11 @@ def startup_report(
         "engine": engine.name,
         "sharding": engine.launch.sharding,
         "launcher": engine.launch.launcher,
-        "notices": [*engine.launch.notices, *kept_variables(distributed)],
+        "notices": [
+            *engine.launch.notices,
+            *kept_variables(distributed),
+            *batch_notices(config, components.store, engine.world_size),
+        ],
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,
         "ranks": ranks,
@@ -117,6 +121,17 @@ def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
         for (source, first, stop), final_epoch in zip(split.source_ranges(), epochs, strict=True)
     ]
     return sources if len(sources) > 1 else []
+
+
+def batch_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
+    """Return a line for the largest global batch if it has samples of a source more than once."""
+    size = max(size.global_batch_size for size in config.train.batch_stages(world_size).values())
+    return [
+        f"a global batch of {size} reads the {stop - first} training samples of {source.name} "
+        f"{float(size * source.share / (stop - first)):.2g} times in one step"
+        for source, first, stop in store.split("train").source_ranges()
+        if size * source.share > stop - first
+    ]
 
 
 def _optimizer_name(engine: Engine, config: RunConfig) -> str:

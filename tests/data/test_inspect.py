@@ -13,9 +13,8 @@ from mmldlm import cli
 from mmldlm.data.inspect import info, samples, verify_store
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.data.nearest import nearest_neighbors
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
-from tests.helpers.sample_corpus import flip_bit, overwrite_value, small_config, write_store
+from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
@@ -70,12 +69,23 @@ def test_sample_shows_texts_lengths_norms_and_neighbors(
     assert len(list(samples(store, "test", 10**6, 0, 0))) == 2 * len(store.split("test"))
 
 
-def test_control_characters_of_texts_are_escaped(tmp_path: Path) -> None:
-    documents = [json.dumps({"text": f"a\x1b[2Jb\nc é {number}"}) for number in range(60)]
-    (tmp_path / "corpus.jsonl").write_text("\n".join(documents))
-    prepare(small_config(tmp_path / "store", tmp_path / "corpus.jsonl"), progress=False)
-    shown = [*samples(Store.open(tmp_path / "store"), "test", 1, 0, 0)][1]
-    assert shown.startswith("  a\\x1b[2Jb\\nc é ") and shown.isprintable()
+def test_no_escape_sequence_reaches_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [json.dumps({"text": f"a\x1b[2Jb\x9bJ\nc é {number}"}) for number in range(60)]
+    hostile = tmp_path / "corpus\x1b]0;title\x07.jsonl"
+    hostile.write_text("\n".join([*documents, "{}"]))
+    options = ["--vocab-size", "300", "--channels", "8", "--validation-fraction", "0.1", "--test-fraction", "0.1"]
+    command = ["prepare", str(hostile), "--out", str(tmp_path / "store"), *options]
+    assert cli.main(command) == 65
+    assert cli.main([*command, "--on-problem", "skip"]) == 0
+    outputs = list(capsys.readouterr())
+    for arguments in (["sample", "-n", "1", "--neighbours", "1"], ["info"], ["info", "--json"], ["verify"]):
+        assert cli.main(["data", arguments[0], str(tmp_path / "store"), *arguments[1:]]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert cli.main(["data", "info", str(hostile)]) == 65
+    outputs.append(capsys.readouterr().err)
+    assert "a\\x1b[2Jb\\x9bJ\\nc é" in outputs[2]
+    for output in outputs:
+        assert all(line.isprintable() for line in output.split("\n")), output
 
 
 def test_intact_store_passes(store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

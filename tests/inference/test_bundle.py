@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -276,6 +277,9 @@ class Refuse:
 
 
 sys.meta_path.insert(0, Refuse())
+"""
+
+BARE_LIBRARY = """
 import mmldlm
 
 assert 'torch' not in sys.modules, 'importing mmldlm is cheap'
@@ -292,10 +296,61 @@ print(samples.texts)
 
 def test_a_bundle_loads_with_four_packages(bundle: Path, model: Model) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", BARE, str(bundle)]
+    command = [sys.executable, "-c", BARE + BARE_LIBRARY, str(bundle)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=bundle, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(model.sample(texts=TEXTS, mode="l2t", count=2).texts)
+
+
+BARE_COMMANDS = """
+import shlex
+from mmldlm import cli
+
+for command in sys.argv[1:]:
+    print(cli.main(shlex.split(command)), flush=True)
+try:
+    import mmldlm
+    mmldlm.load(shlex.split(sys.argv[-1])[1])
+except mmldlm.errors.UsageError as error:
+    print(error)
+"""
+
+
+def test_sample_works_with_four_packages(
+    bundle: Path, evaluated_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that `mmldlm export` prints, and its siblings; a run folder needs more, and says what."""
+    commands = [
+        f"sample {bundle} --text 'The wave.' -n 2",
+        f"sample {bundle} --mode t2l --text 'The wave.' --steps 2",
+        f"sample {bundle} --mode joint --out {tmp_path / 'latents.npy'}",
+        f"sample {bundle} --interpolate 'The wave.' 'The rose.' --points 2",
+        f"sample {bundle} --steps 0 --mode joint",
+    ]
+    status = [cli.main(shlex.split(command)) for command in commands]
+    expected = capsys.readouterr()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    bare = [sys.executable, "-c", BARE + BARE_COMMANDS, *commands, f"sample {evaluated_dir} --mode joint"]
+    result = subprocess.run(bare, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert status == [0, 0, 0, 0, 2]
+    codes = [line for line in result.stdout.splitlines() if line in ("0", "2")]
+    assert codes == [*map(str, status), "2"]
+    shown = [line for line in result.stdout.splitlines() if line not in codes]
+    reason = f"{evaluated_dir}: a run folder needs the package yaml: pip install mmldlm, or use a bundle"
+    assert shown[:-1] == expected.out.splitlines() and shown[-1].startswith(reason)
+    assert expected.err in result.stderr and f"mmldlm: error: {reason}" in result.stderr
+
+
+def test_from_pretrained_names_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in (tmp_path / "none", "runs/none", "./runs/no/such", "none"):
+        with pytest.raises(DataError, match=f"^{name}: no such folder"):
+            Model.from_pretrained(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="not a run folder"):
+        Model.from_pretrained(tmp_path / "empty")
 
 
 def test_hub_mixin_saves_and_loads(model: Model, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

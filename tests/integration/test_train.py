@@ -248,3 +248,17 @@ def test_loss_settings_change_the_loss(tiny_config: Path, tmp_path: Path, settin
     assert train.main([str(tiny_config), f"run.dir={tmp_path / 'default'}", "train.steps=3"]) == 0
     assert train.main([str(tiny_config), f"run.dir={tmp_path / 'changed'}", "train.steps=3", setting]) == 0
     assert curve(tmp_path / "default") != curve(tmp_path / "changed")
+
+
+def test_a_global_batch_larger_than_the_data_is_told(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size, dry_run in ((600, True), (8, True), (600, False)):
+        settings = [f"train.global_batch_size={size}", "train.steps=1", "train.micro_batch_size=100"]
+        settings = settings[:2] + (settings[2:] if size == 600 else [])
+        more = ["--dry-run"] if dry_run else ["validation.every=0", "checkpoint.every_steps=0"]
+        assert train.main([str(tiny_config), *settings, *more]) == 0
+        output = capsys.readouterr()
+        lines = [line for line in (output.out + output.err).splitlines() if "notice" in line]
+        assert len(lines) == (size == 600), lines
+        assert all("a global batch of 600 reads the" in line and "times in one step" in line for line in lines)

@@ -41,7 +41,7 @@ def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
 
     Args:
         folder: The `encoder` folder of a store.
-        **model_options: Batch size and device of a `SentenceTransformerEncoder`, which do not change its latents.
+        **model_options: Batch size, device and location of a `SentenceTransformerEncoder`, which change no latents.
 
     Raises:
         DataError: The encoder is missing or damaged, or its model has changed.

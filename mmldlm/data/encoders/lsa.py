@@ -18,10 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from mmldlm.data.encoders.base import normalize_rows, write_description
 from mmldlm.errors import DataError
+from mmldlm.utils.progress import print_status
 
 _WORD = re.compile(r"\w+")
 _BLOCK_TEXTS = 4096
 _MAX_TERMS = 20_000
+_CHANNELS = 64
 
 
 class LsaEncoder:
@@ -42,12 +44,12 @@ class LsaEncoder:
         self._idf, self._projection = torch.from_numpy(idf), torch.from_numpy(projection)
 
     @classmethod
-    def fit(cls, texts: Iterable[str], channels: int = 64, seed: int = 0) -> LsaEncoder:
+    def fit(cls, texts: Iterable[str], channels: int | None = None, seed: int = 0) -> LsaEncoder:
         """Fit an encoder to `texts`; deterministic for equal texts and seed.
 
         Args:
             texts: The corpus.
-            channels: C, the rank of the SVD.
+            channels: C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
             seed: Seed of the randomized SVD.
 
         Raises:
@@ -59,7 +61,13 @@ class LsaEncoder:
             frequency.update(_words(text).keys())
         # Words that occur in most texts; ties in alphabetical order, so that the order of the texts does not matter.
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:_MAX_TERMS]
-        if (max_channels := min(len(terms), len(texts))) < channels:
+        max_channels = min(len(terms), len(texts))
+        if channels is None and 0 < max_channels < _CHANNELS:
+            print_status(
+                f"--channels {max_channels}: the training split has only {len(texts)} texts and {len(terms)} words"
+            )
+            channels = max_channels
+        elif (channels := channels or _CHANNELS) > max_channels:
             raise DataError(
                 f"--channels {channels}: the training split has {len(texts)} texts and {len(terms)} words, "
                 f"expected at most {max_channels} channels"

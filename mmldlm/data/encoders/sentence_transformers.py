@@ -1,12 +1,18 @@
 """`SentenceTransformerEncoder`: any model of the sentence-transformers library (extra `encoders`).
 
+A store holds the model's name and revision, not the model. Whoever made a store or bundle chose that name, so it alone
+loads nothing: the user has to have named the model, in a preparation or by `ENCODER_VARIABLE`.
+
 Shape letters: n texts, C latent channels.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,10 @@ import torch
 
 from mmldlm.data.encoders.base import normalize_rows, write_description
 from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.files import write_atomically
+
+ENCODER_VARIABLE = "MMLDLM_ENCODER"  # name or folder of the model that the user allows to be loaded
+_MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 
 
 class SentenceTransformerEncoder:
@@ -63,12 +73,23 @@ class SentenceTransformerEncoder:
         if revision and Path(name_or_folder).is_dir():
             raise UsageError(f"--encoder-revision {revision}: {name_or_folder} is a folder, expected a model by name")
         try:
-            self._model = SentenceTransformer(name_or_folder, revision=revision, device=device, trust_remote_code=False)
+            is_folder = Path(name_or_folder).is_dir()
+            _check_modules(name_or_folder, revision)
+            self._model = SentenceTransformer(
+                name_or_folder,
+                revision=revision,
+                device=device,
+                trust_remote_code=False,
+                local_files_only=is_folder,  # else files of a folder could name models to download
+                model_kwargs={"use_safetensors": True},
+            )
         except Exception as error:  # the library raises many kinds: OSError, ValueError, HTTP errors
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"--encoder {self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
         self._model.eval()
-        self.name, self.normalize, self.batch_size = name_or_folder, normalize, batch_size
+        self.location, self.normalize, self.batch_size = name_or_folder, normalize, batch_size
+        # Where a folder is says nothing about the model, and is nobody else's business.
+        self.name = Path(name_or_folder).resolve().name if is_folder else name_or_folder
         self.prompt = prompt if prompt is not None else self._model_prompt(prompt_name)
         dimension = self._model.encode(["dimension"], show_progress_bar=False).shape[1]
         self.channels = dimension if channels is None else channels
@@ -100,16 +121,10 @@ class SentenceTransformerEncoder:
 
     def _revision(self) -> str | None:
         """Return a hash of a local folder's files, or the commit of a downloaded model if known."""
-        folder = Path(self.name)
-        if not folder.is_dir():
-            config = getattr(getattr(self._model[0], "auto_model", None), "config", None)
-            return getattr(config, "_commit_hash", None)
-        digest = hashlib.sha256()
-        # Names are hashed too, and relative, so that a moved folder keeps its revision.
-        for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        return digest.hexdigest()
+        if Path(self.location).is_dir():
+            return _hash_folder(Path(self.location))
+        config = getattr(getattr(self._model[0], "auto_model", None), "config", None)
+        return getattr(config, "_commit_hash", None)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, 1, C]; NaN where the model returns a non-finite vector or zeros."""
@@ -127,27 +142,87 @@ class SentenceTransformerEncoder:
         return (unit if self.normalize else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
 
     def save(self, folder: Path | str) -> None:
-        """Write the name and revision of the model; its files are not copied."""
-        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **self.identity})
+        """Write the name and revision of the model, whose files are not copied, and note that its user named it."""
+        identity = self.identity
+        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **identity})
+        location = str(Path(self.location).resolve()) if Path(self.location).is_dir() else self.location
+        with suppress(OSError, RuntimeError):  # without a home, `ENCODER_VARIABLE` has to name it again
+            _known_path().parent.mkdir(parents=True, exist_ok=True)
+            known = json.dumps({**_read_known(), _known_key(identity): location}, indent=1)
+            write_atomically(_known_path(), known + "\n")
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
-        """Load the encoder that `save` wrote."""
-        name = description["name"]
-        # A name may point to another commit now; a folder can only be compared by its hash, below.
-        commit = None if Path(name).is_dir() else description["revision"]
-        encoder = cls(
-            name,
-            description["dim"],
-            description["prompt"],
-            description["normalise"],
-            revision=commit,
-            **description["model_options"],
-        )
-        revision = encoder._revision()
-        if revision != description["revision"]:
+        """Load the encoder that `save` wrote, from where the user said that the model is.
+
+        Raises:
+            DataError: The user has not named it, or it is another one.
+        """
+        options, name, expected = dict(description["model_options"]), description["name"], description["revision"]
+        location = options.pop("location", None) or os.environ.get(ENCODER_VARIABLE)
+        location = location or _read_known().get(_known_key(description), "")
+        if not location or (Path(location).is_absolute() and not Path(location).is_dir()):
             raise DataError(
-                f"{folder / 'encoder.json'}: the model {encoder.name} has revision {revision}, "
-                f"expected {description['revision']}, with which the store was prepared"
+                f"{folder / 'encoder.json'}: the latents are of the sentence-transformers model {name!r}, which is not "
+                f"in this folder, nor {f'at {location}' if location else 'one that you have prepared data with here'}; "
+                f"if you trust it, set {ENCODER_VARIABLE} to its name or folder"
+            )
+        # Before anything is loaded from a folder. A name may point to another commit now, which is then asked for.
+        is_folder = Path(location).is_dir()
+        revision = _hash_folder(Path(location)) if is_folder else expected
+        if revision == expected:
+            prompt, normalize = description["prompt"], description["normalise"]
+            commit = None if is_folder else expected
+            encoder = cls(location, description["dim"], prompt, normalize, revision=commit, **options)
+            revision, encoder.name = encoder._revision(), name
+        if revision != expected:
+            raise DataError(
+                f"{folder / 'encoder.json'}: the model {location} has revision {revision}, expected {expected}, with "
+                "which the store was prepared"
             )
         return encoder
+
+
+def _check_modules(name_or_folder: str, revision: str | None) -> None:
+    """Raise ValueError unless a model consists of the library's own modules, with weights in safetensors."""
+    folder = Path(name_or_folder)
+    path = folder / "modules.json"
+    if folder.is_dir():
+        if pickled := [path for path in folder.rglob("*.bin") if not [*path.parent.glob("*.safetensors")]]:
+            raise ValueError(f"{pickled[0]}: pickled weights, expected safetensors")
+        if (folder / "adapter_config.json").exists():
+            raise ValueError("adapter_config.json: names another model, expected a whole one")
+    else:
+        from huggingface_hub import hf_hub_download
+
+        with suppress(OSError, ValueError):  # a model without modules gets the library's own
+            path = Path(hf_hub_download(name_or_folder, "modules.json", revision=revision))
+    for module in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
+        # Older versions of the library import whatever is named here.
+        package, _, kind = str(module["type"]).rpartition(".")
+        if package.split(".")[0] != "sentence_transformers" or kind not in _MODULES:
+            raise ValueError(f"modules.json: module {module['type']!r}, expected {', '.join(sorted(_MODULES))}")
+
+
+def _hash_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    # Names are hashed too, and relative, so that a moved folder keeps its revision.
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _known_path() -> Path:
+    """The record of models that the user has prepared data with on this machine, and where each is."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmldlm" / "encoders.json"
+
+
+def _read_known() -> dict[str, str]:
+    with suppress(OSError, ValueError, RuntimeError):
+        return dict(json.loads(_known_path().read_text(encoding="utf-8")))
+    return {}
+
+
+def _known_key(identity: dict[str, Any]) -> str:
+    return f"{identity['name']}@{identity['revision']}"

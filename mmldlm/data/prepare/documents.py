@@ -8,14 +8,17 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
-Format = Literal["lines", "blocks", "jsonl", "parquet", "arrow", "datasets"]
+Format = Literal["lines", "blocks", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "datasets"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-TEXT_FORMATS: tuple[Format, ...] = ("lines", "blocks", "jsonl")
+TEXT_FORMATS: tuple[Format, ...] = ("lines", "blocks", "jsonl", "json", "csv", "tsv")
 SUFFIXES: dict[str, Format] = {
     ".txt": "lines",
     ".text": "lines",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,12 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
     """Tokenize and encode the documents of a chunk, and write them to shards in `folder`.
 
     Returns:
-        The contents of the shards, problems, and how many documents were longer than `--max-length`.
+        The contents of the shards, problems, and the counts of `make_samples`.
     """
     config, tokenizer, encoder = job.config, job.tokenizer, job.encoder
     corpus = Corpus([job.path("read", chunk) for chunk in job.chunks], job.path("fit") / SPLITS_FOLDER)
     documents = progress.track(corpus.documents(chunk), DOCUMENTS, corpus.num_documents(chunk))
-    over_length = 0
+    counts: Counter[str] = Counter()
     dtypes = token_dtype(tokenizer.vocab_size), np.dtype(config.latent_dtype)
     shape = encoder.latent_tokens, encoder.channels
     with (
@@ -52,13 +53,13 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
     ):
         for batch in batches(documents):
             with progress.timed("tokenize"):
-                samples, count = make_samples(batch, tokenizer, config, problems.add)
-            over_length += count
+                samples, batch_counts = make_samples(batch, tokenizer, config, problems.add)
+            counts.update(batch_counts)
             for sample_batch in batches(samples):  # a batch of long documents has many samples
                 _write_samples(shards, sample_batch, encoder, problems.add)
         contents = shards.finish()
         return {
-            "over_length": over_length,
+            "counts": counts,
             "latent_tokens": encoder.latent_tokens,
             "contents": contents.save(folder),
             **problems.result(),
@@ -67,7 +68,7 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
 
 def make_samples(
     documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, config: PrepareConfig, report: ReportProblem
-) -> tuple[list[TokenizedSample], int]:
+) -> tuple[list[TokenizedSample], Counter[str]]:
     """Tokenize documents, and split or truncate those that are too long.
 
     Args:
@@ -75,10 +76,14 @@ def make_samples(
         report: Called with the problem of each document that yields no sample.
 
     Returns:
-        The samples in the order of the documents, and how many documents were too long.
+        The samples in the order of the documents; and how many documents were too long (`over_length`), with the counts
+        of `Tokenizer.count_losses`.
     """
-    samples, over_length = [], 0
-    for (split, document), tokens in zip(documents, _tokenize(documents, tokenizer, report), strict=True):
+    samples = []
+    tokenized = [*zip(documents, _tokenize(documents, tokenizer, report), strict=True)]
+    encoded = [(document.text, tokens.tolist()) for (_, document), tokens in tokenized if tokens is not None]
+    counts = tokenizer.count_losses([text for text, _ in encoded], [ids for _, ids in encoded])
+    for (split, document), tokens in tokenized:
         if tokens is None:
             continue
         if len(tokens) < config.min_length:
@@ -93,14 +98,14 @@ def make_samples(
             )
             report(Problem(document.source, document.line, "too_long", reason))
         else:
-            over_length += 1
+            counts["over_length"] += 1
             # Parts of equal size, so that the last one does not consist of a few tokens.
             parts = np.array_split(tokens, -(-len(tokens) // config.max_length))
             parts = [tokens[: config.max_length]] if config.over_length == "cut" else parts
             # The latent of a part is that of its own text, and its characters are counted there.
             texts = tokenizer.decode_batch([part.tolist() for part in parts])
             samples += [TokenizedSample(document, split, text, part) for text, part in zip(texts, parts, strict=True)]
-    return samples, over_length
+    return samples, counts
 
 
 def _tokenize(

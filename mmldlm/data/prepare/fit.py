@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.latent_pairing import find_unusable, first_latent_shape
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_problem_budget
+from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_losses, check_problem_budget
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
@@ -104,7 +105,7 @@ def _fit_encoder(
         return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress)
     encoder: LatentEncoder
     if kind == "lsa":
-        encoder = LsaEncoder.fit(texts, config.channels or 64, config.seed)
+        encoder = LsaEncoder.fit(texts, config.channels, config.seed)
     else:
         encoder = SentenceTransformerEncoder(
             name,
@@ -131,10 +132,12 @@ def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
 def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
     """Yield the texts of training samples, which are parts of the documents that are too long."""
     problems: list[Problem] = []
-    has_samples = False
+    has_samples, counts = False, Counter[str]()
     documents = corpus.training_sample(config.fit_documents)
     for batch in batches((TRAIN, document) for document in documents):
-        for sample in make_samples(batch, tokenizer, config, problems.append)[0]:
+        samples, batch_counts = make_samples(batch, tokenizer, config, problems.append)
+        counts.update(batch_counts)
+        for sample in samples:
             has_samples = True
             yield sample.text
         # The stage `encode` makes the same samples again, and it reports their problems.
@@ -142,5 +145,6 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
         if config.on_problem == "error":  # else they are counted when all documents are encoded
             check_problem_budget(config, [{"serious": len(serious), "first": str(*serious[:1])}])
         problems.clear()
+    check_losses(config, counts)  # before the hours that encoding may take
     if not has_samples:
         raise DataError("split train has no samples; expected documents of at least --min-length tokens")

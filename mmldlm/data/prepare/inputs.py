@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,7 +28,7 @@ from mmldlm.data.prepare.documents import (
     batches,
 )
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers.files import find_files, input_info, is_url
+from mmldlm.data.prepare.readers.files import find_files, input_info, is_url, suffix_format
 from mmldlm.data.prepare.readers.latents import POSITION, LatentFile
 from mmldlm.data.prepare.readers.tables import (
     Columns,
@@ -85,8 +85,14 @@ def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
         elif not config.format and is_datasets_folder(Path(name)):
             inputs.append((name, "datasets"))
         else:
-            files = find_files(name)
-            inputs += [(path, config.format or SUFFIXES.get(PurePosixPath(path).suffix, "lines")) for path in files]
+            for path in find_files(name, config.format):
+                format = config.format or suffix_format(path)
+                if format is None:
+                    raise DataError(
+                        f"{path}: its suffix names no format; expected {', '.join(SUFFIXES)}, or --format lines to "
+                        "read each line as a document"
+                    )
+                inputs.append((path, format))
     # A file that two patterns match is read once.
     return list(dict.fromkeys(inputs))
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.data.encoders import LatentEncoder, load_encoder
+from mmldlm.data.encoders import LatentEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest
 from mmldlm.data.prepare.inputs import latent_file
 from mmldlm.data.prepare.options import PrepareConfig
@@ -70,8 +70,11 @@ class Job:
     def encoder(self) -> LatentEncoder:
         """The fitted encoder."""
         config = self.config
-        folder = self.path("fit") / "encoder"
-        return load_encoder(folder, batch_size=config.encoder_batch_size, device=config.encoder_device)
+        # Tasks may run on machines where nobody has named the model yet, except in these options.
+        kind, _, location = config.encoder.partition(":")
+        named = {"location": location} if kind == SentenceTransformerEncoder.kind else {}
+        options = {"batch_size": config.encoder_batch_size, "device": config.encoder_device, **named}
+        return load_encoder(self.path("fit") / "encoder", **options)
 
     def path(self, stage: str, chunk: int = 0) -> Path:
         """Return the folder of a task, which exists once the task is finished."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.report import StageProgress, check_problem_budget
+from mmldlm.data.prepare.report import StageProgress, check_losses, check_problem_budget, sum_counts
 from mmldlm.data.shard_writer import Contents, squared_deviations
 from mmldlm.data.store_writer import check_splits, error_prefix
 
@@ -34,6 +34,7 @@ def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
     """
     # The first stage that knows the problems of all encoded chunks.
     check_problem_budget(job.config, [*job.results("read"), job.result("fit"), *job.results("encode")])
+    check_losses(job.config, sum_counts(job.results("encode")))
     total = sum_contents(job)
     with error_prefix(job.out):
         check_splits(total)

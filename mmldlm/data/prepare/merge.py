@@ -11,7 +11,7 @@ from typing import Any
 
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.measure import chunk_contents, sum_contents
-from mmldlm.data.prepare.report import PROBLEMS_FILE
+from mmldlm.data.prepare.report import PROBLEMS_FILE, loss_shares, sum_counts
 from mmldlm.data.shard_writer import Contents, latent_info
 from mmldlm.data.store_writer import error_prefix, publish, write_manifest
 from mmldlm.utils.files import fsync
@@ -37,7 +37,9 @@ def merge(job: Job) -> None:
         largest = max(result["largest"] for result in measured)
         with error_prefix(job.out):
             latent = latent_info(contents, job.encoder.latent_tokens, squares, largest)
-        write_manifest(folder, contents, latent, job.tokenizer, job.encoder, job.config.latent_dtype, _provenance(job))
+        losses = loss_shares(sum_counts(job.results("encode")))
+        dtype, provenance = job.config.latent_dtype, _provenance(job)
+        write_manifest(folder, contents, latent, job.tokenizer, job.encoder, dtype, provenance, losses)
         publish(folder, job.out, job.staging / "replaced")
 
 
@@ -51,7 +53,6 @@ def _provenance(job: Job) -> dict[str, Any]:
     """Return the manifest's fields sources, options, problems and grouping."""
     read, fit, encode = job.results("read"), job.result("fit"), job.results("encode")
     problems = sum((Counter(result["problems"]) for result in [*read, fit, *encode]), Counter[str]())
-    over_length = sum(result["over_length"] for result in encode)
     sources = job.plan.sources
     if job.config.corpus:  # with the number of documents from each package
         origins = sum((Counter(result["origins"]) for result in read), Counter[str]())
@@ -61,7 +62,7 @@ def _provenance(job: Job) -> dict[str, Any]:
     return {
         "sources": sources,
         "options": job.plan.options,
-        "problems": {**dict(sorted(problems.items())), "over_length": over_length},
+        "problems": {**dict(sorted(problems.items())), "over_length": sum_counts(encode)["over_length"]},
         "grouping": fit["grouping"],
     }
 

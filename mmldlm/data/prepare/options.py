@@ -10,7 +10,7 @@ from typing import Any
 
 from mmldlm.data.encoders import ImportedLatents, read_description
 from mmldlm.data.encoders.autoencoder import HEAD_WIDTH
-from mmldlm.data.prepare.documents import FORMATS, Format
+from mmldlm.data.prepare.documents import FORMATS, TEXT_FORMATS, Format
 from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import UsageError
@@ -20,6 +20,7 @@ _NOT_RECORDED = (
     "out",
     "inputs",
     "overwrite",
+    "lossy",
     "encoder_batch_size",
     "encoder_device",
     "processes",
@@ -68,6 +69,7 @@ class PrepareConfig:
     latent_dtype: str = "float16"
     on_problem: str = "error"
     max_problems: int = 100
+    lossy: bool = False
     seed: int = 0
     part_bytes: int = 64 << 20
     fit_documents: int = 100_000
@@ -141,11 +143,11 @@ class PrepareConfig:
         self._check_encoder()
 
     def _check_formats(self) -> None:
-        is_text = self.format in ("lines", "blocks")
+        is_text = self.format in TEXT_FORMATS
         for option, value, expected, is_invalid in (
-            ("--tokens-field", self.tokens_field, "a table", is_text or self.format == "jsonl"),
-            ("--latents-field", self.latents_field, "a table", is_text or self.format == "jsonl"),
-            ("--key-field", self.key_field, "a table or JSON lines", is_text),
+            ("--tokens-field", self.tokens_field, "Parquet or Arrow", is_text),
+            ("--latents-field", self.latents_field, "Parquet or Arrow", is_text),
+            ("--key-field", self.key_field, "a table or JSON", self.format in ("lines", "blocks")),
         ):
             if value and (is_invalid or self.corpus):
                 source = self.corpus or self.format
@@ -216,7 +218,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm prepare` to `parser`; the defaults are those of `PrepareConfig`."""
     default = PrepareConfig("")
     add: Callable[..., argparse.Action] = parser.add_argument
-    add("inputs", nargs="*", help="text, JSON lines, Parquet or Arrow: files, folders, glob patterns")
+    add("inputs", nargs="*", help="text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns")
     add("--corpus", choices=CORPORA, help="an embedded corpus, instead of inputs")
     add("--out", required=True, metavar="STORE", help="folder to create")
     add("--format", help=f"{', '.join(FORMATS)} (default: by suffix)")
@@ -235,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
         "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
     )
-    add("--channels", type=int, help="latent channels (64 for lsa and learned, else all)")
+    add("--channels", type=int, help="latent channels (64 for lsa and learned, or as many as lsa can have; else all)")
     add("--latent-tokens", type=int, metavar="M", help="latents of a text, each of one of M segments (1; learned: 4)")
     add("--latent-ids", metavar="FILE", help="ids of the rows of precomputed:FILE (.json, .txt, .npy), or position")
     add("--latents-of", metavar="NAME", help="name of the model that computed the imported latents, for the record")
@@ -257,6 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latent-dtype", choices=["float16", "float32"], default=default.latent_dtype, help="as stored (%(default)s)")
     add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
     add("--max-problems", type=int, default=default.max_problems, help="with skip: stop above this many (%(default)s)")
+    add("--lossy", action="store_true", help="accept a tokenizer to which half of the text or more is unknown")
     add("--seed", type=int, default=default.seed, help="of the split, lsa and learned (%(default)s)")
     add("--part-bytes", type=int, default=default.part_bytes, help="input bytes per chunk (%(default)s)")
     add("--fit-documents", type=int, default=default.fit_documents, help="maximum to fit to (%(default)s)")

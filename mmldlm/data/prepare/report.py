@@ -11,15 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.manifest import Manifest
+from mmldlm.data.manifest import Manifest, describe_losses
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.errors import DataError
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import INTERVAL_S, Progress, print_status
 
 PROBLEMS_FILE = "problems.jsonl"
 DOCUMENTS = "documents"  # the unit of progress
 _MAX_SHOWN_PER_KIND = 10
+_WARNED_SHARE, _REFUSED_SHARE = 0.01, 0.5  # of unknown tokens, and of documents that their tokens do not give back
 
 
 class ProblemLog:
@@ -53,7 +55,7 @@ class ProblemLog:
         self.counts[problem.kind] += 1
         self._reported[problem.kind] += 1
         if self._reported[problem.kind] <= _MAX_SHOWN_PER_KIND:
-            print_status(f"{problem} ({problem.kind})")
+            print_status(printable(f"{problem} ({problem.kind})"))
         elif self._reported[problem.kind] == _MAX_SHOWN_PER_KIND + 1:
             print_status(f"more of kind {problem.kind}: see problems.jsonl of the store")
         if not problem.harmless:
@@ -90,6 +92,29 @@ def check_problem_budget(config: PrepareConfig, results: Sequence[dict[str, Any]
 
 def _too_many(problem: Problem | str, config: PrepareConfig) -> str:
     return f"{problem}: more than --max-problems {config.max_problems} documents cannot be used"
+
+
+def sum_counts(results: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Return the counts of all tasks of stage `encode` together, from their results."""
+    return sum((Counter(result["counts"]) for result in results), Counter[str]())
+
+
+def loss_shares(counts: Counter[str]) -> dict[str, float]:
+    """Return the shares of unknown tokens and of lossy documents in the counts of `Tokenizer.count_losses`."""
+    return {
+        "unknown_tokens": counts["unknown"] / max(1, counts["tokens"]),
+        "lossy_documents": counts["lossy"] / max(1, counts["documents"]),
+    }
+
+
+def check_losses(config: PrepareConfig, counts: Counter[str]) -> None:
+    """Raise DataError if half of the tokens or documents are lost, unless `--lossy` accepts that."""
+    losses = loss_shares(counts)
+    if max(losses.values()) >= _REFUSED_SHARE and not config.lossy:
+        raise DataError(
+            f"--tokenizer {config.tokenizer} does not fit the text: {describe_losses(losses)}; expected less than "
+            f"{_REFUSED_SHARE:.0%} of each, or --lossy"
+        )
 
 
 class StageProgress(Progress):
@@ -129,4 +154,7 @@ def summary(manifest: Manifest) -> str:
         f"longest sample {manifest.max_length} tokens; vocabulary {manifest.vocab_size}; latents "
         f"{manifest.latent.tokens} x {manifest.latent.channels} of {manifest.encoder['name']}; problems: {problems}"
     )
-    return "\n".join(rows)
+    losses = describe_losses(manifest.tokenizer)
+    is_lossy = any(value >= _WARNED_SHARE for value in manifest.tokenizer.values() if isinstance(value, float))
+    rows.append(f"warning: the tokenizer loses text: {losses}" if is_lossy else losses)
+    return "\n".join(map(printable, rows))

@@ -220,10 +220,16 @@ def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
         ({"encoder": "precomputed:a.npy", "latent_tokens": 2}, "--latent-tokens 2: --encoder is precomputed:a.npy"),
         ({"latent_tokens": 0}, "--latent-tokens 0: expected at least 1"),
         ({"tokens_field": "ids"}, "--tokens-field ids: --tokenizer is bpe"),
-        ({"tokens_field": "ids", "format": "jsonl"}, "--tokens-field ids: jsonl has no such fields; expected a table"),
+        (
+            {"tokens_field": "ids", "format": "jsonl"},
+            "--tokens-field ids: jsonl has no such fields; expected Parquet or Arrow",
+        ),
         ({"key_field": "id", "format": "lines"}, "--key-field id: lines has no such fields"),
         ({"format": "lgdlm"}, "--format lgdlm: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT"),
-        ({"format": "csv"}, "--format csv: expected one of None, lines, blocks, jsonl, parquet, arrow, datasets"),
+        (
+            {"format": "xml"},
+            "--format xml: expected one of None, lines, blocks, jsonl, json, csv, tsv, parquet, arrow, datasets",
+        ),
     ],
 )
 def test_options_that_make_no_sense_together(tmp_path: Path, options: dict, message: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmldlm import cli
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import main, prepare
@@ -23,6 +24,7 @@ from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError, UsageError, run_command
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.user_errors import assert_user_error
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
@@ -296,3 +298,23 @@ def test_the_embedded_corpus(tmp_path: Path) -> None:
     assert {t.casefold() for t in texts_of(Store.open(tmp_path / "store"), "test")}.isdisjoint(
         t.casefold() for t in texts_of(Store.open(tmp_path / "store"), "train")
     )
+
+
+@quick
+def test_the_default_number_of_channels_is_what_the_corpus_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = write_corpus(tmp_path / "corpus.txt", 400).read_text().splitlines()
+    words = {"the", "of", "and", *"rose tulip soil water seed bloom leaf root".split()}  # noqa: SIM905
+    short = [" ".join(word for word in line.lower().rstrip(".").split() if word in words) for line in lines]
+    (tmp_path / "corpus.txt").write_text("\n".join(f"{text} rose" for text in short))
+    command = ["prepare", str(tmp_path / "corpus.txt"), "--vocab-size", "300", "--validation-fraction", "0.1", "--out"]
+    assert cli.main([*command, str(tmp_path / "store")]) == 0
+    assert "--channels 11: the training split has only " in capsys.readouterr().err
+    assert Store.open(tmp_path / "store").manifest.latent.channels == 11
+    assert cli.main([*command, str(tmp_path / "asked"), "--channels", "11"]) == 0
+    assert "has only" not in capsys.readouterr().err
+    # What was asked for is not changed.
+    status = cli.main([*command, str(tmp_path / "more"), "--channels", "64"])
+    error = capsys.readouterr().err.splitlines()[-1] + "\n"
+    assert_user_error((status, error), 65, "--channels 64", "expected at most 11 channels")

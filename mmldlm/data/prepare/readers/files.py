@@ -1,23 +1,31 @@
 """Input files, on this machine or behind a URL such as s3://, gs://, hf:// or https://, which fsspec reads.
 
-Reading URLs needs the extra `cluster`, and for most protocols a package of fsspec: s3fs, gcsfs, aiohttp.
+Reading URLs needs the extra `cluster`, and for most protocols a package of fsspec: s3fs, gcsfs, aiohttp; reading
+Zstandard needs the extra `tables`.
 """
 
 from __future__ import annotations
 
+import bz2
 import glob
+import gzip
 import hashlib
 import io
-from collections.abc import Iterator
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from mmldlm.data.prepare.documents import SUFFIXES
+from mmldlm.data.prepare.documents import SUFFIXES, TEXT_FORMATS, Format
 from mmldlm.errors import DataError, MmldlmError, UsageError
 from mmldlm.utils.files import FileInfo
+from mmldlm.utils.printable import printable
+from mmldlm.utils.progress import print_status
 
 _BUFFER_BYTES = 1 << 20
+_MAX_NAMED = 3  # files of a folder that are left out
 
 
 def is_url(path: str) -> bool:
@@ -39,6 +47,64 @@ def open_input(path: str) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(fsspec.open(path, "rb").open(), _BUFFER_BYTES))
 
 
+def pyarrow() -> Any:
+    """Import and return pyarrow.
+
+    Raises:
+        UsageError: It is not installed; the message names the extra.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError("Parquet, Arrow and .zst files need pyarrow: pip install mmldlm[tables]") from None
+    return pyarrow
+
+
+def _open_zstd(file: BinaryIO) -> Any:
+    # Not by fsspec, which reads the first of several frames only.
+    return io.BufferedReader(pyarrow().CompressedInputStream(file, "zstd"), _BUFFER_BYTES)
+
+
+_DECOMPRESSED: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether `open_text` decompresses a file, whose parts can then not be read independently."""
+    return PurePosixPath(path).suffix.lower() in _DECOMPRESSED
+
+
+def suffix_format(path: str) -> Format | None:
+    """Return the format of a file, perhaps compressed, by its suffix; None for others."""
+    name = PurePosixPath(path.lower())
+    format = SUFFIXES.get((name.with_suffix("") if is_compressed(path) else name).suffix)
+    return format if format in TEXT_FORMATS or not is_compressed(path) else None
+
+
+@contextmanager
+def open_text(path: str) -> Iterator[BinaryIO]:
+    """Open a file of text for reading, decompressed if its suffix says that it is compressed.
+
+    Raises:
+        DataError: It cannot be read.
+        UsageError: A package is missing.
+    """
+    try:
+        with open_input(path) as file:
+            if not is_compressed(path):
+                yield file
+                return
+            with _DECOMPRESSED[PurePosixPath(path).suffix.lower()](file) as decompressed:
+                yield decompressed
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # also of pyarrow, and of damaged contents
+        raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
+
+
 def input_info(path: str) -> FileInfo:
     """Return size and SHA-256 of a file, for which it is read in full; errors are those of `open_input`."""
     digest, size = hashlib.sha256(), 0
@@ -49,46 +115,57 @@ def input_info(path: str) -> FileInfo:
     return FileInfo(size, digest.hexdigest())
 
 
-def find_files(name: str) -> list[str]:
+def find_files(name: str, format: Format | None = None) -> list[str]:
     """Return the sorted files that a path, URL, glob pattern or folder names.
 
-    A folder is searched recursively for the suffixes in `SUFFIXES`.
+    A folder is searched recursively for the suffixes of `format` (`blocks` has those of `lines`), or of all formats;
+    how many other files it has is told.
 
     Raises:
         DataError: The name matches no file.
     """
-    return _find_url(name) if is_url(name) else _find_local(name)
+    return _find_url(name, format) if is_url(name) else _find_local(name, format)
 
 
-def _find_local(name: str) -> list[str]:
+def _find_local(name: str, format: Format | None) -> list[str]:
     path = Path(name)
     if path.is_file():
         return [str(path)]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        return list(map(str, files)) or _no_file(name, is_folder=True)
+        return _choose(name, map(str, sorted(file for file in path.rglob("*") if file.is_file())), format)
     files = sorted(file for file in map(Path, glob.glob(name, recursive=True)) if file.is_file())  # noqa: PTH207
     return list(map(str, files)) or _no_file(name)
 
 
-def _find_url(name: str) -> list[str]:
+def _choose(folder: str, files: Iterable[str], format: Format | None) -> list[str]:
+    """Return the files of a folder that can be read, and tell of the others."""
+    wanted = "lines" if format == "blocks" else format
+    chosen, others = list[str](), list[str]()
+    for file in files:
+        found = suffix_format(file)
+        (chosen if found and wanted in (None, found) else others).append(file)
+    if not chosen:
+        suffixes = [suffix for suffix, found in SUFFIXES.items() if wanted in (None, found)]
+        raise DataError(f"{folder}: no file in this folder ends in {', '.join(suffixes)}")
+    if others:
+        names = ", ".join(others[:_MAX_NAMED]) + ", ..." * (len(others) > _MAX_NAMED)
+        print_status(printable(f"{folder}: leaving out {len(others)} files of another format: {names}"))
+    return chosen
+
+
+def _find_url(name: str, format: Format | None) -> list[str]:
     with _fsspec(name) as fsspec:
         system, path = fsspec.core.url_to_fs(name)
         if "*" not in name and system.isfile(path):
             return [name]
-        is_folder = "*" not in name and system.isdir(path)
-        result = system.find(path) if is_folder else system.glob(path) if "*" in name else []
-        files = sorted(
-            system.unstrip_protocol(file)
-            for file in result
-            if (PurePosixPath(file).suffix in SUFFIXES if is_folder else system.isfile(file))
-        )
-    return files or _no_file(name, is_folder)
+        if "*" not in name and system.isdir(path):
+            return _choose(name, sorted(map(system.unstrip_protocol, system.find(path))), format)
+        result = system.glob(path) if "*" in name else []
+        files = sorted(system.unstrip_protocol(file) for file in result if system.isfile(file))
+    return files or _no_file(name)
 
 
-def _no_file(name: str, is_folder: bool = False) -> list[str]:
-    if is_folder:
-        raise DataError(f"{name}: no file in this folder ends in {', '.join(SUFFIXES)}")
+def _no_file(name: str) -> list[str]:
     raise DataError(f"{name}: no such file; expected a text file, a folder or a glob pattern")
 
 

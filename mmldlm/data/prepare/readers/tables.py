@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.prepare.documents import Document, Part, Problem, ProblemKind
-from mmldlm.data.prepare.readers.files import is_url, open_input
-from mmldlm.errors import DataError, UsageError
+from mmldlm.data.prepare.readers.files import is_url, open_input, pyarrow
+from mmldlm.errors import DataError
 
 _BATCH_ROWS = 1024  # decoded to Python values at a time
 
@@ -32,20 +32,6 @@ class Columns:
 
 
 NO_COLUMNS = Columns()
-
-
-def pyarrow() -> Any:
-    """Import and return pyarrow.
-
-    Raises:
-        UsageError: It is not installed; the message names the extra.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UsageError("Parquet and Arrow files need pyarrow: pip install mmldlm[tables]") from None
-    return pyarrow
 
 
 def parquet_parts(path: str, target_bytes: int) -> list[Part]:
