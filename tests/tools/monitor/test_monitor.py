@@ -66,7 +66,7 @@ def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
 
     result = monitor(done, lost, "--once")
     assert result.returncode == 69 and "done  finished  step 20/40 (50%)" in result.stdout
-    assert "! failed: exit code 74: cannot write x?[2J: full" in result.stdout, (
+    assert "! failed: exit code 74: cannot write x\\x1b[2J: full" in result.stdout, (
         "what files say is no order to a terminal"
     )
     assert "-> make room on the disk" in result.stdout and "\x1b" not in result.stdout
