@@ -148,10 +148,8 @@ def recompute(
             )
         advance(trainer, stop)
         if trainer.state.step < stop:
-            yield (
-                f"steps {begin + 1} to {stop}: NOT the same",
-                [f"the recorded config ends at step {trainer.state.step}"],
-            )
+            problem = f"the recorded config ends at step {trainer.state.step}"
+            yield f"steps {begin + 1} to {stop}: NOT the same", [problem]
             return
         trainer.save(wait=True)
         if not trainer.engine.is_main:
