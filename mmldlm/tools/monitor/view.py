@@ -65,6 +65,15 @@ class TerminalView:
             lines += self._wrap(alert.advice, "    -> ", "       ")
         return lines
 
+    def row(self) -> str:
+        """Return one line: the head, and the most urgent alert."""
+        head = printable(self._head())[: self.width]
+        if not self.alerts:
+            return head
+        more = f" (+{len(self.alerts) - 1})" if len(self.alerts) > 1 else ""
+        alert = printable(f"  ! {self.alerts[0].name}{more}: {self.alerts[0].found}")
+        return head + self._red(alert[: max(0, self.width - len(head))])
+
     def _red(self, text: str) -> str:
         return f"\x1b[31m{text}\x1b[0m" if self.color else text
 
