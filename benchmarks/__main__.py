@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME] [options]`, also `mmldlm bench`: each benchmark is a function of `argv`."""
+"""`python -m benchmarks [NAME] [options]`: each benchmark is a function of `argv`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from mmldlm.errors import ExitCode, run_command
+from mmldlm.errors import ExitCode, UsageError, run_command
 
 BENCHMARKS = {  # module, function and description by name
     "ladder": (
@@ -54,7 +54,7 @@ DEFAULT = "ladder"
 
 def usage() -> str:
     names = "\n".join(f"  {name:<17} {what}" for name, (*_, what) in BENCHMARKS.items())
-    return f"usage: mmldlm bench [NAME] [--help] ...\n\n{names}"
+    return f"usage: python -m benchmarks [NAME] [--help] ...\n\n{names}"
 
 
 def run(argv: Sequence[str]) -> int | None:
@@ -62,6 +62,8 @@ def run(argv: Sequence[str]) -> int | None:
     if list(argv) in (["-h"], ["--help"]):
         print(usage())
         return ExitCode.DONE
+    if argv and argv[0] not in BENCHMARKS and not argv[0].startswith("-") and "=" not in argv[0]:
+        raise UsageError(f"unknown benchmark {argv[0]!r}, expected one of {', '.join(BENCHMARKS)}, or key=value")
     name, rest = (argv[0], argv[1:]) if argv and argv[0] in BENCHMARKS else (DEFAULT, argv)
     module, function, _ = BENCHMARKS[name]
     return getattr(importlib.import_module(f"benchmarks.{module}"), function)(rest)

@@ -34,7 +34,6 @@ COMMANDS = {
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "plan": ("mmldlm.tools.plan.command", "predict memory and step time of the ways to train a config, and choose"),
-    "bench": ("mmldlm.tools.bench", "benchmark the trainer against common practice"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
 # Use torch's devices.

@@ -53,8 +53,8 @@ class GuardConfig:
     )
     grad_norm_spike: float | None = setting(
         None,
-        "skip a step whose gradient norm is above this multiple of the median of the last 100 accepted steps; null: "
-        "never. Forces one host-device synchronization per step",
+        "skip a step whose gradient norm is above this multiple of the median of the last 100 accepted steps, of which "
+        "there must be 20; null: never. Forces one host-device synchronization per step",
         above=1,
         advice="For runs that diverge now and then: 10. Costs a host-device synchronization in each step",
     )

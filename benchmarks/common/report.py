@@ -41,7 +41,9 @@ def print_status(status: str) -> None:
 def plain_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser without options, for the benchmark `name`."""
     return argparse.ArgumentParser(
-        prog=f"mmldlm bench {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
+
+MAX_ROUNDS = 4  # of draws, for distinct candidates
+_SEED_STRIDE = 2**32  # between the seeds of two rounds: no seed that is usually given
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +75,8 @@ def _generate(
         like = span_edit.text if options.like is None else options.like
         raw = read_latents(run, options.latents) if options.latents else encode_texts(run, [like])
         generation, texts = edit(run, config, seed, template, raw, count, view)
-        return generation, [f"edit: {options.edit}", *(f"  {text}" for text in texts)]
+        versions = _distinct(texts, count, lambda other: edit(run, config, seed + other, template, raw, count)[1])
+        return generation, [f"edit: {options.edit}", *versions[0]]
     if options.mode == "t2l":
         generation, _ = sample(run, "t2l", config, seed, texts=options.text, count=count)
         truth = np.repeat(encode_texts(run, options.text), count, axis=0)
@@ -82,10 +87,31 @@ def _generate(
         return sample(run, "joint", config, seed, count=count, length=options.length, callback=view)
     raw = read_latents(run, options.latents) if options.latents else encode_texts(run, options.text)
     generation, texts = sample(run, "l2t", config, seed, raw, None, count, options.length, view)
-    lines = []
-    for index, text in enumerate(texts):
-        # `sample` returns the `count` texts of a condition one after the other.
-        if options.text and index % count == 0:
-            lines.append(f"from: {options.text[index // count]}")
-        lines.append(f"  {text}")
-    return generation, lines
+    candidates = _distinct(
+        texts, count, lambda other: sample(run, "l2t", config, seed + other, raw, None, count, options.length)[1]
+    )
+    sources = [[f"from: {text}"] for text in options.text or ()] or [[]] * len(candidates)
+    return generation, [line for pair in zip(sources, candidates, strict=True) for part in pair for line in part]
+
+
+def _distinct(texts: Sequence[str], count: int, draw: Callable[[int], Sequence[str]]) -> list[list[str]]:
+    """Return lines with `count` distinct texts of each condition, or with those that there are and their number.
+
+    Args:
+        texts: `count` texts of each condition, one condition after the other.
+        count: Texts to show.
+        draw: Returns as many again, of another seed.
+    """
+    found: list[dict[str, None]] = [{} for _ in range(len(texts) // count)]
+    for number in range(1, MAX_ROUNDS + 1):
+        for index, text in enumerate(texts):
+            if len(of_condition := found[index // count]) < count:
+                of_condition[text] = None
+        if number == MAX_ROUNDS or all(len(of_condition) == count for of_condition in found):
+            break
+        texts = draw(number * _SEED_STRIDE)
+    lines = [[f"  {text}" for text in of_condition] for of_condition in found]
+    for part in lines:
+        if len(part) < count:
+            part.append(f"  (only {len(part)} distinct in {number * count} draws; a higher --temperature gives more)")
+    return lines

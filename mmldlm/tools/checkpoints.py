@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,12 @@ from mmldlm.config import load_config
 from mmldlm.errors import DataError, ExitCode
 from mmldlm.run.load import run_config
 from mmldlm.tools.config import config_diff
+from mmldlm.tools.run_history import MetricsReader
 from mmldlm.utils.format import format_number, human_duration
-from mmldlm.utils.nested import flatten
+from mmldlm.utils.nested import flatten, replace_nonfinite
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
+from mmldlm.utils.short_repr import short_repr
 
 GROUPS = ("model", "optimizer", "ema")
 MAX_PRINTED = 20  # differing tensors
@@ -35,12 +39,25 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
         DataError: The folder is not a run.
     """
     retention, folder = run_config(run).checkpoint.retention, run / "checkpoints"
+    if not folder.is_dir() and not (run / "metrics.jsonl").is_file():
+        raise DataError(f"{run}: expected a run folder, found neither metrics.jsonl nor checkpoints in it")
+    reader = MetricsReader(run / "metrics.jsonl")
+    reader.refresh()
+    validations = {one["step"]: one.get("validation/total") for one in reader.by_kind["validation"]}
+    times = {one["step"]: one["time"] for one in reader.by_kind["checkpoint"]}
     bodies = {path: read_manifest(path) for path in CheckpointStore(folder, retention).paths()}
     losses = {body["step"]: body["info"].get("validation_loss") for body in bodies.values() if body}
     best = Retention(last=1, best=retention.best).steps_to_keep(-1, (), losses)
     rows = [_row(path, body, retention, best) for path, body in bodies.items()]
     others = [path for path in sorted(folder.glob("*")) if path.name.startswith(_SET_ASIDE)]
-    return rows + [_row(path, read_manifest(path), retention, set()) for path in others]
+    rows += [_row(path, read_manifest(path), retention, set()) for path in others]
+    for row in rows:
+        if "step" in row and not row["name"].startswith(_SET_ASIDE):
+            if row["validation_loss"] is None:  # it chooses checkpoints only with checkpoint.keep_best
+                row["validation_loss"] = validations.get(row["step"])
+            if row["step"] in times:  # files are as old as their copy
+                row["age_s"] = max(0.0, time.time() - times[row["step"]])
+    return rows
 
 
 def _row(path: Path, body: dict[str, Any], retention: Retention, best: set[int]) -> dict[str, Any]:
@@ -129,9 +146,10 @@ def _difference(before: TensorFiles, after: TensorFiles, name: str) -> dict[str,
     if first.equal(second):
         return None
     distance: Tensor = second.double() - first.double()
-    norm = float(first.double().norm())
-    relative = float(distance.norm()) / norm if norm else None
-    return {"largest": float(distance.abs().max()), "relative": relative}
+    norm, largest, length = (float(value) for value in (first.double().norm(), distance.abs().max(), distance.norm()))
+    if not math.isfinite(largest + norm + length):
+        return {"largest": math.inf, "relative": math.inf}
+    return {"largest": largest, "relative": length / norm if norm else None}
 
 
 def _checkpoints(target: Path) -> list[Path]:
@@ -149,6 +167,8 @@ def _checkpoints(target: Path) -> list[Path]:
 
 
 def _print_list(rows: Sequence[dict[str, Any]]) -> None:
+    if not rows:
+        print("no checkpoint yet")
     for row in rows:
         if "step" not in row:
             print(f"{row['name']:<24} {', '.join(row['notes'])}")
@@ -163,10 +183,13 @@ def _print_list(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_diff(found: dict[str, Any]) -> None:
+    tensors = found["tensors"]
+    print(*map(printable, found["checkpoints"]), sep=" -> ")
+    print(f"{found['equal']} tensors are equal, {len(tensors)} differ", end="")
+    print(f"; of the settings {len(found['config'])} differ, of the state {len(found['state'])} values")
     for key in ("config", "state"):
         for name, (before, after) in found[key].items():
-            print(f"{key} {name}: {before} -> {after}")
-    tensors = found["tensors"]
+            print(printable(f"{key} {name}: {short_repr(before)} -> {short_repr(after)}"))
     ranked = sorted(tensors.items(), key=lambda item: -(item[1].get("relative") or float("inf")))
     for name, values in ranked[:MAX_PRINTED]:
         if "largest" in values:
@@ -178,7 +201,6 @@ def _print_diff(found: dict[str, Any]) -> None:
             )
     if len(ranked) > MAX_PRINTED:
         print(f"and {len(ranked) - MAX_PRINTED} more")
-    print(f"{found['equal']} tensors are equal, {len(tensors)} differ")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -212,11 +234,11 @@ def main(argv: list[str] | None = None) -> int:
             progress.phase("verifying and comparing", announce=False)
             result = diff_checkpoints(options.first, options.second)
     if options.json:
-        print(json.dumps(result, indent=1))
+        print(json.dumps(replace_nonfinite(result), indent=1, allow_nan=False))
     elif options.command == "list":
         _print_list(result)
     elif options.command == "verify":
-        print("\n".join(f"{row['name']}: {row['problem'] or 'intact'}" for row in result))
+        print("\n".join(printable(f"{row['name']}: {row['problem'] or 'intact'}") for row in result))
     else:
         _print_diff(result)
     return status

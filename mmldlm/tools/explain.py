@@ -20,9 +20,10 @@ from mmldlm.errors import ExitCode, UsageError
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.trainer.explain import Explanation, explain_step, sample_names
 from mmldlm.trainer.trainer import Trainer
+from mmldlm.utils.printable import printable
 
 
-def explain(run: RecordedRun, step: int) -> tuple[Explanation, list[str]]:
+def explain(run: RecordedRun, step: int, scratch_in: Path | None = None) -> tuple[Explanation, list[str]]:
     """Explain a step of a run, counted from 1, in this process.
 
     Returns:
@@ -34,7 +35,7 @@ def explain(run: RecordedRun, step: int) -> tuple[Explanation, list[str]]:
     if not run.starts[0]["step"] < step <= run.last_step:
         raise UsageError(f"STEP: expected {run.starts[0]['step'] + 1} to {run.last_step}, found {step}")
     launch = read_launcher_env(os.environ)
-    for trainer, _, stop, _ in replay(run, step, step, launch):
+    for trainer, _, stop, _ in replay(run, step, step, launch, scratch_in):
         advance(trainer, min(stop, step - 1))
         if stop >= step:
             result = explain_step(trainer, step - 1, trainer.state.samples_drawn, run.grad_norm(step))
@@ -47,8 +48,11 @@ def _report(trainer: Trainer, step: int, result: Explanation) -> list[str]:
     """Return the lines about an explanation of a step, counted from 0."""
     config, components, position = trainer.config, trainer.components, trainer.state.samples_drawn
     size = components.loader.batch_at(step)
-    lines = [f"step {step + 1}: gradient norm {result.norm:.4g}, {'above' if result.norm > result.limit else 'not'} "]
-    lines[0] += f"limit {result.limit:.4g}; {result.replays} replays of parts of its {size.global_batch_size} samples"
+    relation = f"above limit {result.limit:.4g}"
+    if not result.is_spike:
+        relation = f"no spike; the samples are those without which it is at most half, {result.limit:.4g}"
+    lines = [f"step {step + 1}: gradient norm {result.norm:.4g}, {relation}; "]
+    lines[0] += f"{result.replays} replays of parts of its {size.global_batch_size} samples"
     weights = mode_weights_at(step, config.mode, config.mode_schedule)
     samplers = config.text.sampler, config.latent.sampler
     for name, slot in zip(sample_names(trainer, step, position, result), result.slots, strict=True):
@@ -67,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, whatever it finds. A `MmldlmError` propagates."""
     parser = argparse.ArgumentParser("mmldlm explain", description=__doc__)
     parser.add_argument("arguments", nargs="+", metavar="RUN STEP | key.sub=value")
-    places, overrides = split_arguments(parser.parse_args(argv).arguments)
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to compute, in a new folder")
+    options = parser.parse_intermixed_args(argv)
+    places, overrides = split_arguments(options.arguments)
     if len(places) != 2 or not places[1].isdecimal():
         raise UsageError(f"expected a run folder and a step, found {' '.join(places)}")
-    _, lines = explain(RecordedRun.read(Path(places[0]), overrides), int(places[1]))
-    print("\n".join(lines))
+    _, lines = explain(RecordedRun.read(Path(places[0]), overrides), int(places[1]), options.scratch)
+    print("\n".join(map(printable, lines)))
     return ExitCode.DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import shutil
@@ -19,33 +18,54 @@ from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CheckpointConfig, RunConfig
 from mmldlm.distributed.launcher import LauncherEnv
-from mmldlm.errors import DataError
+from mmldlm.distributed.process_group import process_group
+from mmldlm.errors import DataError, StorageError
 from mmldlm.settings.declaration import restore
 from mmldlm.settings.fields import set_dotted
 from mmldlm.telemetry.profiler import ProfileConfig
-from mmldlm.tools.run_history import Record, parse_record
+from mmldlm.tools.records import Record, check_record
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 
 Stretch = tuple[Trainer, int, int, bool]
+_OF_STARTS = ("config", "data_manifest", "versions", "world_size", "ranks")  # what a replay needs
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder describes it; `overrides` are settings that a replay changes, such as `data.path=NEW`."""
+    """A run as its folder describes it.
+
+    Attributes:
+        folder: Run folder.
+        records: Its records.
+        overrides: Settings that a replay changes, such as `data.path=NEW`.
+        damaged: A line about each line that is no record.
+    """
 
     folder: Path
     records: list[Record]
     overrides: Sequence[str] = ()
+    damaged: Sequence[str] = ()
 
     @classmethod
     def read(cls, folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
-        """Read the records of a run; DataError if it has none with its config."""
-        path = folder / "metrics.jsonl"
-        lines = path.read_bytes().splitlines() if path.is_file() else []
-        run = cls(folder, [record for line in lines if (record := parse_record(line))], overrides)
-        if not run.starts or not all(start.get("config") for start in run.starts):
-            raise DataError(f"{folder}: expected a run whose {path.name} has the config of each start, found none")
+        """Read the records of a run.
+
+        Raises:
+            DataError: The record of a start is missing or incomplete.
+        """
+        path, records, damaged = folder / "metrics.jsonl", [], []
+        for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+            try:
+                records.append(check_record(line))
+            except DataError as error:
+                damaged.append(f"{path.name}, line {number}: {error}")
+        run = cls(folder, records, overrides, damaged)
+        if not run.starts:
+            raise DataError("; ".join([f"{folder}: expected a start in {path.name}, found none", *damaged]))
+        for start in run.starts:
+            if missing := [key for key in _OF_STARTS if not start.get(key)]:
+                raise DataError(f"{path}: {start['kind']} at step {start['step']}: lacks {', '.join(missing)}")
         return run
 
     @property
@@ -86,24 +106,38 @@ class RecordedRun:
         return restore(RunConfig, tree)
 
 
-def replay(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> Iterator[Stretch]:
+def replay(
+    run: RecordedRun, first: int, last: int, launch: LauncherEnv, folder: Path | None = None
+) -> Iterator[Stretch]:
     """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
 
     A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and
     saves. Nothing is printed to stdout meanwhile.
+
+    Args:
+        run: The run.
+        first: First step to replay.
+        last: Last step to replay.
+        launch: The processes.
+        folder: Where the scratch folder is made, of all nodes if there are several; default: that of temporary files.
 
     Yields:
         A trainer in a scratch folder after the step before the stretch, that step and the last one, and whether it
         begins as the run did, not where the replay before it ended.
     """
     saved, origin = run.checkpoints, run.starts[0]
-    if origin["resumed_from"] is not None:  # of another run
-        saved.setdefault(origin["step"], Path(origin["resumed_from"]["path"]))
+    if source := origin.get("resumed_from"):  # of another run
+        saved.setdefault(origin["step"], Path(source["path"]))
     begins = {origin["step"], *saved}
     begin = max((step for step in begins if step < first), default=origin["step"])
     edges = {*begins, *(start["step"] for start in run.starts), run.last_step}
-    # The same on all ranks of a machine.
-    scratch = Path(tempfile.gettempdir()) / f"mmldlm-{hashlib.sha256(str(run.folder.absolute()).encode()).hexdigest()}"
+    with process_group(run.config_after(begin).distributed, launch) as ranks:
+        with ranks.raise_on_all_ranks("making of the scratch folder"):
+            try:
+                made = tempfile.mkdtemp(prefix="mmldlm-", dir=folder) if ranks.is_main else ""
+            except OSError as error:
+                raise StorageError(f"--scratch: cannot make a folder in {folder}: {error.strerror}") from None
+        scratch = Path(ranks.gather(made)[0])
     try:
         for start, stop in pairwise(sorted(step for step in edges if step >= begin)):
             if start >= last:
@@ -127,7 +161,7 @@ def _replay_config(config: RunConfig, checkpoint: Path | None, scratch: Path) ->
         data=replace(config.data, verify="full" if config.data.max_bad_samples else "sizes"),
         checkpoint=CheckpointConfig(every_steps=0, keep_best=config.checkpoint.keep_best, async_=False),
         validation=replace(config.validation, text_samples=0),
-        log=replace(config.log, trackers=[]),
+        log=replace(config.log, trackers=[], tensorboard=False),
         profile=ProfileConfig(),
     )
 

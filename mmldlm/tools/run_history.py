@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from mmldlm.errors import ConfigError, DataError, ExitCode, StorageError
 from mmldlm.settings.yaml import read_yaml
+from mmldlm.tools.records import Record, parse_record
 from mmldlm.tools.run_status import (
     ExitReport,
     RankProcess,
@@ -27,8 +28,6 @@ from mmldlm.tools.run_status import (
     read_processes,
 )
 from mmldlm.utils.format import human_duration
-
-Record = dict[str, Any]
 
 CURVE_KINDS = ("train", "validation")  # kinds of records that are points of curves
 RECENT_RECORDS = 50  # training records from which typical values are computed
@@ -48,6 +47,16 @@ class Series(NamedTuple):
     times: list[float]
 
 
+@dataclass
+class _Column:
+    """Values of a tag in the records that were read so far; `session` is where the finite ones of the session begin."""
+
+    series: Series = field(default_factory=lambda: Series([], [], []))
+    finite: list[float] = field(default_factory=list)
+    seen: int = 0
+    session: int = 0
+
+
 class History:
     """The contents of `run_dir` at the last `refresh`.
 
@@ -65,6 +74,8 @@ class History:
             raise DataError(f"{self.run_dir} is no run folder: expected metrics.jsonl in it, found no such file")
         self._reader = MetricsReader(self.run_dir / "metrics.jsonl")
         self._last_change_at = -math.inf
+        self._columns_of: list[Record] = []
+        self._columns: dict[tuple[str, tuple[str, ...]], _Column] = {}
         self.exits: list[ExitReport] = []
         self.processes: list[RankProcess] = []
         self._update(first=True)
@@ -103,36 +114,61 @@ class History:
 
     def by_kind(self, *kinds: str) -> list[Record]:
         """Return the records of these kinds, which `telemetry/metrics.py` lists."""
+        if len(kinds) == 1:
+            return self._reader.by_kind[kinds[0]]
         return [record for record in self.records if record["kind"] in kinds]
 
+    def durations_s(self, activity: str) -> list[float]:
+        """Return the seconds of each time that a heartbeat announced the activity, to the next record of any kind."""
+        return self._reader.durations_s[activity]
+
+    def _column(self, tag: str, kinds: tuple[str, ...]) -> _Column:
+        """Return the values of `tag`, read from the records since the last call."""
+        records = self._reader.records
+        if self._columns_of is not records:  # some were superseded
+            self._columns_of, self._columns = records, defaultdict(_Column)
+        column = self._columns[tag, kinds]
+        for record in records[column.seen :]:
+            if record["kind"] in ("start", "resume"):
+                column.session = len(column.finite)
+            if record["kind"] in kinds and record.get(tag) is not None:
+                value = float(record[tag])
+                column.series.steps.append(record["step"])
+                column.series.values.append(value)
+                column.series.times.append(record["time"])
+                if math.isfinite(value):
+                    column.finite.append(value)
+        column.seen = len(records)
+        return column
+
     def series(self, tag: str, *kinds: str) -> Series:
-        """Return the values of `tag` in records of `kinds` (default: training and validation)."""
-        points = [
-            (record["step"], float(record[tag]), record["time"])
-            for record in self.by_kind(*(kinds or CURVE_KINDS))
-            if isinstance(record.get(tag), int | float)
-        ]
-        return Series(*map(list, zip(*points, strict=True))) if points else Series([], [], [])
+        """Return the values of the metric `tag` in records of `kinds` (default: training and validation)."""
+        return self._column(tag, kinds or CURVE_KINDS).series
+
+    def finite(self, tag: str, session: bool = False) -> list[float]:
+        """Return the finite values of `tag` in training records.
+
+        Args:
+            tag: The metric.
+            session: Only of the latest start or resume, without the first, whose speed includes the start.
+        """
+        column = self._column(tag, ("train",))
+        return column.finite[column.session + 1 :] if session else column.finite
 
     def tags(self, *kinds: str) -> list[str]:
         """Return the tags (`group/name`) with a series in records of `kinds`, in order of first appearance."""
-        tags: dict[str, None] = {}
-        for record in self.by_kind(*(kinds or CURVE_KINDS)):
-            tags.update(dict.fromkeys(key for key, v in record.items() if "/" in key and isinstance(v, int | float)))
-        return list(tags)
+        kinds = kinds or CURVE_KINDS
+        records = (record for record in self.records if record["kind"] in kinds)
+        return list(dict.fromkeys(key for one in records for key in one if "/" in key and one[key] is not None))
 
     def last(self, *kinds: str) -> Record | None:
         """Return the latest record, of `kinds` if they are given."""
-        return next((record for record in reversed(self.records) if not kinds or record["kind"] in kinds), None)
+        places = [self._reader.last_places.get(kind, -1) for kind in kinds] if kinds else [len(self.records) - 1]
+        return self.records[place] if (place := max(places)) >= 0 else None
 
-    @property
-    def session(self) -> list[Record]:
-        """The records since the latest start or resume."""
-        records = self.records
-        for index in reversed(range(len(records))):
-            if records[index]["kind"] in ("start", "resume"):
-                return records[index:]
-        return records
+    def session(self, kind: str) -> list[Record]:
+        """Return the records of a kind since the latest start or resume."""
+        return self.by_kind(kind)[self._reader.session_begins.get(kind, 0) :]
 
     # --- the run ------------------------------------------------------------------------------------------
 
@@ -144,7 +180,7 @@ class History:
     @property
     def step(self) -> int:
         """The last step with a record of any kind."""
-        return max((record["step"] for record in self.records), default=0)
+        return self._reader.step
 
     @property
     def total_steps(self) -> int | None:
@@ -163,15 +199,14 @@ class History:
     @cached_property
     def startup(self) -> Mapping[str, Any]:
         """The start-up report of the latest start that has written one; empty without one."""
-        return read_json(self.run_dir / "startup.json")
+        return read_json(self.run_dir / "startup.json", is_report=True)
 
     # --- time ---------------------------------------------------------------------------------------------
 
     @property
     def step_s(self) -> float | None:
         """Typical seconds of a step, including waits for data but not validations and saves."""
-        steps = [record.get("speed/step_s") for record in self.by_kind("train")[-RECENT_RECORDS:]]
-        finite = [value for value in steps if isinstance(value, int | float) and math.isfinite(value)]
+        finite = self.finite("speed/step_s")[-RECENT_RECORDS:]
         return statistics.median(finite) if finite else None
 
     @property
@@ -227,6 +262,11 @@ class MetricsReader:
 
     Attributes:
         records: All records, in the order in which they were written.
+        by_kind: The same by kind.
+        last_places: Place of the last record of each kind.
+        session_begins: Number of records of each kind before the latest start or resume.
+        durations_s: Seconds of each activity that a heartbeat has announced, to the next record of any kind.
+        step: The last step with a record.
         damaged: Number of lines that are not records.
     """
 
@@ -235,9 +275,29 @@ class MetricsReader:
         self._reset()
 
     def _reset(self) -> None:
-        self.records: list[Record] = []
+        self._keep([])
         self.damaged = 0
         self._offset, self._tail, self._partial_line = 0, b"", b""
+
+    def _keep(self, records: list[Record]) -> None:
+        self.records: list[Record] = []
+        self.by_kind: dict[str, list[Record]] = defaultdict(list)
+        self.last_places: dict[str, int] = {}
+        self.session_begins: dict[str, int] = {}
+        self.durations_s: dict[str, list[float]] = defaultdict(list)
+        self.step = 0
+        for record in records:
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        if self.records and (before := self.records[-1])["kind"] == "heartbeat":
+            self.durations_s[before["what"]].append(record["time"] - before["time"])
+        if record["kind"] in ("start", "resume"):
+            self.session_begins = {kind: len(records) for kind, records in self.by_kind.items()}
+        self.last_places[record["kind"]] = len(self.records)
+        self.step = max(self.step, record["step"])
+        self.records.append(record)
+        self.by_kind[record["kind"]].append(record)
 
     def refresh(self) -> bool:
         """Read what was added and return whether anything changed.
@@ -278,22 +338,6 @@ class MetricsReader:
         if record is None:
             self.damaged += bool(line.strip())
             return
-        if record["kind"] in ("start", "resume"):  # later steps are trained again
-            self.records = [old for old in self.records if old["step"] <= record["step"]]
-        self.records.append(record)
-
-
-def parse_record(line: bytes) -> Record | None:
-    """Return the record in `line`, with NaN for numbers that were not finite; None if the line is not a record."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
-    if type(record.get("step")) is not int or type(record.get("time")) not in (int, float):
-        return None
-    for key in record.get("nonfinite") or []:
-        if key in record:  # otherwise the key is a path into a value, such as "ranks.0.loss"
-            record[key] = math.nan
-    return {sys.intern(key): value for key, value in record.items()}
+        if record["kind"] in ("start", "resume") and self.step > record["step"]:  # later steps are trained again
+            self._keep([old for old in self.records if old["step"] <= record["step"]])
+        self._add(record)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from mmldlm.errors import ExitCode
+from mmldlm.tools.records import check_values
 
 StateName = Literal["running", "silent", "finished", "stopped", "failed", "killed"]
 ACTIVE_STATES = ("running", "silent")  # the other states are of runs that have ended
@@ -142,10 +143,12 @@ def read_processes(run_dir: Path, lock_owner: RankProcess | None) -> list[RankPr
     return [lock_owner, *(RankProcess(rank, host, pid, written_at) for rank, (host, pid) in enumerate(ranks) if rank)]
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in `path`; empty if the file is missing, torn or holds something else."""
+def read_json(path: Path, is_report: bool = False) -> Mapping[str, Any]:
+    """Return the JSON object in `path`; empty if the file is missing, torn or no JSON object, or no start's report."""
     try:
         content = json.loads(path.read_bytes())
+        if is_report:
+            check_values(content)
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -136,7 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     if len(options.to) > 1:  # in processes of their own, so that none waits for another
         flags = [str(options.run), f"--interval={options.interval}", *(["--all"] if options.all else [])]
         commands = [[sys.executable, "-m", "mmldlm.tools.track", *flags, "--to", name] for name in options.to]
-        return max(process.wait() for process in [subprocess.Popen(command) for command in commands])
+        codes = [process.wait() for process in [subprocess.Popen(command) for command in commands]]
+        # A bridge that was killed by a signal has a code below 0, and counts as it does in a shell.
+        return max(code if code >= 0 else 128 - code for code in codes)
     bridge = Bridge(options.run, options.to[0], options.all)
     while True:
         with RunLock(tracker_folder(options.run, bridge.tracker)):

@@ -27,12 +27,13 @@ from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_pro
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import check_chain
 from mmldlm.tools.checkpoints import diff_checkpoints
+from mmldlm.tools.records import Record
 from mmldlm.tools.replay import RecordedRun, advance, replay
-from mmldlm.tools.run_history import Record
 from mmldlm.tools.run_status import read_exits, read_json
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.files import sha256
+from mmldlm.utils.printable import printable
 
 # Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/trust.md.
@@ -53,11 +54,16 @@ _NUMERICS = (
 # --- what the folder says ------------------------------------------------------------------------------------------
 
 
+def check_chains(folder: Path) -> Iterator[str]:
+    """Yield a line about each record of a run folder that is not what was written after the one before."""
+    for name in ("metrics.jsonl", SKIPS_FILE):
+        if (folder / name).is_file() and (folder / name).stat().st_size:
+            yield from check_chain(folder / name)
+
+
 def check(run: RecordedRun) -> Iterator[str]:
     """Yield a line about everything in the run folder and the store that is not as the run's records say."""
-    for name in ("metrics.jsonl", SKIPS_FILE):
-        if (run.folder / name).is_file() and (run.folder / name).stat().st_size:
-            yield from check_chain(run.folder / name)
+    yield from run.damaged
     yield from _check_config(run)
     yield from _check_end(run)
     yield from _check_data(run)
@@ -70,8 +76,7 @@ def _check_config(run: RecordedRun) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    recorded = json.loads(json.dumps(run.starts[-1]["config"]))
-    lines = diff_configs(recorded, json.loads(json.dumps(found)))
+    lines = diff_configs(run.starts[-1]["config"], json.loads(json.dumps(found)))
     yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
 
 
@@ -85,23 +90,23 @@ def _check_end(run: RecordedRun) -> Iterator[str]:
 def _check_data(run: RecordedRun) -> Iterator[str]:
     verified = []
     for step, recorded in {start["step"]: start["data_manifest"] for start in run.starts}.items():
-        location = run.config_after(step).data.location
         try:
+            location = run.config_after(step).data.location
             store = open_data(location)
             if store.identity != recorded:
                 yield f"{store.path}: the data of step {step} had the hash {recorded[:12]}, found {store.identity[:12]}"
             if location not in verified:  # once, however often the run has been resumed
                 verified.append(location)
                 verify_part(store)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             yield str(error)
 
 
 def _check_checkpoints(run: RecordedRun) -> Iterator[str]:
     recorded: dict[int, str] = {}
     for record in run.records:
-        source = record["resumed_from"] if record["kind"] in ("start", "resume") else record
-        if "sha256" not in (source or {}):
+        source: Record = record if record["kind"] == "checkpoint" else record.get("resumed_from") or {}
+        if "sha256" not in source:
             continue
         step, digest = record["step"], source["sha256"]
         if recorded.setdefault(step, digest) != digest and record["kind"] == "resume":
@@ -121,7 +126,9 @@ def _check_checkpoints(run: RecordedRun) -> Iterator[str]:
 # --- what its steps give -------------------------------------------------------------------------------------------
 
 
-def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> Iterator[tuple[str, list[str]]]:
+def recompute(
+    run: RecordedRun, first: int, last: int, launch: LauncherEnv, scratch_in: Path | None = None
+) -> Iterator[tuple[str, list[str]]]:
     """Train the steps `first` to `last` again, with those of their segments, and compare all numbers (collective).
 
     Yields:
@@ -131,7 +138,7 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
         ConfigError: This launch cannot compute what the run did.
     """
     is_exact = True
-    for trainer, begin, stop, is_fresh in replay(run, first, last, launch):
+    for trainer, begin, stop, is_fresh in replay(run, first, last, launch, scratch_in):
         start = run.start_before(begin)
         dropout, processes = trainer.config.model.dropout, start["world_size"]
         if dropout and launch.world_size != processes:
@@ -140,6 +147,10 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
                 f"{launch.world_size}"
             )
         advance(trainer, stop)
+        if trainer.state.step < stop:
+            problem = f"the recorded config ends at step {trainer.state.step}"
+            yield f"steps {begin + 1} to {stop}: NOT the same", [problem]
+            return
         trainer.save(wait=True)
         if not trainer.engine.is_main:
             continue
@@ -160,9 +171,9 @@ def recompute(run: RecordedRun, first: int, last: int, launch: LauncherEnv) -> I
 def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether two starts round their sums alike, by their reports; on GPUs kernels add in any order."""
     keys = ("name", "processor", "threads")
-    ranks, others = ([[rank[key] for key in keys] for rank in start["ranks"]] for start in (first, second))
+    ranks, others = ([[rank.get(key) for key in keys] for rank in start["ranks"]] for start in (first, second))
     on_cpus = all(name == "cpu" for name, *_ in ranks)
-    return on_cpus and ranks == others and all(first[key] == second[key] for key in _NUMERICS)
+    return on_cpus and ranks == others and all(first.get(key) == second.get(key) for key in _NUMERICS)
 
 
 class Differences:
@@ -187,7 +198,8 @@ class Differences:
         self.add_size(name, size, f"{recorded} recorded, {recomputed} recomputed")
 
     def add_size(self, name: str, size: float, text: str) -> None:
-        """Count a relative difference."""
+        """Count a relative difference; one that is not finite is larger than any."""
+        size = size if math.isfinite(size) else math.inf
         self.largest = max(self.largest, size)
         if size > self.tolerance:
             self.problems.append(f"{name}: {text}")
@@ -196,8 +208,7 @@ class Differences:
 def _relative(first: float, second: float) -> float:
     if first == second or (math.isnan(first) and math.isnan(second)):
         return 0.0
-    difference = abs(first - second) / max(abs(first), abs(second))
-    return difference if math.isfinite(difference) else math.inf
+    return abs(first - second) / max(abs(first), abs(second))
 
 
 def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: int, differences: Differences) -> None:
@@ -233,8 +244,8 @@ def _compare_checkpoints(recorded: Path, recomputed: Path, differences: Differen
     result = diff_checkpoints(recorded, recomputed)
     for name, values in result["tensors"].items():
         # Zeros have no relative difference.
-        size = values.get("relative", math.inf) or values.get("largest", math.inf)
-        differences.add_size(f"{recorded.name}: {name}", max(size, 1e-300), f"differs by {size:.1e} of its norm")
+        size = values.get("relative", math.inf) or values.get("largest", math.inf) or sys.float_info.min
+        differences.add_size(f"{recorded.name}: {name}", size, f"differs by {size:.1e} of its norm")
     for key, values in result["state"].items():
         if not key.startswith("micro_batch"):
             differences.add(f"{recorded.name}: state.json: {key}", *values)
@@ -254,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="compute all steps again")
     parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
     parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to compute, on a disk of all nodes")
     parser.add_argument("--accelerate_config", metavar="FILE", help="config that selects the engine, with torchrun")
     return parser
 
@@ -264,22 +276,36 @@ def run(argv: Sequence[str] | None = None) -> int:
     folders, overrides = split_arguments(options.arguments)
     if len(folders) != 1:
         raise UsageError(f"expected one run folder, found {len(folders)}: {' '.join(folders) or 'none'}")
-    recorded = RecordedRun.read(Path(folders[0]), overrides)
+    folder, lines = Path(folders[0]), []
     launch = read_launcher_env(os.environ, None, options.accelerate_config)
-    problems, lines = list(check(recorded)) if launch.rank == 0 else [], []
+    problems = list(check_chains(folder)) if launch.rank == 0 else []
+    try:
+        recorded = RecordedRun.read(folder, overrides)
+    except DataError as error:
+        if not problems and not (folder / "metrics.jsonl").is_file():
+            raise
+        return _print_result(folder, [], [*problems, str(error)]) if launch.rank == 0 else ExitCode.DATA
+    begin, end = recorded.starts[0]["step"] + 1, recorded.last_step
+    first, last = options.first or begin, end if options.last is None else options.last
+    if (options.first or options.last is not None) and not begin <= first <= last <= end:
+        raise UsageError(f"--from {first} --to {last}: expected steps from {begin} to {end}, in this order")
     if launch.rank == 0:
+        problems += check(recorded)
         lines.append(f"{len(recorded.records)} records, {len(recorded.checkpoints)} checkpoints, config and data")
-        if (codes := {start["versions"]["code"] for start in recorded.starts}) != {code_hash()}:
+        if (codes := {str(start["versions"].get("code")) for start in recorded.starts}) != {code_hash()}:
             lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
-    if options.all or options.first is not None or options.last is not None:
-        last = recorded.last_step if options.last is None else options.last
-        for line, differences in recompute(recorded, options.first or 1, last, launch):
+    if recorded.damaged:
+        lines.append("no step is computed again: there are damaged records")
+    elif options.all or options.first is not None or options.last is not None:
+        for line, differences in recompute(recorded, first, last, launch, options.scratch):
             lines.append(line)
             problems += [f"recomputed {difference}" for difference in differences]
-    if launch.rank:
-        return ExitCode.DONE
-    print("\n".join([*lines, *(f"PROBLEM {line}" for line in problems[:MAX_PRINTED])]))
-    print(f"{recorded.folder}: {f'{len(problems)} problems' if problems else 'verified'}")
+    return ExitCode.DONE if launch.rank else _print_result(folder, lines, problems)
+
+
+def _print_result(folder: Path, lines: Sequence[str], problems: Sequence[str]) -> ExitCode:
+    result = f"{folder}: {f'{len(problems)} problems' if problems else 'verified'}"
+    print(*map(printable, [*lines, *(f"PROBLEM {line}" for line in problems[:MAX_PRINTED]), result]), sep="\n")
     return ExitCode.DATA if problems else ExitCode.DONE
 
 

@@ -27,7 +27,8 @@ class Explanation:
 
     Attributes:
         norm: Gradient norm of the step.
-        limit: Largest norm that is not a spike.
+        limit: Largest norm that is not a spike; of a step that is none, half of its norm.
+        is_spike: Whether its norm is above the largest one that is not a spike.
         slots: The samples' slots, found in this order.
         rest: Gradient norm of all other samples.
         replays: Number of forward and backward passes of a part of the batch.
@@ -35,6 +36,7 @@ class Explanation:
 
     norm: float
     limit: float
+    is_spike: bool
     slots: list[int] = field(default_factory=list)
     rest: float = math.inf
     replays: int = 0
@@ -80,7 +82,10 @@ def explain_step(trainer: Trainer, step: int, position: int, norm: float | None 
     """
     parts = _Parts(trainer, step, position)
     total = parts.norm(parts.slots) if norm is None else norm if math.isfinite(norm) else math.inf
-    result = Explanation(total, _limit(trainer, total))
+    limit, accepted = trainer.guard.norm_limit, trainer.state.accepted_norms
+    if math.isinf(limit) and accepted:
+        limit = USUAL_FACTOR * statistics.median(accepted)
+    result = Explanation(total, limit if total > limit else min(total / 2, 1e300), total > limit)
     rest = parts.slots
     while total > result.limit and len(result.slots) < MAX_CAUSES and len(rest) > 1:
         result.slots.append(_largest(parts, rest, total))
@@ -88,14 +93,6 @@ def explain_step(trainer: Trainer, step: int, position: int, norm: float | None 
         total = result.rest = parts.norm(rest)
     result.replays = parts.replays
     return result
-
-
-def _limit(trainer: Trainer, norm: float) -> float:
-    """Return the largest norm that is not a spike; for a norm that is none, half of it."""
-    limit, accepted = trainer.guard.norm_limit, trainer.state.accepted_norms
-    if math.isinf(limit) and accepted:
-        limit = USUAL_FACTOR * statistics.median(accepted)
-    return limit if norm > limit else min(norm / 2, 1e300)
 
 
 def _largest(parts: _Parts, slots: np.ndarray, norm: float) -> int:

@@ -13,7 +13,7 @@ import torch
 try:
     import psutil
 except ImportError:  # sampling from a bundle does without
-    psutil = None  # type: ignore[assignment]
+    psutil = None
 
 _LOOK_S, _MAX_LOOKS = 0.25, 8  # a load that ends within these two seconds does not cost the whole run a thread
 _QUIET_CORES = 0.5  # of others, which leave a thread room for most of the time

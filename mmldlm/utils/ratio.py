@@ -46,29 +46,36 @@ def ratio_of_sums(numerators: np.ndarray, denominators: np.ndarray) -> Ratio:
 
     The standard error is the one of the linearized ratio (Cochran, Sampling Techniques, 3rd edition, section 2.11):
     with residuals r = numerators - ratio denominators, std(r) / (mean(denominators) sqrt(n)). The interval is
-    normal: ratio +- 1.96 standard errors, for 30 documents or more. A single document has neither.
+    Student's t with n - 1 degrees of freedom. A single document has neither.
     """
     value = float(numerators.sum() / denominators.sum())
     if len(numerators) < 2:
         return Ratio(value, no_interval_reason="n = 1")
     residuals = numerators - value * denominators
     error = float(residuals.std(ddof=1)) / float(denominators.mean()) / math.sqrt(len(residuals))
-    return Ratio(value, (value - _NORMAL_QUANTILE * error, value + _NORMAL_QUANTILE * error), error)
+    margin = error * student_quantile(len(residuals) - 1)
+    return Ratio(value, (value - margin, value + margin), error)
 
 
 def mean_of_draws(values: np.ndarray) -> Ratio:
-    """Return the mean of n independent draws with its Student-t interval, for which 4 are needed.
+    """Return the mean of n independent draws with its Student-t interval, for which 4 are needed."""
+    if len(values) < 4:
+        return Ratio(float(values.mean()), no_interval_reason=f"n = {len(values)}")
+    return ratio_of_sums(values, np.ones(len(values)))
 
-    The quantile is its expansion in 1 / degrees of freedom (Abramowitz and Stegun, 26.7.5), to 1 % for 4 draws.
+
+def student_quantile(degrees: int) -> float:
+    """Return the two-sided quantile of Student's t at `CONFIDENCE`.
+
+    From 3 degrees of freedom on it is its expansion in their inverse (Abramowitz and Stegun, 26.7.5), to 1 % or better.
     """
-    value, degrees = float(values.mean()), len(values) - 1
-    if degrees < 3:
-        return Ratio(value, no_interval_reason=f"n = {degrees + 1}")
+    if degrees == 1:
+        return math.tan(math.pi * CONFIDENCE / 2)
+    if degrees == 2:
+        return CONFIDENCE * math.sqrt(2 / (1 - CONFIDENCE**2))
     z = _NORMAL_QUANTILE
     terms = z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    margin = error * sum(term / degrees**power for power, term in enumerate(terms))
-    return Ratio(value, (value - margin, value + margin), error)
+    return sum(term / degrees**power for power, term in enumerate(terms))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_mean_interval_matches_scipy() -> None:
     result = ratio_of_sums(values, np.ones(80))
     assert result.value == pytest.approx(values.mean(), rel=1e-12)
     assert result.standard_error == pytest.approx(scipy.stats.sem(values), rel=1e-12)
-    assert result.interval == pytest.approx(scipy.stats.norm.interval(0.95, values.mean(), scipy.stats.sem(values)))
+    assert result.interval == pytest.approx(scipy.stats.t.interval(0.95, 79, values.mean(), scipy.stats.sem(values)))
     bits = result * 2.0
     low, high = result.interval
     assert bits == Ratio(2 * result.value, (2 * low, 2 * high), 2 * result.standard_error)
@@ -179,3 +179,15 @@ def test_length_buckets_hold_each_document_once() -> None:
     lengths = np.array([1, 8, 9, 16, 40, 64, 65])
     assert length_buckets(lengths) == [(1, 8), (9, 16), (33, 64), (65, 128)]
     assert length_buckets(np.array([3])) == [(1, 8)]
+
+
+def test_intervals_of_few_documents_are_student_s() -> None:
+    """They hold the truth as often as they say, also for two."""
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 4, 10):
+        draws = rng.normal(5.0, 1.0, (4000, count))
+        intervals = [ratio_of_sums(values, np.ones(count)).interval for values in draws]
+        share = np.mean([low <= 5.0 <= high for low, high in intervals])
+        assert 0.935 < share < 0.965, (count, share)
+        low, high = scipy.stats.t.interval(0.95, count - 1, draws[0].mean(), scipy.stats.sem(draws[0]))
+        assert intervals[0] == pytest.approx((low, high), rel=0.02)

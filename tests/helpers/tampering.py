@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -164,13 +165,13 @@ def flip_weight_byte(run: Path, store: Path, rng: random.Random) -> str:
     return f"{path.parent.name}/model.safetensors"
 
 
-def change_weight(run: Path, rng: random.Random, rehash: bool = False) -> str:
-    """One weight, by the last bits of its float, with the manifest of the checkpoint."""
+def change_weight(run: Path, rng: random.Random, rehash: bool = False, by: float = 1e-5) -> str:
+    """One weight, by the last bits of its float or what is given, with the manifest of the checkpoint."""
     folder = rng.choice(checkpoints(run)[1:] if rehash else checkpoints(run))
     path = folder / "model.safetensors"
     tensors = load_file(path)
     name = rng.choice(sorted(name for name in tensors if tensors[name].size > 8))
-    tensors[name].reshape(-1)[rng.randrange(8)] += 1e-5
+    tensors[name].reshape(-1)[rng.randrange(8)] += by
     save_file(tensors, path)
     digest = _reseal(folder, path)
     if not rehash:
@@ -253,4 +254,6 @@ FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
     "setting": change_recorded_setting,
     "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),
+    "weight of NaN": lambda run, store, rng: change_weight(run, rng, rehash=True, by=math.nan),
+    "infinite weight": lambda run, store, rng: change_weight(run, rng, rehash=True, by=-math.inf),
 }

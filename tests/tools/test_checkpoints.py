@@ -37,7 +37,7 @@ def test_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["bytes"] == size - (folder / rows[0]["name"] / "manifest.json").stat().st_size
     assert "single x 1" in show(capsys, "list", run)
 
-    assert show(capsys, "diff", folder / "step-00000004", run).splitlines()[-1].endswith("equal, 0 differ")
+    assert " tensors are equal, 0 differ" in show(capsys, "diff", folder / "step-00000004", run).splitlines()[1]
     found = json.loads(show(capsys, "diff", folder / "step-00000002", folder / "step-00000004", "--json"))
     assert found["state"]["step"] == [2, 4] and found["config"] == {}
     weights = [load_file(folder / f"step-0000000{step}" / "model.safetensors") for step in (2, 4)]
@@ -60,3 +60,22 @@ def test_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(folder)
     for command in (["verify", run], ["diff", run, run]):
         assert_user_error((cli.main(["checkpoints", *map(str, command)]), capsys.readouterr().err), 65, "expected")
+
+
+def test_age_and_loss_are_those_of_the_records(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {one["step"]: one["validation/total"] for one in records if one["kind"] == "validation"}
+    for record in records:
+        record["time"] -= 7200  # of a run that was copied two hours later
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    rows = json.loads(show(capsys, "list", run, "--json"))
+    assert all(7200 <= row["age_s"] < 9000 and row["validation_loss"] == losses.get(row["step"]) for row in rows)
+    assert rows[0]["validation_loss"] is not None
+    # A difference begins with what it sums up to, and no line is a page of numbers.
+    lines = show(capsys, "diff", run / "checkpoints/step-00000002", run).splitlines()
+    assert " -> " in lines[0] and "tensors are equal" in lines[1] and max(map(len, lines[2:])) < 400
+    shutil.rmtree(run / "checkpoints")
+    assert show(capsys, "list", run) == "no checkpoint yet\n"
+    (run / "metrics.jsonl").unlink()
+    status = cli.main(["checkpoints", "list", str(run)])
+    assert_user_error((status, capsys.readouterr().err), 65, "expected a run folder")

@@ -211,3 +211,32 @@ def test_from_data_and_config_of_lgdlm_to_a_run(
     records = [record for record in read_metrics(tmp_path / "runs/mine/metrics.jsonl") if record["kind"] == "train"]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert flat_settings(load_config(tmp_path / "runs/mine/config.yaml"))["model.depth"] == 1
+
+
+@pytest.mark.quick
+def test_the_keys_that_its_users_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "small.yaml"
+    config.write_text(
+        "model: {use_gradient_checkpointing: true, n_blocks: 4}\n"
+        "data: {prefetch_factor: 3, persistent_workers: false}\n"
+        "training: {train_batch_size: 8, loss_type: l2t}\n"
+    )
+    shell = ["NNODES=2", "NODE_RANK=0", "NPROC_PER_NODE=4", "MASTER_ADDR=node0", "L2T_TRAIN_BS=16", "DATA_WORKERS=2"]
+    shell += ["L2T_BASE_STEPS=900", "NCCL_TIMEOUT=600", "NCCL_BLOCKING_WAIT=1", "NCCL_SOCKET_NTHREADS=2"]
+    shell += ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1200"]
+    assert cli.main(["convert", "lgdlm", str(config), str(tmp_path / "new"), *shell]) == 0
+    assert "unknown" not in capsys.readouterr().out
+    new = load_config(tmp_path / "new/small.yaml")
+    assert new.memory.activation_checkpointing == "full" and new.model.depth == 4 and new.mode == "l2t"
+    assert (new.data.prefetch_factor, new.data.persistent_workers, new.data.num_workers) == (3, False, 2)
+    assert (new.train.global_batch_size, new.train.micro_batch_size, new.train.steps) == (128, 16, 900)
+    assert (new.distributed.timeout_s, new.distributed.blocking_wait) == (600, True)
+    assert new.distributed.heartbeat_timeout_s == 1200 and new.distributed.nccl["NCCL_SOCKET_NTHREADS"] == 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}\n"])
+def test_an_empty_file_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").write_text(text)
+    code = cli.main(["convert", "lgdlm", str(tmp_path / "empty.yaml"), str(tmp_path / "new")])
+    assert_user_error((code, capsys.readouterr().err), 64, "empty.yaml", "expected keys of LGDLM")

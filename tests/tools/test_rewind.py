@@ -98,7 +98,8 @@ def test_a_pair_and_none(tmp_path: Path, tiny_store: Path) -> None:
     run = RecordedRun.read(planted.train("run"))
     pair, lines = explain_command.explain(run, SPIKE)
     assert pair.is_found and {line.split(": ")[0] for line in lines if line.startswith("own:")} == set(planted.names)
-    usual, _ = explain_command.explain(run, SPIKE - 1)
+    usual, lines = explain_command.explain(run, SPIKE - 1)
+    assert "no spike" in lines[0] and "above limit" not in lines[0]
     assert usual.norm < run_limit(run, SPIKE) and usual.replays == 2 * MAX_REPLAYS
 
 

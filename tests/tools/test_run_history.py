@@ -76,7 +76,7 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
         third.write("train", step, {"loss/total": -2.0 * step})
     assert history.refresh() and history.series("loss/total").values[2:] == [-6.0, -8.0, -10.0, -12.0, -14.0, -16.0]
     third.write("resume", 1, {"total_steps": 9})  # of a folder that was put together by hand
-    assert history.refresh() and history.series("loss/total").values == [1.0] and len(history.session) == 1
+    assert history.refresh() and history.series("loss/total").values == [1.0] and len(history.session("resume")) == 1
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import random
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mmldlm import train
+from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.errors import MmldlmError
 from mmldlm.tools import verify
+from mmldlm.tools.explain import main as explain_main
+from mmldlm.tools.replay import RecordedRun, advance, replay
 from tests.helpers.engine_runs import records, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 from tests.helpers.tampering import FOUND_BY_HASHES, FOUND_BY_RECOMPUTATION, read_records, write_records
 from tests.helpers.tiny_config import TINY
+from tests.helpers.user_errors import assert_user_error
 
 ENGINES = {"single": 1, "ddp": 2, "fsdp2": 4, "zero2": 2, "zero3": 4}
 SCRIPT = str(ROOT / "mmldlm/tools/verify.py")
@@ -91,6 +100,65 @@ def test_recomputation_finds(name: str, copies: Copies, capsys: pytest.CaptureFi
     assert expected in verified(capsys, run, "--all", code=65)
 
 
+@pytest.mark.parametrize("key", ["data_manifest", "versions", "resumed_from", "config", "ranks", "step"])
+def test_damaged_starts_are_problems(key: str, copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values of another type, and keys that are missing, in either start; never a traceback."""
+    for place, value in itertools.product((0, -1), (None, 5, [], "x", {"train": [1]}, {"code": 5}, {"path": 5})):
+        run, _ = copies()
+        records = read_records(run)
+        start = [record for record in records if record["kind"] in ("start", "resume")][place]
+        start[key] = value
+        if value is None:
+            del start[key]
+        write_records(run, records)
+        output = verified(capsys, run, code=65)
+        assert "PROBLEM metrics.jsonl, line" in output and "is not what was written" in output
+        assert value != {"path": 5} or output.count("PROBLEM") > 1, "no word of the key"
+        # With all hashes consistent, nothing but the value is wrong.
+        write_records(run, records, rehash=True)
+        verify.main([str(run), *(["--all"] if value is None or place else [])])
+        with contextlib.suppress(MmldlmError):
+            explain_main([str(run), "2"])
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize("steps", [(7, 3), (0, 0), (9, 9), (1, 9), (300, 400), (-2, 4)])
+def test_steps_that_the_run_does_not_have(
+    steps: tuple[int, int], copies: Copies, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = copies()
+    code = verify.main([str(run), "--from", str(steps[0]), "--to", str(steps[1])])
+    assert_user_error((code, capsys.readouterr().err), 2, f"--from {steps[0]} --to {steps[1]}", "from 1 to 8")
+
+
+def test_scratch_folders_are_new_and_only_they_are_removed(
+    copies: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = copies()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    folders = [tmp_path / "tmp", tmp_path / "own"]
+    # What was in the way of the name that all replays of a run once had.
+    once = f"mmldlm-{hashlib.sha256(str(run.absolute()).encode()).hexdigest()}"
+    for folder in folders:
+        (folder / once).mkdir(parents=True)
+        (folder / once / "precious").touch()
+    recorded = RecordedRun.read(run)
+    launch = read_launcher_env({})
+    # A replay is going on while another one comes and goes.
+    stretches = replay(recorded, 1, 4, launch)
+    trainer, _, stop, _ = next(stretches)
+    assert "verified" in verified(capsys, run, "--to", 3, "--scratch", folders[1])
+    assert "verified" in verified(capsys, run, "--to", 3)
+    advance(trainer, stop)
+    trainer.save(wait=True)
+    assert trainer.run_dir.parent == folders[0] and not (trainer.run_dir / "tensorboard").exists()
+    assert not list(stretches)
+    assert [[path.name for path in folder.iterdir()] for folder in folders] == [[once]] * 2
+    assert all((folder / once / "precious").exists() for folder in folders)
+    code = verify.main([str(run), "--all", "--scratch", str(tmp_path / "none")])
+    assert_user_error((code, capsys.readouterr().err), 74, "--scratch", "none")
+
+
 @pytest.mark.slow
 def test_a_hundred_tamperings(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
     found = 0
@@ -106,7 +174,7 @@ def test_a_hundred_tamperings(copies: Copies, capsys: pytest.CaptureFixture[str]
             verified(capsys, run)
             assert expected in verified(capsys, run, "--all", code=65), name
             found += 1
-    assert found == 100
+    assert found == 110
 
 
 @pytest.mark.slow

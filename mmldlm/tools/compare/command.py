@@ -13,6 +13,7 @@ from mmldlm.tools.report.comparison import group_runs
 from mmldlm.tools.report.paired import Decision, Difference, PairedComparison, PairedRuns
 from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.utils.nested import replace_nonfinite
+from mmldlm.utils.printable import printable
 
 _MEANINGS: dict[Decision, str] = {
     "lower": "B is below A",
@@ -121,11 +122,13 @@ def main(argv: list[str] | None = None) -> int:
         comparison = PairedComparison(pairs, options.over_seeds, options.loss, options.at_least)
         if options.until and not options.json:
             step = min(pairs[-1].a.history.step, pairs[-1].b.history.step)
-            print(f"pair {len(pairs)}, step {step:,}: {comparison.deciding or pairs[-1].pairing}", flush=True)
+            print(
+                printable(f"pair {len(pairs)}, step {step:,}: {comparison.deciding or pairs[-1].pairing}"), flush=True
+            )
         if options.until == "decided" and comparison.decision != "open":
             break
     if options.json:
         print(json.dumps(replace_nonfinite(comparison.to_dict()), allow_nan=False))
     else:
-        print("\n".join(table_lines(comparison)))
+        print("\n".join(map(printable, table_lines(comparison))))
     return ExitCode.DONE

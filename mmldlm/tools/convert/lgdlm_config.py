@@ -16,6 +16,7 @@ from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml, read_yaml
 from mmldlm.tools.config import to_flow_yaml
 from mmldlm.tools.convert.lgdlm_keys import RULES, VARIABLES, Old, Outcome
+from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import display_name, short_repr
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -65,6 +66,8 @@ def convert_config(path: Path, assignments: Sequence[str] = ()) -> ConvertedConf
     """
     name = display_name(str(path))
     old, given_as = _read(path), dict[str, str]()
+    if not old:
+        raise ConfigError(f"{name}: expected keys of LGDLM, found none")
     for assignment in assignments:
         given, _, text = assignment.partition("=")
         given = given.lstrip("+")  # Hydra's mark of a key that the file does not have
@@ -172,9 +175,9 @@ def summary_lines(converted: ConvertedConfig) -> Iterator[str]:
     kinds = [row.kind for row in converted.rows]
     counts = [f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)]
     yield f"{len(kinds)} keys: {', '.join(counts)}"
-    unknown = [display_name(row.key) for row in converted.rows if row.outcome is None]
-    if unknown:
-        yield f"unknown, left out: {', '.join(unknown)}"
+    for kind in ("unknown", "dropped"):
+        if names := [printable(display_name(row.key)) for row in converted.rows if row.kind == kind]:
+            yield f"{kind}, see docs/migration.md: {', '.join(names)}"
     for key, advice in (("train.steps", "epochs x training samples / global batch"), ("mode", "l2t, t2l or joint")):
         if key not in converted.settings:
             yield f"to choose: {key} ({advice}), which is at its default"

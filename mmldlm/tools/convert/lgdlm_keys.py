@@ -46,11 +46,6 @@ def _to(target: str, why: str = "", values: Mapping[Any, Any] | None = None) -> 
     return rule
 
 
-def _drop(keys: str, why: str) -> dict[str, Rule]:
-    """Return the rules of keys, separated by spaces, that have no counterpart."""
-    return dict.fromkeys(keys.split(), lambda key, value, old: Outcome({}, why))
-
-
 def _keep(keys: str, why: str) -> dict[str, Rule]:
     """Return the rules of shell variables, separated by spaces, that have the same meaning here."""
     return dict.fromkeys(keys.split(), lambda key, value, old: Outcome({}, why, stays_variable=True))
@@ -212,49 +207,45 @@ def _nccl(key: str, value: Any, old: Old) -> Outcome:
 
 # --- the rules ---
 
-_FOLDER = "a folder of data: `mmldlm convert lgdlm FOLDER` converts it, and data.path names the store made from it"
-_TOKENIZER = "the tokenizer is copied into the store; nothing is downloaded"
-_NOISE_ENDS = "printed only; the noise schedules of latent.process have no such ends"
-_WANDB = "LGDLM had switched Weights & Biases off; curves are in TensorBoard and metrics.jsonl"
-_UNREAD_KEYS = (
-    "data.dataset_name data.max_val_samples training.total_steps loss.reduction loss.text_kl_weight "
-    "model.p_uniform model.t_eps"
-)
+# Without a counterpart; docs/migration.md says why.
+DROPPED = """
+    data.dataset_name data.max_val_samples training.total_steps loss.reduction loss.text_kl_weight model.p_uniform
+    model.t_eps defaults hydra.run.dir hydra.sweep.dir hydra.sweep.subdir data.latent_data_root data.data_dir
+    data.token_dir data.latent_dir data.data_files.train data.data_files.validation data.preprocessed_dir
+    data.preprocessed_file data.use_preprocessed data.load_tokens data.max_length data.max_samples
+    data.initial_scan_limit data.tokenizer_name data.tokenizer_path data.cache_dir data.local_files_only
+    tokenizer.cache_dir tokenizer.local_files_only data.sequential_schedule model.use_multimodal model.qk_rmsnorm
+    tokenizer.add_mask_token loss.use_cross_entropy model.n_heads model.dropout model.num_residual_streams
+    model.latent_dim model.latent_beta_min model.latent_beta_max model.latent_timesteps training.eval_batch_size
+    training.gradient_accumulation_steps training.num_epochs training.world_size
+    training.loss_type_weights.unconditional training.loss_type_weights.l2t training.loss_type_weights.t2l
+    training.loss_type_weights.partial training.mode_weights training.save_every_n_steps loss.loss_scale
+    loss.text_loss_weight logging.save_dir logging.wandb_project logging.wandb_entity logging.wandb_dir
+    optimizer.use_fused WORLD_SIZE RANK RENDEZVOUS_ID MAX_RETRIES LOG_FILE BASE_WORLD_SIZE BASE_LR L2T_CONFIG
+    NCCL_SOCKET_TIMEOUT TORCH_NCCL_ENABLE_MONITORING WANDB_DISABLED WANDB_MODE WANDB_DIR
+"""
 _NODES = "a variable of scripts/launch_node.sh"
 
 RULES: dict[str, Rule] = {
-    **_drop(_UNREAD_KEYS, "read by nothing in LGDLM"),
-    **_drop("defaults", "Hydra's list of files: those that lie beside this one are read"),
-    **_drop("hydra.run.dir hydra.sweep.dir hydra.sweep.subdir", "Hydra's; run.dir is the only folder"),
-    **_drop("data.latent_data_root data.data_dir data.token_dir data.latent_dir", _FOLDER),
-    **_drop("data.data_files.train data.data_files.validation", _FOLDER),
-    **_drop("data.preprocessed_dir data.preprocessed_file", _FOLDER),
-    **_drop("data.use_preprocessed data.load_tokens", "a store always has tokens and latents"),
+    **dict.fromkeys(DROPPED.split(), lambda key, value, old: Outcome({}, "no counterpart: docs/migration.md")),
     "data.num_workers": _to("data.num_workers", "per process; null chooses by the number of CPUs"),
-    **_drop("data.max_length", "read by nothing in LGDLM, which took model.max_seq_len"),
-    **_drop("data.max_samples", "prepare as much of the data as is to be read"),
-    **_drop("data.initial_scan_limit", "a store opens in milliseconds, whatever its size"),
+    "data.prefetch_factor": _to("data.prefetch_factor"),
+    "data.persistent_workers": _to("data.persistent_workers"),
     "data.val_ratio": _to("--validation-fraction", "a text's split is a function of the text: copies share it"),
-    **_drop("data.tokenizer_name data.tokenizer_path", "LGDLM took tokenizer.path or tokenizer.name"),
-    **_drop("data.cache_dir data.local_files_only tokenizer.cache_dir tokenizer.local_files_only", _TOKENIZER),
-    **_drop("data.sequential_schedule", "read by nothing in LGDLM, which took training.sequential_schedule"),
     "tokenizer.name": _tokenizer_name,
     "tokenizer.path": _to("--tokenizer"),
     "model.type": _only("multimodal_mmdit", "there is one network"),
     "model.diffusion_process": _only("mdlm", "always: masked diffusion of the text"),
     "model.latent_diffusion_process": _only("continuous", "always: Gaussian diffusion of the latents"),
     "model.cluster_size": _only(0, "no clusters"),
-    **_drop("model.use_multimodal model.qk_rmsnorm tokenizer.add_mask_token loss.use_cross_entropy", "always"),
     "model.hidden_size": _width,
     "model.n_blocks": _to("model.depth"),
-    **_drop("model.n_heads", "read for FLOPs only: the network always had 8 heads of 64 channels; see hidden_size"),
+    **dict.fromkeys(
+        ("model.use_gradient_checkpointing", "training.use_gradient_checkpointing"),
+        _to("memory.activation_checkpointing", "also selective, or every k-th block", {True: "full", False: "none"}),
+    ),
     "model.cond_dim": _to("model.conditioning_width", "it enters the blocks by model.modulation_rank"),
     "model.max_seq_len": _to("--max-length", "positions are rotary: no parameter depends on it"),
-    **_drop("model.dropout", "it was in the latent head only; model.dropout is that of all blocks"),
-    **_drop("model.num_residual_streams", "one: hyper-connections cost thousands of small kernels a step"),
-    **_drop("model.latent_dim", "the channels of the store's latents"),
-    **_drop("model.latent_beta_min model.latent_beta_max", _NOISE_ENDS),
-    **_drop("model.latent_timesteps", "noise times are continuous"),
     "model.latent_beta_schedule": _to(
         "latent.process",
         "LGDLM looked for it outside `model`, and so always took cosine",
@@ -267,40 +258,25 @@ RULES: dict[str, Rule] = {
     ),
     "training.seed": _to("run.seed", "of noise and order; it is the same for any number of processes"),
     "training.train_batch_size": _batch_size,
-    **_drop("training.eval_batch_size", "validation has micro-batches of a fixed size"),
-    **_drop(
-        "training.gradient_accumulation_steps",
-        "read by nothing in LGDLM; accumulation here is train.global_batch_size / micro_batch_size / processes",
-    ),
-    **_drop("training.num_epochs", "it ended LGDLM's runs: train.steps = epochs x training samples / global batch"),
     "training.num_train_steps": _to("train.steps", "in LGDLM only the length of the learning-rate schedule"),
     "training.dtype": _to("precision", "of products alone: weights and moments are float32", _PRECISIONS),
     "training.compile_model": _to("compile.scope", "block by block", {True: "regional", False: "none"}),
     "training.lr_schedule": _lr_schedule,
     "training.warmup_steps": _to("optim.warmup_steps"),
     "training.resume": _resume,
-    **_drop("training.world_size", "the launcher's number of processes; a factor of train.global_batch_size"),
     "training.loss_type": _loss_type,
     "loss.loss_type": _loss_type,
-    **_drop("training.loss_type_weights.unconditional training.loss_type_weights.l2t", "see loss_type"),
-    **_drop("training.loss_type_weights.t2l training.loss_type_weights.partial", "see loss_type"),
-    **_drop("training.mode_weights", "see loss_type"),
     "training.sequential_schedule": _sequential_schedule,
-    **_drop("training.save_every_n_steps", "read by nothing in LGDLM, which took logging.save_freq"),
-    **_drop("loss.loss_scale", "a factor of the whole loss, which only gradient clipping felt"),
-    **_drop("loss.text_loss_weight", "read by nothing in LGDLM; the text's loss has weight 1"),
     "loss.latent_loss_weight": lambda key, value, old: Outcome(
         {"loss.latent": "mse", "loss.latent_weight": value},
         "of the mean squared error; only train_mmdit_stable.py read it, for unit vectors: loss.latent: cosine, with "
         "2 / channels of the weight",
     ),
     "logging.run_name": lambda key, value, old: Outcome({} if value is None else {"run.dir": f"runs/{value}"}),
-    **_drop("logging.save_dir", "run.dir is a new folder: the old checkpoints stay where they are"),
     "logging.log_freq": _to("log.every"),
     "logging.eval_freq": _to("validation.every"),
     "logging.num_eval_batches": _eval_batches,
     "logging.save_freq": _to("checkpoint.every_steps", "each is complete, and the last three are kept"),
-    **_drop("logging.wandb_project logging.wandb_entity logging.wandb_dir", _WANDB),
     "optimizer.name": _optimizer,
     "optimizer.type": _optimizer,
     "optimizer.lr": _to("optim.lr"),
@@ -310,32 +286,21 @@ RULES: dict[str, Rule] = {
     "optimizer.beta2": _betas,
     "optimizer.eps": _to("optim.eps"),
     "optimizer.grad_clip_norm": _to("optim.clip_norm"),
-    **_drop("optimizer.use_fused", "read by nothing in LGDLM; optim.fused: auto uses the fused kernel"),
     # Shell variables.
     **_keep("NNODES NPROC_PER_NODE", f"{_NODES}; a factor of train.global_batch_size"),
     **_keep("NODE_RANK MASTER_ADDR MASTER_PORT", _NODES),
-    **_drop("WORLD_SIZE", "it was the number of nodes: NNODES of scripts/launch_node.sh"),
-    **_drop("RANK", "it was the number of the node: NODE_RANK of scripts/launch_node.sh"),
-    **_drop("RENDEZVOUS_ID", "scripts/launch_node.sh chooses it"),
-    **_drop("MAX_RETRIES", "MAX_RESTARTS of scripts/launch_node.sh; each restart resumes"),
-    **_drop("LOG_FILE", "LOG_DIR of scripts/launch_node.sh"),
-    **_drop("BASE_WORLD_SIZE", "the global batch is a setting, so steps do not depend on the number of processes"),
-    **_drop("BASE_LR", "optim.lr, with optim.lr_scaling: sqrt and optim.lr_reference_batch: 32"),
-    **_drop("L2T_CONFIG", "the config to convert"),
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": _heartbeat,
     "NCCL_TIMEOUT": _to("distributed.timeout_s", "nothing reads the variable: LGDLM's timeout was 30 minutes"),
     "TORCH_DISTRIBUTED_TIMEOUT": _to("distributed.timeout_s", "nothing reads the variable"),
-    **_drop("NCCL_SOCKET_TIMEOUT", "nothing reads the variable"),
     "TORCH_NCCL_BLOCKING_WAIT": _flag("distributed.blocking_wait"),
     "NCCL_BLOCKING_WAIT": _flag("distributed.blocking_wait"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": _flag("distributed.async_error_handling"),
     "NCCL_ASYNC_ERROR_HANDLING": _flag("distributed.async_error_handling"),
-    **_drop("TORCH_NCCL_ENABLE_MONITORING", "the watchdog stays on: it ends a run that hangs, and names the rank"),
     **dict.fromkeys(("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"), _nccl),
     **dict.fromkeys(("NCCL_IB_TIMEOUT", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME"), _nccl),
+    **dict.fromkeys(("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"), _nccl),
     **_keep("PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF TORCH_DISTRIBUTED_DEBUG", "set it as before"),
     **_keep("CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS", "set it as before"),
-    **_drop("WANDB_DISABLED WANDB_MODE WANDB_DIR", _WANDB),
 }
 
 # Shell variables of LGDLM's scripts that stood for a key.

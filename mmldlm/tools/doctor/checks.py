@@ -23,9 +23,10 @@ from mmldlm.distributed.comm_benchmark import backend_of, backend_version
 from mmldlm.distributed.environment import disabled_guards
 from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.model.mmdit import MMDiT, count_parameters
+from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.factory import attention_backend, build_meta_model
 from mmldlm.run.warm_start import find_source, warm_start
+from mmldlm.trainer.dry_run import estimate
 from mmldlm.utils.files import probe_file
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -33,7 +34,6 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 _MIB, _GIB = 2**20, 2**30
 _SHARED_MEMORY_MIB_PER_PROCESS = 256  # batches of loader workers, and NCCL's buffers within a machine
 _MIN_OPEN_FILES = 4096
-_CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32: weight and two moments; matrices under Muon have only one moment
 
 
 @dataclass(frozen=True)
@@ -251,11 +251,6 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
     return [ok("init", "; ".join(line.strip() for line in start.notes))]
 
 
-def parameter_count(config: RunConfig, store: Store) -> int:
-    """Return the number of parameters of the configured network."""
-    return sum(count_parameters(_meta_model(config, store)).values())
-
-
 def _meta_model(config: RunConfig, store: Store) -> MMDiT:
     # The configured backend may be refused on the CPU, and has no influence on the parameters.
     return build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
@@ -269,7 +264,7 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
     if store is not None:
         # One more than are kept, since a new one is complete before an old one is removed.
         count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
-        checkpoints = count * parameter_count(config, store) * _CHECKPOINT_BYTES_PER_PARAMETER
+        checkpoints = count * estimate(config, store, 1, steps_per_stage=1).checkpoint_mib * _MIB
         with suppress(OSError):  # a running run may remove some in the meantime
             # Checkpoints of an earlier start are among those that the run keeps, and take their space already.
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))

@@ -28,6 +28,7 @@ from mmldlm.tools.doctor.checks import (
     device_type,
     exit_code,
     format_report,
+    warn,
 )
 from mmldlm.tools.doctor.nodes import NodeEnv, check_master, check_nodes
 from mmldlm.trainer.consistency import config_fingerprint, data_fingerprint, version_fingerprint
@@ -84,6 +85,10 @@ def run_checks(options: argparse.Namespace, node_env: NodeEnv, clock: Callable[[
                 groups["data"] = data_fingerprint(store)
                 findings += check_init(config, store)
             findings.append(check_disk(config, store, options.min_free_gib))
+    if node_env.nodes > 1 and node_env.processes == 1:
+        # The start refuses it, and the doctor does not know the engine.
+        found, remedy = "one process a node: fsdp2_hsdp cannot shard within a node", "another engine, such as fsdp2"
+        findings.append(warn("launch", found, remedy))
     if node_env.nodes > 1:
         first_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         return findings + check_nodes(node_env, findings, first_device, groups, run_dir, options.timeout, clock)

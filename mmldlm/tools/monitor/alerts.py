@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mmldlm.errors import ExitCode
-from mmldlm.tools.monitor.snapshot import Snapshot, finite_values
-from mmldlm.tools.run_history import CURVE_KINDS, Record
+from mmldlm.tools.monitor.snapshot import Snapshot
+from mmldlm.tools.records import Record
+from mmldlm.tools.run_history import CURVE_KINDS
 from mmldlm.utils.format import human_duration
+from mmldlm.utils.nested import flatten
 
 _GIB = 2**30
 _BLOCK = 10  # records per median, so that one unusual batch raises no alert
@@ -146,7 +148,7 @@ def _nonfinite_loss(snapshot: Snapshot) -> str | None:
     """Return the losses that are NaN or infinite. Gradient norms do not count: such steps are skipped."""
     for kind in CURVE_KINDS:
         latest = snapshot.history.last(kind) or {}
-        losses = [tag for tag in latest.get("nonfinite") or [] if tag.startswith(("loss/", "validation/"))]
+        losses = [tag for tag in latest.get("nonfinite", []) if tag.startswith(("loss/", "validation/"))]
         if losses:
             return f"{', '.join(losses[:3])} at step {latest['step']}"
     return None
@@ -181,7 +183,7 @@ def _fp16_overflow(snapshot: Snapshot) -> str | None:
 
 def _diverged(snapshot: Snapshot) -> str | None:
     """Return the training loss if it is above its initial value."""
-    losses = finite_values(snapshot.train_records, "loss/total")
+    losses = snapshot.history.finite("loss/total")
     # The first three records are the initial loss, which `recent` must not contain.
     recent = losses[3:][-_BLOCK:]
     if len(recent) < _BLOCK:
@@ -194,7 +196,7 @@ def _diverged(snapshot: Snapshot) -> str | None:
 
 def _rising_training_loss(snapshot: Snapshot) -> str | None:
     """Return the training loss if it is above its minimum by more than chance and `thresholds.rise`."""
-    losses = finite_values(snapshot.train_records, "loss/total")
+    losses = snapshot.history.finite("loss/total")
     blocks = [losses[end - _BLOCK : end] for end in range(len(losses), _BLOCK - 1, -_BLOCK)]  # latest first
     if len(blocks) < 3:
         return None
@@ -225,7 +227,7 @@ _LOSS_RISES = (_diverged, _rising_training_loss, _rising_validation_loss)
 
 
 def _norm_jump(snapshot: Snapshot) -> str | None:
-    medians = _recent_and_earlier_median(finite_values(snapshot.train_records, "optim/grad_norm")[-105:], 5)
+    medians = _recent_and_earlier_median(snapshot.history.finite("optim/grad_norm")[-105:], 5)
     if medians is None or medians[0] <= snapshot.thresholds.norm_jump * medians[1]:
         return None
     return f"{medians[0]:.3g} (median of 5 records), before {medians[1]:.3g}"
@@ -233,9 +235,11 @@ def _norm_jump(snapshot: Snapshot) -> str | None:
 
 def _norm_clipped(snapshot: Snapshot) -> str | None:
     """Return the gradient norm if it is so large that clipping leaves little of it."""
-    norms = finite_values(snapshot.train_records, "optim/grad_norm")[-20:]
-    clip = (snapshot.history.config.get("optim") or {}).get("clip_norm") or 0
-    if not clip or len(norms) < 20 or (norm := statistics.median(norms)) <= snapshot.thresholds.norm_clipped * clip:
+    norms = snapshot.history.finite("optim/grad_norm")[-20:]
+    clip = flatten(snapshot.history.config).get("optim.clip_norm")
+    if not isinstance(clip, int | float) or not clip or len(norms) < 20:
+        return None
+    if (norm := statistics.median(norms)) <= snapshot.thresholds.norm_clipped * clip:
         return None
     return f"{norm:.3g} (median of 20 records), {norm / clip:.0f} times optim.clip_norm, to which it is clipped"
 
@@ -245,7 +249,7 @@ def _plateau(snapshot: Snapshot) -> str | None:
 
     Raised only while the learning rate is above a third of its peak: at the end of a schedule a plateau is expected.
     """
-    rates = finite_values(snapshot.train_records, "optim/lr")
+    rates = snapshot.history.finite("optim/lr")
     if not rates or rates[-1] < max(rates) / 3 or any(rise(snapshot) for rise in _LOSS_RISES):
         return None
     series, tag, min_points = snapshot.history.series("validation/total", "validation"), "validation/total", 2
@@ -292,7 +296,7 @@ def _disk(snapshot: Snapshot) -> str | None:
 def _mirror(snapshot: Snapshot) -> str | None:
     """Return why the newest checkpoints are not in the mirror."""
     attempt, copied = snapshot.history.last("mirror"), snapshot.history.by_kind("mirror")
-    if not (snapshot.history.config.get("checkpoint") or {}).get("mirror"):
+    if not flatten(snapshot.history.config).get("checkpoint.mirror"):
         return None
     if attempt is not None and "error" in attempt:
         return f"not copied at step {attempt['step']}: {attempt['error']}"
@@ -318,7 +322,7 @@ def _recent_and_earlier_median(values: Sequence[float], recent: int) -> tuple[fl
 
 def _slowdown(snapshot: Snapshot) -> str | None:
     """Return the speed if it is far below the earlier speed of this session."""
-    speeds = _recent_and_earlier_median(finite_values(snapshot.session_records, "speed/tokens_per_s"), 10)
+    speeds = _recent_and_earlier_median(snapshot.history.finite("speed/tokens_per_s", session=True), 10)
     if speeds is None or speeds[0] >= snapshot.thresholds.speed_drop * speeds[1]:
         return None
     return f"{speeds[0]:.0f} tokens/s (median of 10 records), before {speeds[1]:.0f}"
@@ -327,7 +331,7 @@ def _slowdown(snapshot: Snapshot) -> str | None:
 def _busy_cores(snapshot: Snapshot) -> str | None:
     """Return the speed if it fell and other processes keep more of the host's cores busy than before."""
     slowdown = _slowdown(snapshot)
-    cores = _recent_and_earlier_median(finite_values(snapshot.session_records, "speed/cores_of_others"), 10)
+    cores = _recent_and_earlier_median(snapshot.history.finite("speed/cores_of_others", session=True), 10)
     if slowdown is None or cores is None or cores[0] - cores[1] < snapshot.thresholds.cores_of_others:
         return None
     return f"{slowdown}; other processes keep {cores[0]:.1f} cores of this host busy, before {cores[1]:.1f}"
@@ -339,7 +343,7 @@ def _low_speed(snapshot: Snapshot) -> str | None:
 
 def _slow_ranks(snapshot: Snapshot) -> str | None:
     """Return the ranks of this session that were last recorded as slow."""
-    latest = {record["rank"]: record for record in snapshot.history.session if record["kind"] == "slow_rank"}
+    latest = {record["rank"]: record for record in snapshot.history.session("slow_rank")}
     slow = sorted((record for record in latest.values() if record["slow"]), key=lambda record: -record["slowdown"])
     if not slow:
         return None
@@ -370,10 +374,11 @@ def _unstable_speed(snapshot: Snapshot) -> str | None:
 
 def _tokens_per_s(records: Sequence[Record]) -> float:
     """Return the tokens per second over all of these training records."""
-    seconds = finite_values(records, "speed/step_s")
+    tags = "speed/tokens_per_s", "speed/step_s"
+    rows = ([record.get(tag) or math.nan for tag in tags] for record in records)
+    pairs = [row for row in rows if math.isfinite(sum(row))]
     # Tokens of an average step of each record: the records have equally many steps.
-    pairs = zip(finite_values(records, "speed/tokens_per_s"), seconds, strict=True)
-    return sum(speed * step_s for speed, step_s in pairs) / max(sum(seconds), 1e-9)
+    return sum(speed * step_s for speed, step_s in pairs) / max(sum(step_s for _, step_s in pairs), 1e-9)
 
 
 # (name, condition, advice), the most urgent first. Of several rows with one name, the first whose condition holds

@@ -66,11 +66,11 @@ class Output:
         columns, rows = shutil.get_terminal_size((120, 40)) if terminal else (121, 0)
         unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         color = terminal and "NO_COLOR" not in os.environ
-        text = "\n\n".join(
-            "\n".join(TerminalView(snapshot, alerts, columns - 1, unicode, color).lines())
-            for snapshot, alerts in snapshots
-        )
+        views = [TerminalView(snapshot, alerts, columns - 1, unicode, color) for snapshot, alerts in snapshots]
+        text = "\n\n".join("\n".join(view.lines()) for view in views)
         text += "".join(f"\n\n{line}" for line in paired_lines([each for each, _ in snapshots], columns - 1))
+        if terminal and not self.once and len(views) > 1 and text.count("\n") + 1 > rows - 1:
+            text = "\n".join(view.row() for view in views)
         if self.once:
             print(text, flush=True)
         elif terminal:

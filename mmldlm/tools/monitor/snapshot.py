@@ -6,14 +6,13 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 
 from mmldlm.settings.declaration import setting
-from mmldlm.tools.run_history import RECENT_RECORDS, History, Record
+from mmldlm.tools.records import Record
+from mmldlm.tools.run_history import RECENT_RECORDS, History
 from mmldlm.tools.run_status import RunState
 
 
@@ -94,7 +93,7 @@ class Snapshot:
     @cached_property
     def session_records(self) -> list[Record]:
         """Training records since the latest start or resume, without the first, whose speed includes the start."""
-        return [record for record in self.history.session if record["kind"] == "train"][1:]
+        return self.history.session("train")[1:]
 
     @cached_property
     def news_age_s(self) -> float | None:
@@ -119,12 +118,7 @@ class Snapshot:
 
     def _heartbeat_timeout_s(self, heartbeat: Record) -> float:
         """Return how long the activity that `heartbeat` announced may take: `silent_steps` times its usual duration."""
-        durations_s = [
-            # An activity lasts until the next record of any kind.
-            after["time"] - before["time"]
-            for before, after in pairwise(self.history.records)
-            if before["kind"] == "heartbeat" and before.get("what") == heartbeat.get("what")
-        ][-RECENT_RECORDS:]
+        durations_s = self.history.durations_s(heartbeat["what"])[-RECENT_RECORDS:]
         if not durations_s:
             return self.thresholds.silent_s
         return self.thresholds.silent_steps * statistics.median(durations_s)
@@ -143,7 +137,10 @@ class Snapshot:
     def data_wait_share(self) -> float | None:
         """Share of the time of the last 10 records' steps that was spent waiting for data; None with fewer records."""
         recent = self.session_records[-10:]
-        wait_s, step_s = sum(finite_values(recent, "speed/data_wait_s")), sum(finite_values(recent, "speed/step_s"))
+        wait_s, step_s = (
+            sum(filter(math.isfinite, (record.get(tag) or 0.0 for record in recent)))
+            for tag in ("speed/data_wait_s", "speed/step_s")
+        )
         return wait_s / step_s if len(recent) == 10 and step_s else None
 
     @cached_property
@@ -153,9 +150,9 @@ class Snapshot:
         ranks = self.history.startup.get("ranks") or [{}]
         device, host = ranks[0].get("device_memory_mib"), ranks[0].get("host_memory_mib")
         memory = []
-        if device and "memory/cuda_peak_reserved_mib" in latest:
+        if device and latest.get("memory/cuda_peak_reserved_mib") is not None:
             memory.append((f"device {ranks[0].get('device', '')}", latest["memory/cuda_peak_reserved_mib"], device))
-        if host and "memory/host_free_mib" in latest:
+        if host and latest.get("memory/host_free_mib") is not None:
             memory.append(("host", host - latest["memory/host_free_mib"], host))
         return memory
 
@@ -169,12 +166,6 @@ class Snapshot:
         """Size of the newest checkpoint; 0 without one."""
         folders = sorted((self.history.run_dir / "checkpoints").glob("step-*"))
         return sum(map(_size, folders[-1].rglob("*"))) if folders else 0
-
-
-def finite_values(records: Sequence[Record], tag: str) -> list[float]:
-    """Return the finite values of `tag` in `records`."""
-    values = [record.get(tag) for record in records]
-    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _size(path: Path) -> int:

@@ -14,6 +14,7 @@ from mmldlm.tools.monitor.snapshot import Snapshot
 from mmldlm.tools.report.paired import paired_difference
 from mmldlm.tools.run_history import CURVE_KINDS, Series
 from mmldlm.utils.format import format_number, human_count, human_duration
+from mmldlm.utils.printable import printable
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _SPARKLINE_COLUMNS = 32
@@ -58,17 +59,26 @@ class TerminalView:
         """Return the lines, without newlines."""
         plain = [self._head(), *self._losses(), *self._speed(), *self._optimizer(), *self._resources()]
         # Cut before any color is added: an escape sequence must not be cut.
-        lines = [_printable(line)[: self.width] for line in plain]
+        lines = [printable(line)[: self.width] for line in plain]
         for alert in self.alerts:
-            text = _printable(f"{alert.name}: {alert.found}")
-            lines += [self._red(line) for line in self._wrap(text, "  ! ", "    ")]
+            lines += [self._red(line) for line in self._wrap(f"{alert.name}: {alert.found}", "  ! ", "    ")]
             lines += self._wrap(alert.advice, "    -> ", "       ")
         return lines
+
+    def row(self) -> str:
+        """Return one line: the head, and the most urgent alert."""
+        head = printable(self._head())[: self.width]
+        if not self.alerts:
+            return head
+        more = f" (+{len(self.alerts) - 1})" if len(self.alerts) > 1 else ""
+        alert = printable(f"  ! {self.alerts[0].name}{more}: {self.alerts[0].found}")
+        return head + self._red(alert[: max(0, self.width - len(head))])
 
     def _red(self, text: str) -> str:
         return f"\x1b[31m{text}\x1b[0m" if self.color else text
 
     def _wrap(self, text: str, first_indent: str, indent: str) -> list[str]:
+        text = printable(text)  # of the files of a run
         return textwrap.wrap(text, max(40, self.width), initial_indent=first_indent, subsequent_indent=indent)
 
     def _head(self) -> str:
@@ -142,12 +152,7 @@ def paired_lines(snapshots: Sequence[Snapshot], width: int) -> list[str]:
     """Return a line with the difference of each run's loss from that of the first, if they are paired."""
     first, *others = (snapshot.history for snapshot in snapshots)
     differences = [(history.name, paired_difference(first, history)) for history in others]
-    return [_printable(f"{name} - {first.name}: {one}")[:width] for name, one in differences if one]
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: text from the files of a run must not control the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return [printable(f"{name} - {first.name}: {one}")[:width] for name, one in differences if one]
 
 
 def snapshot_to_dict(snapshot: Snapshot, alerts: Sequence[Alert]) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def latest_values(snapshot: Snapshot) -> dict[str, float | None]:
     values: dict[str, float | None] = {}
     for kind in CURVE_KINDS:
         latest = snapshot.history.last(kind) or {}
-        numbers = {key: value for key, value in latest.items() if "/" in key and isinstance(value, int | float)}
+        numbers = {key: value for key, value in latest.items() if "/" in key and value is not None}
         values |= {key: value if math.isfinite(value) else None for key, value in numbers.items()}
     return values
 

@@ -37,7 +37,7 @@ from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
-from mmldlm.errors import MmldlmError, UsageError
+from mmldlm.errors import DataError, MmldlmError, UsageError
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.plan.costs import StepCosts, Work, step_costs
 from mmldlm.utils.cpu import processor_name
@@ -85,9 +85,12 @@ class Calibration:
         }
         self._costs: dict[int, list[StepCosts]] = {}  # of the networks, by world size
         self.machine["networks"] = [list(network) for network in networks]
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        kept = content.get("fits", {}) if content.get("machine") == self.machine else {}
-        self.fits = {name: Fit(**fit) for name, fit in kept.items()}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            kept = content.get("fits", {}) if content.get("machine") == self.machine else {}
+            self.fits = {name: Fit(**fit) for name, fit in kept.items()}
+        except (ValueError, TypeError, AttributeError):
+            raise DataError(f"{path}: is no calibration; remove it to measure again") from None
 
     def calibrate(self, store: str | Mapping[str, float], engines: Sequence[str], world_size: int) -> None:
         """Measure what is missing for these engines and processes, on a store."""

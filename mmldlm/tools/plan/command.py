@@ -245,7 +245,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", type=int, default=1, help="number of nodes (%(default)s)")
     add("--device", default="h100", help=f"{', '.join(GPUS)}, or {THIS}: a CPU, calibrated at first use (%(default)s)")
     add("--network", type=float, default=50, metavar="GB/S", help="of a GPU between nodes (%(default)s: 400 Gbit/s)")
-    add("--rates", type=Path, metavar="FILE", help="rates of the GPU that `mmldlm bench gpu_check smoke` measured")
+    add(
+        "--rates",
+        type=Path,
+        metavar="FILE",
+        help="rates of the GPU, by `python -m benchmarks gpu_check smoke`",
+    )
     add("--mtbf", type=float, metavar="HOURS",
         help=f"mean time between failures of the job (default: {GPU_HOURS_BETWEEN_FAILURES:,.0f} divided by the number "
         "of GPUs, as of Llama 3's training, arXiv 2407.21783)")  # fmt: skip

@@ -68,7 +68,7 @@ GPUS = {
 
 
 def measured_rates(path: Path, precision: str) -> Rates:
-    """Return the rates of a GPU that `mmldlm bench gpu_check smoke` has measured, in bf16.
+    """Return the rates of a GPU that `python -m benchmarks gpu_check smoke` has measured, in bf16.
 
     Raises:
         UsageError: The file has none, or the config's precision is another.

@@ -29,9 +29,11 @@ from mmldlm.tools.report.figures import draw_figures
 from mmldlm.tools.report.html import ReportContent, render_page
 from mmldlm.tools.report.paired import PairedComparison
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
+from mmldlm.tools.run_status import RunState
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import format_number
 from mmldlm.utils.nested import replace_nonfinite
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 from mmldlm.utils.ratio import CONFIDENCE, SEEDS_METHOD, Ratio, SeedStats
 
@@ -60,7 +62,7 @@ def final_metrics(content: ReportContent) -> dict[str, Any]:
         "compared_to_step": content.max_step,
         "confidence": CONFIDENCE,
         "method": SEEDS_METHOD,
-        "runs": {run.name: _run(run, group) for group in content.groups for run in group.runs},
+        "runs": {run.name: _run(run, group) for group in content.drawn for run in group.runs},
         "groups": {group.name: [run.name for run in group.runs] for group in content.groups},
         "comparison": [
             _comparison(comparison, name) for comparison in content.comparisons for name in comparison.others
@@ -122,18 +124,21 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
         DataError: One of the folders is not a run folder.
         StorageError: `out` cannot be written.
     """
-    # With what `mmldlm rewind` has set aside.
-    paths = [folder for path in paths for folder in (path, *sorted(path.glob("branches/*")))]
     runs = read_runs([*paths, *([baseline] if baseline else [])])
+    # What `mmldlm rewind` has set aside is no run that had the run's settings: it is drawn, and not compared.
+    left = read_runs([branch for run in runs for branch in sorted(run.path.glob("branches/*"))])
+    for run in left:
+        run.state = RunState("stopped", cause="left by mmldlm rewind")
+    branches = [RunGroup((run,)) for run in left]
     first = next(run for run in runs if run.path.resolve() == (baseline or paths[0]).resolve())
     groups = group_runs(runs, first)
     max_step = common_step(groups)
     try:
         out.mkdir(parents=True, exist_ok=True)
         paired = [each for group in groups[1:] if (each := PairedComparison.of_groups(groups[0], group)).pairs]
-        figures = draw_figures(groups, paired, out)
+        figures = draw_figures([*groups, *branches], paired, out)
         comparisons, now = compare_groups(groups, max_step), datetime.now(timezone.utc)
-        content = ReportContent(groups, comparisons, max_step, figures, now, paired)
+        content = ReportContent(groups, branches, comparisons, max_step, figures, now, paired)
         # Values from a run's files may be of types that JSON lacks.
         metrics = json.dumps(replace_nonfinite(final_metrics(content)), indent=1, allow_nan=False, default=str)
         write_atomically(out / METRICS, f"{metrics}\n")
@@ -145,17 +150,17 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
 
 def summary_lines(content: ReportContent) -> list[str]:
     """Return a short summary for the terminal: a line per run, and the ratios of validation loss and speed."""
-    width = max(len(run.name) for run in content.runs)
+    width = max(len(printable(run.name)) for run in content.runs)
     lines = []
     for run in content.runs:
         values, total = run.final_values(), run.history.total_steps
         losses = [f"{key} {format_number(values[key])}" for key in ("loss/total", "validation/total") if key in values]
-        progress = f"step {run.history.step:,}" + (f" of {total:,}" if isinstance(total, int) else "")
-        lines.append("  ".join([f"{run.name:<{width}}", f"{run.state.name:<8}", progress, *losses]))
+        progress = f"step {run.history.step:,}" + (f" of {total:,}" if total else "")
+        lines.append("  ".join([f"{printable(run.name):<{width}}", f"{run.state.name:<8}", progress, *losses]))
     for comparison in content.comparisons:
         if comparison.key in ("validation/total", "speed/tokens_per_s"):
             lines += [
-                f"{comparison.key} of {name}: {_format_ratio(ratio)} of {content.groups[0].name}'s"
+                printable(f"{comparison.key} of {name}: {_format_ratio(ratio)} of {content.groups[0].name}'s")
                 for name, (_, ratio) in comparison.others.items()
             ]
     return lines

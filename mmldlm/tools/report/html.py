@@ -40,6 +40,7 @@ class ReportContent:
 
     Attributes:
         groups: Groups of runs, the baseline first.
+        branches: Branches that the runs have left, each alone; they are drawn, and not compared.
         comparisons: Metrics that the baseline shares with other groups, up to `max_step`.
         max_step: Last step that enters the comparison.
         figures: Rendered figures, in the order of the page.
@@ -48,6 +49,7 @@ class ReportContent:
     """
 
     groups: Sequence[RunGroup]
+    branches: Sequence[RunGroup]
     comparisons: Sequence[MetricComparison]
     max_step: int
     figures: Sequence[RenderedFigure]
@@ -55,9 +57,14 @@ class ReportContent:
     paired: Sequence[PairedComparison]
 
     @property
+    def drawn(self) -> list[RunGroup]:
+        """The groups and the branches."""
+        return [*self.groups, *self.branches]
+
+    @property
     def runs(self) -> list[RunSummary]:
-        """All runs, in the order of their groups."""
-        return [run for group in self.groups for run in group.runs]
+        """All runs, in the order of their groups, and all branches."""
+        return [run for group in self.drawn for run in group.runs]
 
 
 def render_page(content: ReportContent) -> str:

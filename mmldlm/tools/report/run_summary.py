@@ -204,7 +204,7 @@ class RunSummary:
         """Samples of evaluation.json: held-out texts and the texts generated from their latents."""
         l2t = self._evaluation.get("l2t")
         samples = l2t.get("samples") if isinstance(l2t, Mapping) else None
-        return samples if isinstance(samples, list) else []
+        return [sample for sample in samples if isinstance(sample, Mapping)] if isinstance(samples, list) else []
 
     @cached_property
     def _evaluation(self) -> Mapping[str, Any]:
@@ -235,11 +235,11 @@ def _event(record: Mapping[str, Any]) -> Event | None:
         return Event(kind, step, time, text + (f" of steps up to {get('total_steps')}" if get("total_steps") else ""))
     if kind == "skip":
         norm = get("optim/grad_norm")
-        norm_text = f", gradient norm {norm:.4g}" if isinstance(norm, int | float) and math.isfinite(norm) else ""
+        norm_text = f", gradient norm {norm:.4g}" if norm is not None and math.isfinite(norm) else ""
         return Event("skip", step, time, f"step skipped, reason: {get('reason', 'unknown')}{norm_text}")
     if kind == "checkpoint":
         stall = get("stall_s")
-        stall_text = f", training waited {stall:.2g} s" if isinstance(stall, int | float) else ""
+        stall_text = f", training waited {stall:.2g} s" if stall is not None else ""
         return Event("checkpoint", step, time, f"{Path(str(get('path', ''))).name}{stall_text}")
     if kind == "micro_batch":
         after = (

@@ -26,6 +26,7 @@ def test_two_good_nodes_are_ready_and_leave_nothing_behind(tiny_config: Path, tm
     for report in reports:
         result = {name: finding["found"] for name, finding in report.findings.items()}
         assert result["nodes"] == "2 connected, all on one machine"
+        assert "fsdp2_hsdp cannot" in result["launch"], "launch_node.sh would start it, and the start refuses it"
         assert result["interface"] == "lo leads to 127.0.0.1"
         equal = {name for name, value in result.items() if value == "on all nodes"}
         assert equal == {f"{what} equal" for what in ("launch", "versions", "config", "data")}

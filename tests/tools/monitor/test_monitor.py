@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -16,11 +17,14 @@ from pathlib import Path
 import pytest
 
 from mmldlm.telemetry.metrics import MetricsFile
+from mmldlm.tools.monitor.alerts import alerts
+from mmldlm.tools.monitor.command import Output
 from mmldlm.tools.monitor.snapshot import Snapshot
 from mmldlm.tools.monitor.view import BARS, PLAIN_BARS, TerminalView, sparkline
 from mmldlm.tools.run_history import History
 from mmldlm.utils.lock import RunLock
 from tests.helpers.paths import ROOT
+from tests.helpers.terminal import Terminal
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.quick
@@ -66,7 +70,7 @@ def test_once_for_scripts(going_on: Path, tmp_path: Path) -> None:
 
     result = monitor(done, lost, "--once")
     assert result.returncode == 69 and "done  finished  step 20/40 (50%)" in result.stdout
-    assert "! failed: exit code 74: cannot write x?[2J: full" in result.stdout, (
+    assert "! failed: exit code 74: cannot write x\\x1b[2J: full" in result.stdout, (
         "what files say is no order to a terminal"
     )
     assert "-> make room on the disk" in result.stdout and "\x1b" not in result.stdout
@@ -128,6 +132,20 @@ def test_a_view_fits_its_terminal(going_on: Path) -> None:
     assert max(map(len, lines)) <= 60 and all(line.isascii() for line in lines)
     row = next(line for line in lines if line.startswith("  loss"))
     assert row.split()[:2] == ["loss", "3.0000"] and row.split()[2][0] == PLAIN_BARS[-1]
+
+
+def test_runs_that_do_not_fit_have_a_row_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    snapshots = [Snapshot(History(ended(tmp_path / f"run{number}", 74, "disk full")), 10.0) for number in range(5)]
+    Output(as_json=False, once=False).show([(snapshot, alerts(snapshot)) for snapshot in snapshots])
+    lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", screen.getvalue()).splitlines()
+    assert len(lines) == 5 and all(len(line) < 100 for line in lines)
+    assert all(f"run{number}  failed" in lines[number] and "! failed" in lines[number] for number in range(5))
 
 
 def test_sparklines() -> None:

@@ -313,3 +313,26 @@ def test_run_without_records(tmp_path: Path, content: str) -> None:
     result = made(tmp_path / "run", tmp_path / "run", out=tmp_path / "out")
     assert list(result["runs"]) == ["run"] and result["runs"]["run"]["metrics"] == {}
     assert "No training record yet" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_branch_that_was_left_is_drawn_and_not_averaged(runs: Path, tmp_path: Path) -> None:
+    """A run against its own copy is equal, whatever is in the branch that `mmldlm rewind` has set aside."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for folder in (run, copy):
+        shutil.copytree(runs / "base-1", folder)
+    branch = run / "branches/01-before-11"
+    branch.mkdir(parents=True)
+    shutil.copy(run / "config.yaml", branch)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["step"] <= 10 and record["kind"] != "end"]
+    for record in records:
+        record |= {key: 3 * value for key, value in record.items() if key.startswith(("loss/", "validation/"))}
+    (branch / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    result = made(run, copy, out=tmp_path / "out")
+    assert set(result["runs"]) == {"run", "copy", "01-before-11"} and result["compared_to_step"] == 20
+    assert result["groups"] == {"run": ["run", "copy"]} and result["comparison"] == []
+    assert result["runs"]["01-before-11"]["state"] == "stopped"
+    assert "01-before-11" in (tmp_path / "out/report.html").read_text()
+    other = made(run, runs / "slow-1", out=tmp_path / "other")
+    plain = made(copy, runs / "slow-1", out=tmp_path / "plain")
+    assert [row["ratio"] for row in other["comparison"]] == [row["ratio"] for row in plain["comparison"]]
