@@ -39,7 +39,9 @@ def start_process(outlives_terminal: bool) -> None:
         stream = getattr(sys, name)
         if stream is None or outlives_terminal:
             options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "line_buffering": True}
-            options |= {key: getattr(stream, key) for key in (*options, "write_through") if stream is not None}
+            if stream is not None:  # stderr writes through, which a buffer would delay
+                lines = stream.line_buffering or stream.write_through
+                options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": lines}
             buffer = io.BufferedWriter(_LossyStream(number, "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(buffer, **options))
     if _LAUNCHER_VARIABLES & os.environ.keys() and hasattr(os, "pidfd_open"):

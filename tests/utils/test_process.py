@@ -24,7 +24,7 @@ with open(sys.argv[1], "w") as file:
     assert file.fileno() > 2
     for number in range(3):
         print("out", number, flush=True)
-        print("err", number, file=sys.stderr, flush=True)
+        print("err", number, file=sys.stderr)
         os.system("echo child; echo child >&2")
     file.write("done")
 """
