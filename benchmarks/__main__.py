@@ -46,7 +46,6 @@ BENCHMARKS = {  # module, function and description by name
     "mdlm": ("mdlm", "main", "text alone compared with MDLM: bits per character at equal text and at equal CPU time"),
     "characters": ("learning", "characters_main", "a small character-level model against bigrams"),
     "paired": ("paired", "main", "`mmldlm compare`: what pairing saves, and how often a decision is wrong"),
-    "plan": ("planning", "main", "`mmldlm plan --device this` against runs: step time, memory, the engine it chooses"),
     "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }
 DEFAULT = "ladder"

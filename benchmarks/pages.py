@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import contextual, gpu_bars, paired, planning, roofline, scale
+from benchmarks import contextual, gpu_bars, paired, real_run, roofline, scale
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 from benchmarks.mdlm import mdlm_blocks
@@ -28,7 +28,7 @@ _MAKERS = {
     "contextual": contextual.contextual_blocks,
     "mdlm": mdlm_blocks,
     "paired": paired.blocks,
-    "plan": planning.blocks,
+    "real_run": real_run.blocks,
     "scale-step": scale.step_blocks,
     "scale-host": scale.host_blocks,
     "scale-heartbeats": scale.heartbeat_blocks,

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import mmldlm
 from mmldlm.config import load_config, require_paths, resolve_precision, split_arguments
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.settings.fields import set_dotted
+from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.config import config_file
-from mmldlm.tools.plan.calibration import Calibration, calibration_path, check_cpu, launcher_file, threads_of
 from mmldlm.tools.plan.candidates import (
     GPU_HOURS_BETWEEN_FAILURES,
     Candidate,
@@ -37,7 +37,7 @@ from mmldlm.trainer.dry_run import MIB
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import human_duration
 
-THIS = "this"
+LAUNCHER_FILES = Path(mmldlm.__file__).parent / "project"  # with accelerate_configs/ and ds_configs/
 GB = 1e9
 SAVE_BYTES_S = 1e9  # of a rank, for the time of a save
 PORT = 29500
@@ -66,7 +66,7 @@ class Plan:
 
     machines: Machines
     device: str
-    rates: str  # published, measured, or calibrated
+    rates: str  # published or measured
     candidates: Sequence[Candidate]  # by step time
     tokens_per_step: float
     steps: int
@@ -139,11 +139,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the tables for the terminal."""
         world = self.machines.world_size
-        if self.device == THIS:
-            source = "step times calibrated on this machine"
-        else:
-            factors = "x {:.2f} to {:g}".format(*INTERVAL)
-            source = f"step times UNVERIFIED: a roofline of {self.rates} rates, taken as right within {factors}"
+        factors = "x {:.2f} to {:g}".format(*INTERVAL)
+        source = f"step times UNVERIFIED: a roofline of {self.rates} rates, taken as right within {factors}"
         lines = [f"{world} processes on {self.device} of {self.machines.gigabytes:g} GB; {source}"]
         row = "{:<9}  {:<10}  {:<22}  {:<9}  {:>20}  {:>24}  {:>26}  {:>20}"
         header = row.format(
@@ -218,7 +215,21 @@ def apply(plan: Plan, config: Path, overrides: Sequence[str], folder: Path) -> s
     if machines.nodes > 1:  # for the shell of each node
         node = f'--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port {PORT} '
         text = text.replace("-m mmldlm.train", f"{node}-m mmldlm.train")
-    return f"OMP_NUM_THREADS={threads_of(machines.world_size)} {text}" if plan.device == THIS else text
+    return text
+
+
+def launcher_file(engine: str, folder: Path, **values: Any) -> Path:
+    """Write the accelerate file of an engine, and its DeepSpeed file, into `folder`; `values` replace entries."""
+    tree = read_yaml(LAUNCHER_FILES / "accelerate_configs" / f"{engine}.yaml")
+    if "deepspeed_config" in tree:
+        name = Path(tree["deepspeed_config"]["deepspeed_config_file"]).name
+        write_atomically(folder / "deepspeed.json", (LAUNCHER_FILES / "ds_configs" / name).read_text(encoding="utf-8"))
+        tree["deepspeed_config"]["deepspeed_config_file"] = str((folder / "deepspeed.json").resolve())
+        if values.get("num_machines", 1) > 1:
+            tree["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
+    path = folder / "accelerate.yaml"
+    write_atomically(path, json.dumps({**tree, **values}, indent=1) + "\n")  # JSON is YAML
+    return path
 
 
 # --- command ----------------------------------------------------------------------------------------------
@@ -243,7 +254,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("config", nargs="+", metavar="CONFIG", help="config file or run folder, and key.sub=value settings")
     add("--gpus", required=True, metavar="NxMGB", help="number and memory of a node's GPUs, such as 8x80GB")
     add("--nodes", type=int, default=1, help="number of nodes (%(default)s)")
-    add("--device", default="h100", help=f"{', '.join(GPUS)}, or {THIS}: a CPU, calibrated at first use (%(default)s)")
+    add("--device", default="h100", help=f"one of {', '.join(GPUS)} (%(default)s)")
     add("--network", type=float, default=50, metavar="GB/S", help="of a GPU between nodes (%(default)s: 400 Gbit/s)")
     add(
         "--rates",
@@ -258,18 +269,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--apply", type=Path, metavar="DIR", help="write launcher file and config of the best one, print the command")
     add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(argv)
-    if options.device not in (*GPUS, THIS):
-        raise UsageError(f"--device: expected one of {', '.join(GPUS)}, {THIS}, found {options.device!r}")
+    if options.device not in GPUS:
+        raise UsageError(f"--device: expected one of {', '.join(GPUS)}, found {options.device!r}")
     for name in ("network", "mtbf", "save_seconds"):
         value = getattr(options, name)
         if value is not None and not 0 < value < inf:
             raise UsageError(f"--{name.replace('_', '-')}: expected a number above 0, found {value:g}")
-    if options.device == THIS:
-        if options.rates:
-            raise UsageError(f"--rates: expected a GPU as --device, found {THIS}")
-        check_cpu()
-        if options.nodes > 1:
-            raise UsageError(f"--nodes: expected 1 with --device {THIS}, found {options.nodes}")
     return options
 
 
@@ -287,24 +292,17 @@ def main(argv: list[str] | None = None) -> int:
     world_size = machines.world_size
     config.train.check_batches(world_size)
     engines = engines_for(config, world_size, machines.nodes)
-    if options.device == THIS:
-        engines = [name for name in engines if not name.startswith("zero") or find_spec("deepspeed")]
-        calibration = Calibration(calibration_path())
-        calibration.calibrate(config.data.location, engines, world_size)
-        found = search(config, store, world_size, engines, machines.capacity_mib, "cpu", None, calibration.predict)
-    else:
-        gpu = GPUS[options.device]
-        rates = measured_rates(options.rates, config.precision) if options.rates else gpu.rates(config.precision)
-        found = search(
-            config, store, world_size, engines, machines.capacity_mib, "cuda", rates,
-            lambda engine, costs: gpu.predict(engine, costs, rates, options.network * GB), machines.nodes,
-        )  # fmt: skip
-    candidates, costs = found
+    gpu = GPUS[options.device]
+    rates = measured_rates(options.rates, config.precision) if options.rates else gpu.rates(config.precision)
+    candidates, costs = search(
+        config, store, world_size, engines, machines.capacity_mib, "cuda", rates,
+        lambda engine, costs: gpu.predict(engine, costs, rates, options.network * GB), machines.nodes,
+    )  # fmt: skip
     estimate = costs.estimate
     plan = Plan(
         machines,
         options.device,
-        "calibrated" if options.device == THIS else "measured" if options.rates else "published",
+        "measured" if options.rates else "published",
         candidates,
         estimate.tokens_per_step,
         config.train.steps,

@@ -1,15 +1,13 @@
-"""Choices among candidates, the save interval, and the fit of a calibration: closed forms."""
+"""Choices among candidates and the save interval: closed forms."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mmldlm.data.batch_schedule import TrainConfig
 from mmldlm.data.mixture import open_data
-from mmldlm.tools.plan.calibration import fit, non_negative
 from mmldlm.tools.plan.candidates import (
     GPU_HOURS_BETWEEN_FAILURES,
     Candidate,
@@ -64,32 +62,3 @@ def test_micro_batches_divide_the_share_of_a_rank(tiny_store: Path) -> None:
     assert sizes == [12, 6, 3, 1]
     budgets = [train.micro_batch_tokens for train in _micro_batches(TrainConfig(micro_batch_tokens=256), store, 4)]
     assert budgets[:3] == [1024, 512, 256] and budgets[-1] >= store.split("train").mean_length > budgets[-1] // 2
-
-
-def test_a_fit_finds_its_coefficients() -> None:
-    rows = np.random.default_rng(0).uniform(1, 10, (14, 4)) * [1, 1e9, 1e3, 1]
-    true = np.array([0.2, 3e-10, 0.0, 0.5])
-    fitted = fit(rows, rows @ true)
-    assert fitted.coefficients == pytest.approx(true, abs=1e-12, rel=1e-6) and fitted.factor == pytest.approx(1)
-
-
-def test_no_coefficient_is_negative_where_least_squares_has_one() -> None:
-    draw = np.random.default_rng(1)
-    rows = draw.uniform(1, 2, (12, 3))
-    seconds = rows @ [1.0, 0.5, -0.2]
-    assert (np.linalg.lstsq(rows / seconds[:, None], np.ones(12), rcond=None)[0] < 0).any()
-    found = non_negative(rows, seconds)
-    assert (found >= 0).all() and found.any()
-
-    def error(coefficients: np.ndarray) -> float:
-        return float(((rows @ coefficients / seconds - 1) ** 2).sum())
-
-    tries = (np.maximum(found + 0.02 * draw.standard_normal(3), 0) for _ in range(200))
-    assert all(error(found) <= error(other) for other in tries)
-
-
-def test_the_interval_grows_with_the_scatter() -> None:
-    draw = np.random.default_rng(2)
-    rows = draw.uniform(1, 10, (14, 2))
-    factors = [fit(rows, rows @ [1.0, 2.0] * np.exp(s * draw.standard_normal(14))).factor for s in (0.02, 0.2)]
-    assert 1.01 < factors[0] < 1.1 < factors[1]
