@@ -46,7 +46,8 @@ def reference_metrics(
         score = metric.corpus_score(list(texts), [list(references)], BOOTSTRAPS if with_intervals else 1)
         metrics[name] = score.score
         if with_intervals:
-            metrics[f"{name}_ci95"] = [max(0.0, score.score - score._ci), min(100.0, score.score + score._ci)]
+            spread = float(score._ci)
+            metrics[f"{name}_ci95"] = [max(0.0, score.score - spread), min(100.0, score.score + spread)]
     return metrics
 
 

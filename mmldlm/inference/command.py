@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def _generate(
         raw = read_latents(run, options.latents) if options.latents else encode_texts(run, [like])
         generation, texts = edit(run, config, seed, template, raw, count, view)
         versions = _distinct(texts, count, lambda other: edit(run, config, seed + other, template, raw, count)[1])
-        return generation, [f"edit: {options.edit}", *versions[0]]
+        return generation, [f"edit: {options.edit}", *chain.from_iterable(versions)]
     if options.mode == "t2l":
         generation, _ = sample(run, "t2l", config, seed, texts=options.text, count=count)
         truth = np.repeat(encode_texts(run, options.text), count, axis=0)
@@ -91,7 +92,7 @@ def _generate(
         texts, count, lambda other: sample(run, "l2t", config, seed + other, raw, None, count, options.length)[1]
     )
     sources = [[f"from: {text}"] for text in options.text or ()] or [[]] * len(candidates)
-    return generation, [line for pair in zip(sources, candidates, strict=True) for part in pair for line in part]
+    return generation, [line for pair in zip(sources, candidates, strict=True) for line in chain(*pair)]
 
 
 def _distinct(texts: Sequence[str], count: int, draw: Callable[[int], Sequence[str]]) -> list[list[str]]:

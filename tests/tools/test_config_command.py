@@ -109,7 +109,7 @@ def test_changed_hides_defaults(mine: Path, capsys: pytest.CaptureFixture[str]) 
     text = shown(capsys, mine, "log.every=10", "--changed")
     assert build(RunConfig, parse_yaml(text, "shown")) == config and "# default" not in text
     empty = mine.with_name("empty.yaml")
-    empty.write_text("")
+    empty.write_text("{}")
     assert (
         shown(capsys, "--changed", empty).strip() == ""
         and json.loads(shown(capsys, "--changed", "--json", empty)) == {}

@@ -321,7 +321,6 @@ def _recent_and_earlier_median(values: Sequence[float], recent: int) -> tuple[fl
 
 
 def _slowdown(snapshot: Snapshot) -> str | None:
-    """Return the speed if it is far below the earlier speed of this session."""
     speeds = _recent_and_earlier_median(snapshot.history.finite("speed/tokens_per_s", session=True), 10)
     if speeds is None or speeds[0] >= snapshot.thresholds.speed_drop * speeds[1]:
         return None
@@ -329,7 +328,6 @@ def _slowdown(snapshot: Snapshot) -> str | None:
 
 
 def _busy_cores(snapshot: Snapshot) -> str | None:
-    """Return the speed if it fell and other processes keep more of the host's cores busy than before."""
     slowdown = _slowdown(snapshot)
     cores = _recent_and_earlier_median(snapshot.history.finite("speed/cores_of_others", session=True), 10)
     if slowdown is None or cores is None or cores[0] - cores[1] < snapshot.thresholds.cores_of_others:
@@ -342,7 +340,6 @@ def _low_speed(snapshot: Snapshot) -> str | None:
 
 
 def _slow_ranks(snapshot: Snapshot) -> str | None:
-    """Return the ranks of this session that were last recorded as slow."""
     latest = {record["rank"]: record for record in snapshot.history.session("slow_rank")}
     slow = sorted((record for record in latest.values() if record["slow"]), key=lambda record: -record["slowdown"])
     if not slow:
