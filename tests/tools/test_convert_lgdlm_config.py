@@ -239,4 +239,4 @@ def test_the_keys_that_its_users_have(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_an_empty_file_is_no_config(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.yaml").write_text(text)
     code = cli.main(["convert", "lgdlm", str(tmp_path / "empty.yaml"), str(tmp_path / "new")])
-    assert_user_error((code, capsys.readouterr().err), 64, "empty.yaml", "found nothing")
+    assert_user_error((code, capsys.readouterr().err), 64, "empty.yaml", "found no")
