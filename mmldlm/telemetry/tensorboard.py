@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,6 +80,12 @@ _PROJECTOR = """embeddings {
 log = logging.getLogger(__name__)
 
 
+def _leave_to_next_write(failed: threading.ExceptHookArgs) -> None:
+    """Report an exception that ended a thread, unless it is the writer's, which the next write raises again."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failed)
+
+
 class TensorBoard:
     """Writer of event files in `folder`.
 
@@ -94,6 +101,7 @@ class TensorBoard:
         self.folder.mkdir(parents=True, exist_ok=True)
         _await_later_name(self.folder)
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_INTERVAL_S)
+        threading.excepthook = _leave_to_next_write
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one scalar per tag; tags are `group/name`."""

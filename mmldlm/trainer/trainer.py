@@ -26,7 +26,7 @@ from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.distributed.memory_probe import is_out_of_memory
-from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, exit_code_and_cause
+from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, StorageError, exit_code_and_cause
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
@@ -102,8 +102,7 @@ class Trainer:
         """Release everything, and write `exit.json` if this run owns the folder, since launchers collapse exit codes.
 
         Raises:
-            PeerLostError: The loss of a peer is the cause of `error`.
-            ConfigError: Memory ran out; it names the setting to lower.
+            MmldlmError: The cause of `error`: the loss of a peer, memory that ran out, or a run folder that is gone.
         """
         # Entering may have failed at any point, so `engine` and `tracker` may be missing.
         engine = getattr(self, "engine", None)
@@ -111,6 +110,9 @@ class Trainer:
         if engine is not None and isinstance(error, Exception):
             lost = self._out_of_memory(error) if is_out_of_memory(error) else None
             lost = engine.diagnose(lost or error) or lost
+        owns_dir = self._owned_dir is not None and is_at(self._owned_dir, self.run_dir)
+        if isinstance(error, FileNotFoundError) and self._owned_dir is not None and not owns_dir:
+            lost = StorageError(f"{self.run_dir} was moved or deleted while the run wrote to it")
         code, cause = exit_code_and_cause(lost or error)
         single = self.launch.world_size == 1 and code != ExitCode.INTERRUPTED
         if hasattr(self, "log") and single:
@@ -120,7 +122,6 @@ class Trainer:
             # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
             with suppress(MmldlmError):
                 self.checkpointer.record(self.checkpointer.finish(), self.tracker)
-        owns_dir = self._owned_dir is not None and is_at(self._owned_dir, self.run_dir)
         if engine is not None and engine.watchdog is not None and not owns_dir:
             engine.watchdog.folder = None
         if engine is not None and engine.watchdog is not None and code not in (ExitCode.DONE, ExitCode.STOPPED):
