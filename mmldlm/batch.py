@@ -30,13 +30,8 @@ class LengthGroup(NamedTuple):
 class PackedLayout:
     """Positions of B samples of unequal length that are concatenated to N tokens.
 
-    The lengths are known on the host, so no method synchronizes with the device. Index tensors are created on `device`
-    on first use and cached.
-
-    Args:
-        lengths: Tokens of each sample, at least 1.
-        latent_tokens: Latent tokens per sample (M).
-        device: Device of the index tensors.
+    The lengths, at least 1, are known on the host, so no method synchronizes with the device. Index tensors are created
+    on `device` on first use and cached.
     """
 
     def __init__(self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu"):

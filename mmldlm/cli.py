@@ -51,8 +51,7 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    Args:
-        argv: Command and its arguments. None takes those of the process, and may end it by signal or `os._exit`.
+    By default, the arguments are those of the process, which the command may then end by signal or `os._exit`.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "--version"):

@@ -357,12 +357,7 @@ def _load(
 def resolve_precision(config: RunConfig, mixed_precision: str = "no") -> RunConfig:
     """Return the config with the precision of the run instead of auto.
 
-    Args:
-        config: Config of the run.
-        mixed_precision: The launcher's: no, bf16 or fp16.
-
-    Raises:
-        ConfigError: Launcher and run config name different ones.
+    The launcher's `mixed_precision` is no, bf16 or fp16; it is a `ConfigError` if the run config names another one.
     """
     if config.precision == "auto":
         return replace(config, precision="fp32" if mixed_precision == "no" else mixed_precision)  # type: ignore[arg-type]

@@ -100,9 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     """Evaluate as the command line says and return the exit code.
 
-    Args:
-        argv: Arguments; None for those of the process.
-        interval: Seconds between progress lines if stderr is not a terminal.
+    `interval` is in seconds between progress lines if stderr is not a terminal.
     """
     parser = _parser()
     options = parser.parse_intermixed_args(argv)

@@ -31,7 +31,6 @@ def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: typ
     """Run a training to its end.
 
     Args:
-        config: Config of the run.
         launch: Environment of this rank; read from the environment variables by default.
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
 

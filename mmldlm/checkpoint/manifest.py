@@ -79,7 +79,6 @@ def verify_checkpoint(folder: Path, hashes: bool = True, links: bool = False) ->
     """Read the manifest of `folder` and check location, size and hash of every file.
 
     Args:
-        folder: The checkpoint folder.
         hashes: Hash every file. False checks location and size only, for ranks other than the one that hashes.
         links: Follow symbolic links, of which the cache of a model hub consists.
 

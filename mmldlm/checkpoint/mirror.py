@@ -36,12 +36,9 @@ _MAX_ERROR_CHARACTERS = 300
 
 
 class Mirror:
-    """Copies of the checkpoints of one run.
+    """Copies of the checkpoints of one run, which its first record distinguishes from all others.
 
-    Args:
-        url: Where they are.
-        run_dir: Folder of the run. Its first record distinguishes it from all others.
-        files: What a copy has of this folder besides the checkpoint, the metrics among it.
+    `files` are what a copy has of the run folder besides the checkpoint, the metrics among it.
     """
 
     def __init__(self, url: str, run_dir: Path, files: Sequence[str]):
@@ -60,8 +57,7 @@ class Mirror:
     def update(self, retention: Retention) -> dict[str, Any]:
         """Copy the checkpoints that `retention` keeps, the newest first, and remove the copies that it does not.
 
-        Returns:
-            The newest step, and the bytes that were copied.
+        Return the newest step, and the bytes that were copied.
 
         Raises:
             ConfigError: The copies are of another run or newer than this one.
@@ -93,12 +89,11 @@ class Mirror:
         return {"step": newest, "bytes": copied}
 
     def fetch(self, step: int, is_chosen: bool, folder: Path) -> dict[str, Any]:
-        """Fetch the newest intact copy after `step` into the empty `folder`.
+        """Fetch the newest intact copy after `step` into the empty `folder`, which becomes a run folder.
 
         Args:
             step: Where the run starts without it; -1 for an empty disk.
             is_chosen: Whether the user wants this start, so that a newer copy is an error.
-            folder: Becomes a run folder with one checkpoint.
 
         Returns:
             The step of the copy, `step` if there is none, and the problems of damaged ones.
@@ -235,8 +230,7 @@ def _end_with(parent: int) -> None:
 def main(argv: Sequence[str]) -> None:
     """Call a method of `Mirror`; print what it returns as JSON, or {"error": one line, "code": exit code}.
 
-    Args:
-        argv: The parent's process id; the method; the arguments of `Mirror` and of the method, as JSON.
+    `argv` has the parent's process id; the method; the arguments of `Mirror` and of the method, as JSON.
     """
     os.umask(0o077)
     os.nice(10)

@@ -12,8 +12,7 @@ class Retention:
 
     Attributes:
         last: Number of newest checkpoints, at least 1.
-        steps: Steps whose checkpoints are kept permanently.
-        every: Multiples of this step are kept permanently; 0 for none.
+        every: Multiples of this step are kept permanently, as `steps` are; 0 for none.
         best: Number of checkpoints with the lowest validation loss.
     """
 
@@ -23,12 +22,9 @@ class Retention:
     best: int = 0
 
     def steps_to_keep(self, saved: int, others: Iterable[int], losses: Mapping[int, float | None]) -> set[int]:
-        """Return the steps whose checkpoints are kept.
+        """Return the steps whose checkpoints are kept, always that of the new one, `saved`.
 
-        Args:
-            saved: Step of the new checkpoint, which is always kept.
-            others: Steps of all other checkpoints.
-            losses: Validation loss by step; None for a step without a validation.
+        `losses` are validation losses by step; None for a step without a validation.
         """
         older = sorted(others, reverse=True)
         permanent = {step for step in older if self.is_permanent(step)}

@@ -126,11 +126,7 @@ class TensorGroup:
 
 
 def groups_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorGroup]:
-    """Parse the groups of a manifest.
-
-    Args:
-        value: What `TensorGroup.to_json` returned for each group, by its name.
-        sizes: Size in bytes of each file of the checkpoint.
+    """Parse the groups of a manifest, as `TensorGroup.to_json` returned them; `sizes` are bytes of each file.
 
     Raises:
         DataError: A value has a wrong type, slices do not cover a tensor exactly once, or a file is missing or too

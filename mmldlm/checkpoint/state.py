@@ -58,8 +58,7 @@ class TrainState:
     def from_json(cls, text: str | bytes) -> TrainState:
         """Parse what `to_json` wrote.
 
-        Raises:
-            DataError: A key is missing or unknown, or a value has a wrong type, is negative or is non-finite.
+        A key that is missing or unknown, or a value of a wrong type, negative or non-finite, is a `DataError`.
         """
         try:
             values = json.loads(text)
@@ -107,8 +106,8 @@ def check_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model in place.
 
-    Raises:
-        DataError: Names, dtypes or shapes differ from the model's, and nothing has been changed; or a file is damaged.
+    If names, dtypes or shapes differ from the model's, or a file is damaged, a `DataError` is raised; in the former
+    case nothing has been changed.
     """
     check_model_state(model, tensors)
     with torch.no_grad():
@@ -119,9 +118,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def check_ema_weights(model: nn.Module, ema: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
     """Check the saved EMA weights against the saved optimizer state and the shapes of the unwrapped `model`.
 
-    Raises:
-        DataError: The parameters in `ema` are not exactly those in `optimizer`, or differ from the model's in dtype
-            or shape.
+    It is a `DataError` if the parameters in `ema` are not exactly those in `optimizer`, or a dtype or shape differs.
     """
     _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, ema.keys())
     _check_types({name: tensor for name, tensor in _model_tensors(model) if name in ema}, meta_of(ema))
@@ -150,8 +147,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Restore what `optimizer_state` returned, into an optimizer over the same parameters in any order.
 
-    Raises:
-        DataError: Names, dtypes or shapes differ from the optimizer's; nothing has been changed then.
+    If names, dtypes or shapes differ from the optimizer's, a `DataError` is raised and nothing changed.
     """
     parameters = _optimized_parameters(optimizer, model)
     check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
@@ -173,14 +169,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
 
 
 def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    """Check saved optimizer state against the optimizer's parameters.
+    """Check entries, as `optimizer_state` returns them, against the shape of each parameter by clean name.
 
-    Args:
-        shapes: Shape of each parameter of the optimizer by clean name.
-        tensors: Entries as `optimizer_state` returns them.
-
-    Raises:
-        DataError: `tensors` are of other parameters than `shapes`, or a dtype or shape does not match.
+    It is a `DataError` if they are of other parameters, or a dtype or shape does not match.
     """
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
     # An entry is "name/key" or "name/key:type"; `NO_STATE` has an empty key, and any tensor.

@@ -51,8 +51,7 @@ class CheckpointStore:
     def begin(self, step: int, needed_bytes: int) -> Path:
         """Create a temporary folder for the files of a checkpoint, readable by the owner only, and return it.
 
-        Raises:
-            StorageError: The disk has less than `needed_bytes` free, or cannot be written.
+        A disk with less than `needed_bytes` free, or that cannot be written, is a `StorageError`.
         """
         try:
             make_folder(self.folder)
@@ -76,19 +75,15 @@ class CheckpointStore:
         info: Mapping[str, Any],
         tensors: Mapping[str, TensorGroup],
     ) -> Path:
-        """Publish the checkpoint in `temporary`, then remove checkpoints that the retention policy does not keep.
+        """Publish the checkpoint in `temporary` and return its folder; remove those that the policy does not keep.
 
         If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards.
 
         Args:
             temporary: The folder that `begin` returned.
-            step: Optimizer step of the checkpoint.
             files: What `write_files` returned, of all processes.
             info: JSON values for the manifest.
             tensors: Tensors of each group, and the slices of them that the files hold.
-
-        Returns:
-            The checkpoint's folder.
 
         Raises:
             StorageError: A file is missing or has another size, or writing failed. Existing checkpoints are unchanged.
@@ -213,18 +208,13 @@ class CheckpointStore:
 
 
 def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, FileInfo]:
-    """Write and fsync `files` in the temporary `folder`, readable by the owner only.
+    """Write and fsync files in the folder that `CheckpointStore.begin` returned, readable by the owner only.
 
     Args:
-        folder: The folder that `CheckpointStore.begin` returned.
-        files: Content by relative file name.
+        files: Content by relative file name; a name that is not a plain relative path is a `DataError`.
 
     Returns:
         Size and hash of each file, for `CheckpointStore.commit`.
-
-    Raises:
-        DataError: A name is not a plain relative path.
-        StorageError: Writing failed.
     """
     for name in files:
         check_name(name)

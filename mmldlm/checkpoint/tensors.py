@@ -21,12 +21,7 @@ from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` to a safetensors file.
-
-    Raises:
-        NumericalError: A tensor has non-finite values; no file is created.
-        StorageError: The file cannot be written.
-    """
+    """Write `tensors` to a safetensors file; if one has non-finite values, raise `NumericalError` and create none."""
     host_tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -80,9 +75,8 @@ class TensorFiles(TensorSource):
     def open(cls, checkpoint: Checkpoint, group: str) -> TensorFiles:
         """Return the tensors of `group`.
 
-        Raises:
-            DataError: The checkpoint has no such group. In format 1 also: a file is not safetensors, or a tensor name
-                occurs twice.
+        It is a `DataError` if there is no such group, or in format 1 if a file is not safetensors or a name occurs
+        twice.
         """
         tensors = cls.find(checkpoint, group)
         if tensors is None:
@@ -114,8 +108,7 @@ class TensorFiles(TensorSource):
     def of_files(cls, paths: Sequence[Path]) -> TensorFiles:
         """Return the tensors of safetensors files, each of which is whole in one of them.
 
-        Raises:
-            DataError: A file is not safetensors, or a tensor name occurs twice.
+        A file that is not safetensors, or a tensor name that occurs twice, is a `DataError`.
         """
         files = _Files(paths)
         tensors: dict[str, tuple[SlicedTensor, _Files]] = {}
@@ -150,8 +143,7 @@ class TensorFiles(TensorSource):
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) in row-major order, 1-D, reading no other rows.
 
-        Raises:
-            DataError: A file is not safetensors, or does not have the slice that the manifest says.
+        A file that is not safetensors, or does not have the slice that the manifest says, is a `DataError`.
         """
         tensor, files = self._tensors[name]
         parts = [files.read(name, tensor, *piece, start, stop) for piece in tensor.overlapping(start, stop)]
@@ -160,11 +152,7 @@ class TensorFiles(TensorSource):
         return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[tensor.dtype])
 
     def check(self) -> None:
-        """Check that every file has exactly the slices that the manifest says.
-
-        Raises:
-            DataError: A file cannot be read, or has other slices; the message names the first tensor.
-        """
+        """Check that every file has exactly the slices of the manifest; a `DataError` names the first other tensor."""
         for files in {id(files): files for _, files in self._tensors.values()}.values():
             files.check({name: tensor for name, (tensor, holder) in self._tensors.items() if holder is files})
 

@@ -86,10 +86,7 @@ class TrainConfig:
                     raise ValueError(f"batch_schedule.{step}.{name}: must be at least {at_least}, found {size}")
 
     def is_due(self, done: int, every: int) -> bool:
-        """Return whether something that happens every `every` steps and at the end is due after `done` steps.
-
-        Zero `every` means never.
-        """
+        """Return whether what happens every `every` steps (0: never) and at the end is due after `done` steps."""
         return every > 0 and (done % every == 0 or done == self.steps)
 
     def batch_stages(self, world_size: int) -> dict[int, BatchSize]:
@@ -114,8 +111,7 @@ class TrainConfig:
     def check_batches(self, world_size: int) -> None:
         """Check that the ranks can share every global batch evenly.
 
-        Raises:
-            ConfigError: A global batch is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
+        It is a `ConfigError` if one is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
         """
         for step, size, micro, tokens in self._stages():
             # With a token budget, or one micro-batch per rank that is its whole share, only the ranks must divide.

@@ -56,11 +56,7 @@ class SampleLengths:
         return len(self._split)
 
     def __getitem__(self, indices: np.ndarray) -> np.ndarray:
-        """Return the lengths of samples `indices` [n], int32 [n].
-
-        Raises:
-            DataError: The offsets of one of them are not increasing or out of range.
-        """
+        """Return the lengths of samples `indices` [n], int32 [n], or raise `DataError` if their offsets are invalid."""
         split, lengths = self._split, np.empty(len(indices), np.int32)
         shard_of = split.shard_of(indices)
         # Group the positions in `indices` by shard, so that each shard's offsets are indexed once.
@@ -93,13 +89,10 @@ class Split:
         reopen: Callable[[], Split],
         skipped: Sequence[int] | np.ndarray = (),
     ):
-        """Create a split.
+        """Create a split of the shards of all `sources`, in the order of their indices.
 
         Args:
-            name: One of train, validation and test.
             manifest: Describes all sources together.
-            sources: Store folders, in the order of their indices.
-            shards: The shards of all `sources`, in the same order.
             reopen: Opens the split again in another process.
             skipped: Ascending indices of samples to leave out.
         """
@@ -117,11 +110,7 @@ class Split:
         return _open_split, (self._reopen, self.skipped.tolist(), self.manifest.latent)
 
     def without(self, indices: Sequence[int]) -> Split:
-        """Return this split with exactly `indices` (ascending) skipped.
-
-        Raises:
-            DataError: No sample of a source would be left.
-        """
+        """Return this split with exactly `indices` (ascending) skipped; a source left empty is a `DataError`."""
         # The shards, and so their maps, are shared with this split.
         split = Split(self.name, self.manifest, self.sources, self.shards, self._reopen, indices)
         # A source without samples could never give its share.
@@ -155,11 +144,7 @@ class Split:
         return np.searchsorted(self._shard_starts, indices, side="right") - 1
 
     def group_by_source(self, indices: Sequence[int]) -> list[int] | dict[str, list[int]]:
-        """Return `indices` as records name them.
-
-        Returns:
-            The list itself for a single source; else, by name of the source, the indices within that source.
-        """
+        """Return `indices` as records name them: of several sources, by name, the indices within that source."""
         if len(self.sources) == 1:
             return list(indices)
         by_source: dict[str, list[int]] = {}

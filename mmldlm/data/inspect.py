@@ -139,7 +139,6 @@ def verify_store(path: Path, threads: int | None = None, progress: Progress | No
     """Verify all files and samples of a store, and the numbers of its manifest.
 
     Args:
-        path: Folder of the store.
         threads: Files that are read at a time; by default the number of CPU cores, at most 8.
         progress: Counts the shards and other files; None shows nothing.
 
@@ -259,15 +258,7 @@ def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
 
 
 def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int) -> Iterator[str]:
-    """Yield lines about random samples of a split: length, latent norm, text, and the nearest neighbors' texts.
-
-    Args:
-        store: The data.
-        split_name: One of train, validation and test.
-        count: Samples.
-        seed: Seed of the draw.
-        neighbors: Samples with the nearest latents to show for each sample.
-    """
+    """Yield lines about `count` random samples: length, latent norm, text, and texts with the nearest latents."""
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     indices = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])

@@ -111,12 +111,8 @@ class Loader:
         """Create a loader.
 
         Args:
-            store: The data; `split` names the split to read.
-            config: The `data` section of the run config.
             seed: Key of the sample order.
             batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts.
-            rank: This process among all.
-            world_size: Their number.
             device_type: Decides about the default number of workers and pinned memory.
             corrupt: Returns a step's micro-batches in their corrupted form, given step and global batch size. It is
                 called where they are read, if that is in workers or if they go to a GPU; it is not in the main process
@@ -175,11 +171,7 @@ class Loader:
             yield step, batches
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
-        """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted.
-
-        Raises:
-            DataError: A sample is malformed.
-        """
+        """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted."""
         batches = self._dataset.read(position, size, rank)
         if isinstance(batches, DataError):
             raise batches
@@ -262,10 +254,7 @@ class _StepRequest:
 
 
 class _StepDataset(Dataset):
-    """Maps a step to this rank's micro-batches.
-
-    A `DataError` is returned instead of raised: torch would wrap it in a traceback.
-    """
+    """Maps a step to this rank's micro-batches, or to a `DataError`, which torch would wrap in a traceback."""
 
     def __init__(
         self,

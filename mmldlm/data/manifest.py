@@ -114,11 +114,7 @@ class Manifest:
 
     @classmethod
     def read(cls, store: Path) -> Manifest:
-        """Read the manifest of the store at `store`.
-
-        Raises:
-            DataError: It is missing, incomplete or of another format.
-        """
+        """Read the manifest of the store at `store`; if missing, incomplete or of another format, raise `DataError`."""
         path = store / MANIFEST_NAME
         if not path.is_file():
             reason = "no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"

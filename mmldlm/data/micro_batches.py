@@ -23,7 +23,6 @@ def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: i
     Args:
         lengths: Tokens of the samples by slot, int [G].
         size: Batch sizes of the step; G is a multiple of `world_size`.
-        world_size: Number of ranks (W).
         latent_tokens: Latent tokens of a sample, which count for the token budget like those of the text.
 
     Returns:
@@ -40,13 +39,8 @@ def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: i
 def _fill(tokens: np.ndarray, budget: int, max_rounds: int) -> list[int]:
     """Return the edges of as few micro-batches as hold all rounds, each within the budget on every rank.
 
-    A round that exceeds the budget is alone in its micro-batch. Otherwise the micro-batches are about equally large,
-    if the budget permits.
-
-    Args:
-        tokens: Text and latent tokens of each rank's sample in each round, int [R, W].
-        budget: Tokens of a micro-batch, at most.
-        max_rounds: Samples of a micro-batch, at most.
+    A round that exceeds the budget is alone in its micro-batch. Otherwise they are about equally large, if the budget
+    permits. `tokens` are text and latent tokens of each rank's sample in each round, int [R, W].
     """
     ends = np.concatenate([np.zeros_like(tokens[:1], np.int64), tokens.cumsum(axis=0, dtype=np.int64)])
     edges = [0]

@@ -23,11 +23,7 @@ from mmldlm.utils.short_repr import short_repr
 
 
 def open_data(location: str | Path | Mapping[str, float]) -> Store:
-    """Open the store at a path, or the stores of `data.mixture`, a mapping of path to weight.
-
-    Raises:
-        DataError: As `Store.open` and `open_mixture` do.
-    """
+    """Open the store at a path, or the stores of `data.mixture`, a mapping of path to weight."""
     return open_mixture(dict(location)) if isinstance(location, Mapping) else Store.open(location)
 
 
@@ -35,10 +31,7 @@ def open_mixture(weights: dict[str, float]) -> Store:
     """Open several stores as one.
 
     The stores are ordered by share, largest first, and then by content. So samples have the same indices regardless of
-    the paths of the stores and the order of `weights`.
-
-    Args:
-        weights: Proportions in which samples are drawn, by path; they need not sum to 1.
+    the paths of the stores and the order of `weights`, which are proportions by path and need not sum to 1.
 
     Raises:
         DataError: A store cannot be opened, or two are incompatible.

@@ -42,7 +42,6 @@ def nearest_neighbors(
 
     Args:
         store: The store that standardizes the latents.
-        split: Samples to search.
         latents: [n, M, C] on the encoder's scale.
         count: Neighbors per latent.
         exclude: For each latent, the index of a sample that does not count (such as its own), or None.
@@ -84,12 +83,7 @@ def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) 
 
 
 class TextIndex:
-    """Texts as sequences of token ids, to find the one that is most similar to another text.
-
-    Args:
-        texts: int64 [length] each.
-        vocab_size: All ids are below it.
-    """
+    """Texts as sequences of token ids below `vocab_size`, to find the one that is most similar to another text."""
 
     def __init__(self, texts: Sequence[np.ndarray], vocab_size: int):
         self._texts, self._counts = texts, sparse_counts(texts, vocab_size)

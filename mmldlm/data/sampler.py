@@ -160,7 +160,6 @@ class SampleOrder(_WindowedOrder):
 
         Args:
             lengths: Token counts of all samples, skipped ones included.
-            seed: Key of the permutations.
             window: Samples that are sorted by length together.
             block: Consecutive samples of a sorted window that stay together.
             skipped: Ascending indices that are never drawn.
@@ -229,7 +228,6 @@ def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
     least as large.
 
     Args:
-        position: Samples drawn in all.
         shares: Shares of the parts, in descending order; they sum to 1.
     """
     counts, samples_left, share_left = [], position, Fraction(1)

@@ -62,11 +62,7 @@ class Shard:
             getattr(self, kind)
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the token counts of the samples `rows` of this shard, by default of all, int64.
-
-        Raises:
-            DataError: Offsets are not increasing or out of range.
-        """
+        """Return the token counts of `rows`, by default of all, int64, or raise `DataError` if offsets are invalid."""
         # Indexing by [2, n] rows copies the starts and stops of these samples only, not all offsets.
         starts, stops = (self.offsets[:-1], self.offsets[1:]) if rows is None else self.offsets[[rows, rows + 1]]
         lengths = stops - starts

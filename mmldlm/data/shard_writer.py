@@ -117,16 +117,9 @@ class ShardWriter:
             shard.close()
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
-        """Append n samples.
+        """Append n samples, of ids (at least one each) and latents [n, M, C] on the encoder's scale, to a split.
 
-        Args:
-            split: One of train, validation and test.
-            tokens: Ids of each sample, at least one.
-            latents: [n, M, C] on the encoder's scale.
-            characters: Length of each text.
-
-        Raises:
-            DataError: A latent is not finite in the type in which it is stored.
+        A latent that is not finite in the type in which it is stored is a `DataError`.
         """
         assert len(tokens) == len(latents) == len(characters)
         assert all(len(sample) for sample in tokens), "a sample without tokens"
@@ -266,14 +259,8 @@ def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarr
 def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float], largest: float) -> LatentInfo:
     """Return the statistics of the stored (rounded) latents.
 
-    Args:
-        contents: Totals of all shards.
-        latent_tokens: M.
-        squares: As `squared_deviations` returns them, of all training shards in order.
-        largest: As `squared_deviations` returns it.
-
-    Raises:
-        DataError: All training latents are equal.
+    `squares` and `largest` are as `squared_deviations` returns them, of all training shards in order. If all training
+    latents are equal, that is a `DataError`.
     """
     mean = contents.mean(latent_tokens)
     channels = len(mean)

@@ -43,14 +43,9 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | str, name: str = "") -> Store:
-        """Open the store at `path`.
+        """Open the store at `path`, of this `name` in records, by default the folder's.
 
-        Args:
-            path: Folder of the store.
-            name: Name of its source in records; by default the folder's name.
-
-        Raises:
-            DataError: Names the file that is missing, truncated or has another shape.
+        A `DataError` names the file that is missing, truncated or has another shape.
         """
         path = Path(path)
         try:
@@ -77,11 +72,7 @@ class Store:
         return _open_store, (self._reopen, skipped, self.manifest.latent)
 
     def without(self, indices: Mapping[str, Sequence[int]]) -> Store:
-        """Return this store with exactly `indices` (ascending, by split) skipped.
-
-        Raises:
-            DataError: No sample of a source would be left.
-        """
+        """Return this store with exactly `indices` (ascending, by split) skipped, as `Split.without` does."""
         splits = {name: split.without(indices.get(name, ())) for name, split in self._splits.items()}
         return Store(self.manifest, self.sources, splits, self._reopen)
 
@@ -105,10 +96,7 @@ class Store:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the manifest, which contains the hash of every other file.
-
-        For several sources: SHA-256 of their identities and shares.
-        """
+        """SHA-256 of the manifest, which has the hash of each other file; of several, of identities and shares."""
         if len(self.sources) == 1:
             return self.sources[0].identity
         # The shares are part of it: they decide the sample order and the latent statistics.

@@ -55,11 +55,6 @@ def write_manifest(
 
     Args:
         folder: Contains the shards, the saved tokenizer and encoder, and any other files of the store.
-        contents: Contents of the shards.
-        latent: Statistics of the latents.
-        tokenizer: Described in the manifest.
-        encoder: Described in the manifest.
-        latent_dtype: Name of the type in which latents are stored.
         provenance: The manifest's fields sources, options, problems and grouping.
         losses: Shares of what the tokens lose of the texts, see `report.loss_shares`.
     """

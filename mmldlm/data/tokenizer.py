@@ -40,8 +40,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train a byte-level BPE of at most `vocab_size` tokens: lossless for any UTF-8 text, deterministic.
 
-        Raises:
-            DataError: `vocab_size` is too small for all bytes and the special tokens.
+        Fewer tokens than all bytes and the special tokens are a `DataError`.
         """
         alphabet = _byte_alphabet(vocab_size)
         backend = tokenizers.Tokenizer(models.BPE())
@@ -58,10 +57,8 @@ class Tokenizer:
         """Build a vocabulary of lower-cased words with the space before them, and of runs of punctuation.
 
         It contains the most frequent words of `texts`, `vocab_size` tokens in all. Other words are spelled in bytes, so
-        any UTF-8 text can be encoded. Encoding is lossless except for case and white space at the start.
-
-        Raises:
-            DataError: `vocab_size` is too small for all bytes and the special tokens.
+        any UTF-8 text can be encoded. Encoding is lossless except for case and white space at the start. Fewer tokens
+        than all bytes and the special tokens are a `DataError`.
         """
         alphabet = _byte_alphabet(vocab_size)
         lower, split = normalizers.Lowercase(), pre_tokenizers.ByteLevel(add_prefix_space=True)

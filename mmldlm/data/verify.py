@@ -35,14 +35,11 @@ class BadSample(NamedTuple):
 
 
 def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tuple[Store, list[str]]:
-    """Verify the store and leave out its bad samples (collective).
+    """Verify the store and leave out its bad samples, at most `max_bad_samples` (collective).
 
     Args:
-        store: The data.
         full: Hash all files and check all samples of the training splits, shared by the ranks. If False nothing is
             read, but ranks still communicate, as their configs are not compared yet.
-        max_bad_samples: How many bad samples to leave out at most.
-        engine: Engine of this run.
 
     Returns:
         The store without its bad samples, and a line about each of them.
@@ -76,10 +73,7 @@ def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tu
 def drop_bad_samples(store: Store, split: str, max_bad_samples: int) -> Store:
     """Return the store without the bad samples of `split`, at most `max_bad_samples` (single process).
 
-    If none may be left out nothing is read here: reading the first bad sample raises later.
-
-    Raises:
-        DataError: More samples are bad.
+    If none may be left out nothing is read here: reading the first bad sample raises later. More are a `DataError`.
     """
     if not max_bad_samples:
         return store
@@ -122,14 +116,7 @@ def verify_part(
 
 
 def verify_items(store: Store, items: Iterable[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
-    """Verify shards and files, given as `partition_items` returns them.
-
-    Returns:
-        The number of bad samples, and the first `keep` of them.
-
-    Raises:
-        DataError: Names the first file that is damaged.
-    """
+    """Verify shards and files, given as `partition_items` returns them, as `verify_part` does."""
     count, bad = 0, list[BadSample]()
     for split, index, name in items:
         if split < len(SPLITS):
@@ -145,7 +132,7 @@ def verify_items(store: Store, items: Iterable[tuple[int, int, str]], keep: int)
 def partition_items(
     store: Store, parts: int, splits: Sequence[str] = TRAINING_SPLITS
 ) -> list[list[tuple[int, int, str]]]:
-    """Partition all shards of `splits` and all other files into `parts` of nearly equal size, the same on every rank.
+    """Partition shards of `splits` and all other files into `parts` of nearly equal size, the same on every rank.
 
     Returns:
         The items of each part: (split, shard, name) for a shard, (number of splits, source, name) for another file.

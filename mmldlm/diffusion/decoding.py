@@ -39,14 +39,10 @@ class TextDecoder(ABC):
 
     @abstractmethod
     def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
-        """Return the tokens [F] after `step`.
+        """Return the tokens [F] after `step`, counted from 0.
 
-        Args:
-            step: Number of the step, from 0.
-            tokens: The tokens [F] before it.
-            rows: Result of `rows`.
-            drawn: The tokens [P] drawn for them.
-            confidence: Their log probabilities [P].
+        `rows` is the result of the method of that name; `drawn` [P] are the tokens drawn for them, `confidence` [P]
+        their log probabilities.
         """
 
 
@@ -54,11 +50,9 @@ class AncestralDecoder(TextDecoder):
     """Unmasks each masked token with the probability of the reverse process, and masks others again (ReMDM).
 
     Args:
-        text: Diffusion of the text.
         times: Noise times, from 1 to 0; one step between each two.
         uniforms: float64 [steps, F] in [0, 1), on the host.
         remask: Fraction of the maximal remasking rate.
-        device: Device of the tokens.
     """
 
     def __init__(
@@ -91,7 +85,6 @@ class ConfidenceDecoder(TextDecoder):
     sample predicts none.
 
     Args:
-        text: Diffusion of the text.
         times: Noise times, from 1 to 0; one step between each two.
         uniforms: float64 [steps, F] in [0, 1), on the host.
         layout: Which of the F tokens belong to which sample, on the device of the tokens.
@@ -153,14 +146,12 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
 def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulated probabilities, or take the most likely one at temperature 0.
 
-    All is float64: lower precision truncates the tails, which lowers the effective temperature (arXiv 2409.02908).
-    For equal logits a number gives the same token on every device, unless it is within rounding (about 1e-15) of the
+    All is float64: lower precision truncates the tails, which lowers the effective temperature (arXiv 2409.02908). For
+    equal logits [P, V] a number gives the same token on every device, unless it is within rounding (about 1e-15) of the
     boundary between two tokens.
 
     Args:
-        logits: [P, V].
         uniforms: Numbers in [0, 1), float64 [P].
-        temperature: Temperature of the probabilities.
         top_p: See `token_probabilities`.
 
     Returns:

@@ -73,8 +73,6 @@ class GaussianDiffusion:
     """Diffusion with one path and one prediction type; used by the loss, the samplers and the evaluation.
 
     Args:
-        config: Path and prediction type.
-        loss: Distance of prediction and target.
         max_norm: Upper bound of the norm of x0 estimates; the largest norm in the training data.
         huber_delta: Error from which on the Huber loss grows linearly.
     """
@@ -162,10 +160,7 @@ class GaussianDiffusion:
         return x0, (z - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
 
     def _with_target_norm(self, predicted: Tensor, t: Tensor) -> Tensor:
-        """Scale a cosine-trained prediction to the norm of its target; return others unchanged.
-
-        `t` broadcasts against `predicted`.
-        """
+        """Scale a cosine-trained prediction to the norm of its target; return others unchanged. `t` broadcasts."""
         if self.loss_kind != "cosine":
             return predicted
         norm = math.sqrt(predicted.shape[-1])

@@ -26,12 +26,8 @@ def bound_terms(
     A draw masks exactly n = ceil(t L) of a sample's L tokens, see `MaskedDiffusion.weights`.
 
     Args:
-        network: The network.
-        mask_id: Id of [MASK].
-        latent: Corrupts the latents.
         batch: The samples, on the host.
         noise: A noise time of the text by `BOUND_SAMPLER`; the latent's is 0, or 1 for a text without a latent.
-        device: Device of the network.
 
     Returns:
         float64 [5, B] on the host: the noise time of the text; the number of masked tokens; their nats, summed; the

@@ -19,13 +19,9 @@ _NOISE_BIN = "_noise_"  # in the names of losses of one noise bin
 class LossStats:
     """Entries of the sums [S] and counts [S] of losses: text by bin, latents by bin, lengths, `aux_losses`.
 
-    A bin is a mode and a noise bin, one of `num_noise_bins` equal parts of the noise times in [0, 1]. Its index is
-    mode x num_noise_bins + noise bin.
-
-    Args:
-        num_noise_bins: Number of noise bins.
-        latent_weight, length_weight: Weights of the losses in the total.
-        aux_losses: Names of the terms that only training adds, of learned weights, and "accuracy" if it is counted.
+    A bin is a mode and a noise bin, one of `num_noise_bins` equal parts of the noise times in [0, 1]. Its index is mode
+    x num_noise_bins + noise bin. `aux_losses` are names of the terms that only training adds, of learned weights, and
+    "accuracy" if it is counted.
     """
 
     def __init__(self, num_noise_bins: int, latent_weight: float, length_weight: float, aux_losses: tuple[str, ...]):
@@ -72,12 +68,8 @@ class LossStats:
         """Return mean losses by name, and the accuracy; nats per token for text.
 
         The total has the weights of the config even if others are learned, and no time weighting, so that it can be
-        compared with validation and with other runs. Losses of noise bins are over all modes.
-
-        Args:
-            sums: [S], over any number of micro-batches.
-            counts: [S], over the same micro-batches.
-            coarsen: Number of adjacent noise bins that are merged.
+        compared with validation and with other runs. Losses of noise bins are over all modes. `sums` and `counts` [S]
+        are of the same micro-batches; `coarsen` adjacent noise bins are merged.
         """
         num_bins = self.num_bins
         aux_sums, aux_counts = sums[2 * num_bins + 1 :], counts[2 * num_bins + 1 :]

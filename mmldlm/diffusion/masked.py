@@ -53,13 +53,7 @@ class TextConfig:
 
 
 class MaskedDiffusion:
-    """Masked diffusion with the schedule alpha(t) = 1 - t.
-
-    Args:
-        mask_id: Id of [MASK].
-        loss: Weight of the masked tokens.
-        masks: How the masked tokens are drawn.
-    """
+    """Masked diffusion with the schedule alpha(t) = 1 - t."""
 
     def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "exact"):
         self.mask_id = mask_id
@@ -68,12 +62,9 @@ class MaskedDiffusion:
         self.schedule = LogLinear()
 
     def token_mask(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
-        """Return which tokens are masked at time t, bool [N].
+        """Return which tokens are masked at times t [B], bool [N], by one of `uniforms` float32 [N] per token.
 
-        Args:
-            uniforms: float32 [N], one per token. With exact masks, the tokens with the smallest are masked.
-            t: Noise times [B].
-            sample_of_token: int64 [N], sorted.
+        With exact masks, the tokens with the smallest are masked. `sample_of_token` is int64 [N], sorted.
         """
         if self.masks == "exact":
             lengths = torch.bincount(sample_of_token, minlength=len(t))
@@ -100,8 +91,6 @@ class MaskedDiffusion:
         `masked_mean`: 1.
 
         Args:
-            t: Noise times [B].
-            lengths: Tokens of each sample, int64 [B].
             importance: 1 / density of the times, [B].
             limit: Upper bound of the weight before `importance`; it makes the estimate biased.
         """
@@ -130,17 +119,12 @@ class MaskedDiffusion:
     def select_tokens(
         self, is_masked: Tensor, uniforms: Tensor, t: float, s: float, remask: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a step of the reverse process from t to s unmasks, and those that it masks again.
+        """Return the tokens that a reverse step from t to s unmasks, and those that it masks again, bool [N] each.
 
         Args:
-            is_masked: bool [N], the masked tokens at time t.
+            is_masked: bool [N], the masked tokens at time t. At s = 0 no token stays masked.
             uniforms: [N], numbers in [0, 1). One serves both rules, since a token is either masked or not.
-            t: Time before the step.
-            s: Time after it. At s = 0 no token stays masked.
             remask: See `unmask_probability`.
-
-        Returns:
-            bool [N] each.
         """
         p_unmask, p_remask = self.unmask_probability(t, s, remask)
         return is_masked & (uniforms < p_unmask), ~is_masked & (uniforms < p_remask)

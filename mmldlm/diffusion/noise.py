@@ -38,11 +38,7 @@ class Noise:
 
 
 def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
-    """Return the probability of each mode, from one mode's name or from weights by mode.
-
-    Raises:
-        ValueError: A mode is unknown or the weights are invalid.
-    """
+    """Return each mode's probability, from a mode's name or weights by mode; wrong ones are a `ValueError`."""
     weights = {mode: 1.0} if isinstance(mode, str) else dict(mode)
     unknown = set(weights) - set(MODES)
     if unknown:
@@ -56,8 +52,7 @@ def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
 def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[int, dict[Mode, float]]:
     """Return the mode probabilities by the optimizer step from which they apply; in order, the first at step 0.
 
-    Raises:
-        ValueError: Names the key with a step below 0, an unknown mode or invalid weights.
+    A `ValueError` names the key with a step below 0, an unknown mode or invalid weights.
     """
     stages = {0: _weights_of_key("mode", mode)}
     for step in sorted(mode_schedule):
@@ -100,16 +95,8 @@ def draw_noise(
 
     Modes and times come from low-discrepancy grids over the global batch. Each grid has its own random permutation over
     the slots, so that they are uncorrelated with each other and with text lengths. Times that are not stratified are
-    drawn independently. l2t pins t_latent to 0, t2l pins t_text to 0.
-
-    Args:
-        batch: A micro-batch.
-        seed: `run.seed`.
-        step: Optimizer step.
-        global_batch_size: Number of slots, over all ranks.
-        weights: Probability of each mode.
-        text: Distribution of t_text.
-        latent: Distribution of t_latent.
+    drawn independently. l2t pins t_latent to 0, t2l pins t_text to 0. `text` and `latent` are the distributions of
+    t_text and t_latent.
     """
     # Every rank draws the grids of the whole global batch and takes the entries of its slots.
     shared = random_stream(seed, purpose=0, step=step)
@@ -149,12 +136,8 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
 class SampleStreams:
     """Random numbers of one generation, from one stream per sample: a function of (seed, kind, slot).
 
-    What is generated for a sample does not depend on its batch, its rank or the number of ranks.
-
-    Args:
-        seed: Seed of the generation.
-        kind: Generations of different kinds are independent.
-        slots: int64 [B].
+    What is generated for a sample does not depend on its batch, its rank or the number of ranks. Generations of
+    different kinds are independent.
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):

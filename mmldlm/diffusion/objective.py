@@ -161,10 +161,6 @@ class Objective:
     """Losses of a micro-batch.
 
     Args:
-        config: Losses and their weights.
-        text: Diffusion of the text.
-        latent: Diffusion of the latents.
-        num_noise_bins: Number of noise bins.
         accuracy: Count the tokens that are predicted right, for networks in training that return `Prediction.is_best`.
 
     Attributes:
@@ -248,11 +244,9 @@ class Objective:
         )
 
     def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Compute the losses of a micro-batch.
+        """Compute the losses of a micro-batch that is corrupted and on the network's device.
 
         Args:
-            model: The network.
-            noised: A corrupted micro-batch on the device of the network.
             totals: `counts` [S], summed over the global batch of the step. Read after the forward pass, during which
                 the sum may still be in progress.
 
@@ -307,10 +301,7 @@ class Objective:
     def _weighted_sums(
         self, losses: Tensor, weight: Tensor, trained_weight: Tensor | None, loss_bin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the reported losses, summed by bin, and the sum of the trained ones.
-
-        The latter is a sum of its own, so that the number of noise bins does not change a bit of it.
-        """
+        """Return the reported losses by bin, and the sum of the trained ones, to the bit the same for any bins."""
         reported = weight * losses
         trained = reported if trained_weight is None else trained_weight * losses
         by_bin = losses.new_zeros(self.stats.num_bins).index_add(0, loss_bin, reported.detach())

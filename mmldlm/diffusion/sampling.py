@@ -142,11 +142,6 @@ def generate(
     """Generate B samples of known lengths.
 
     Args:
-        model: The network.
-        text: Diffusion of the text.
-        latent: Diffusion of the latents.
-        mode: Which modalities are generated.
-        config: Settings of the sampler.
         generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
         latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
         lengths: Tokens of each sample; N is their sum.
@@ -180,13 +175,7 @@ def _reverse(
     on_step: Callable[[float, Tensor], None] | None = None,
     template: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the reverse process of `generate`, of one modality or of both together.
-
-    The text that is given in t2l may have [MASK] tokens.
-
-    Returns:
-        Tokens [N] and latents [B, M, C], on the device.
-    """
+    """Run the reverse process of `generate`; return tokens [N] and latents [B, M, C], on the device."""
     device, batch = latents.device, latents.shape[0]
     layout = PackedLayout(lengths, latents.shape[1], device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()

@@ -155,12 +155,8 @@ class LogLinear:
 def stratified_times(offset: float, strata: Tensor, count: int) -> Tensor:
     """Return float64 times on a low-discrepancy grid over the global batch (VDM, arXiv 2107.00630, appendix I.1).
 
-    The grid has one time in each of `count` equal parts of [0, 1), all with the same offset from its lower end.
-
-    Args:
-        offset: Random number in [0, 1).
-        strata: Parts, in [0, count), of the samples whose times are returned.
-        count: Size of the global batch.
+    The grid has one time in each of `count` equal parts of [0, 1), all at the same fraction `offset` of the part.
+    `strata` are the parts, in [0, count), of the samples whose times are returned.
     """
     return (strata.double() / count + offset) % 1.0
 

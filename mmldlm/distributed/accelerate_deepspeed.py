@@ -66,10 +66,6 @@ _DEFAULTS = {
 def deepspeed_launch(environment: Mapping[str, str], file: str) -> tuple[dict[str, Any], str, tuple[str, ...]]:
     """Return the DeepSpeed config of a launch with its "auto" values, its name in messages, and notices for the user.
 
-    Args:
-        environment: Variables of the launch.
-        file: DeepSpeed file, or "".
-
     Raises:
         ConfigError: There is no config, a key is not supported, or file and section contradict each other.
     """

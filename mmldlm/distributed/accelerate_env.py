@@ -117,8 +117,7 @@ def is_true(environment: Mapping[str, str], name: str) -> bool:
 def check_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Check the variables of Accelerate in `environment`; return notices about those that are ignored.
 
-    Raises:
-        ConfigError: Some would change what the run computes. The message names all of them, and what to use instead.
+    A `ConfigError` names all that would change what the run computes, and what to use instead.
     """
     use_fsdp, use_deepspeed = (is_true(environment, f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
     problems = []
@@ -170,12 +169,7 @@ def _pop_hidden() -> dict[str, str]:
 def launcher_variables(path: Path, world_size: int) -> dict[str, str]:
     """Return the variables that `accelerate launch --config_file path` sets, by the code of Accelerate's launcher.
 
-    Args:
-        path: The accelerate config.
-        world_size: Number of processes, which takes precedence over the file's.
-
-    Raises:
-        ConfigError: Accelerate refuses the file.
+    `world_size` takes precedence over the file's. A file that Accelerate refuses is a `ConfigError`.
     """
     with only_passed_on():
         from accelerate.commands import launch

@@ -24,7 +24,6 @@ class PendingSum(Sequence[float]):
     Args:
         total: float64 [N] on the host, which the all-reduce changes in place.
         work: The all-reduce; None if there is nothing to wait for.
-        wait: Context of the wait.
     """
 
     def __init__(self, total: Tensor, work: dist.Work | None, wait: contextlib.AbstractContextManager[Any]):

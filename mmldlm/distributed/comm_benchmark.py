@@ -38,17 +38,10 @@ class NodeRendezvous:
     """One process per node, connected to a TCPStore of node 0; they exchange JSON values."""
 
     def __init__(self, host: str, port: int, node: int, nodes: int, timeout_s: float):
-        """Host the store (node 0) or connect to it.
+        """Host the store on node 0, whose address is `host`, or connect to it.
 
-        Args:
-            host: Address of node 0.
-            port: Port of the store.
-            node: Number of this node.
-            nodes: Number of nodes.
-            timeout_s: Seconds to wait for the other nodes, here and in `exchange`.
-
-        Raises:
-            PeerLostError: The store of node 0 cannot be reached.
+        `timeout_s` bounds the wait for the other nodes, here and in `exchange`. A store that cannot be reached is a
+        `PeerLostError`.
         """
         self.node, self.nodes, self.timeout = node, nodes, timedelta(seconds=timeout_s)
         self._leave_timeout_s = _LEAVE_TIMEOUT_S
@@ -68,8 +61,7 @@ class NodeRendezvous:
     def exchange(self, name: str, value: Any) -> list[Any]:
         """Return every node's value of `name`, by node; returns at nearly the same time on all nodes.
 
-        Raises:
-            PeerLostError: A node sent no value within the timeout; the message names all such nodes.
+        A `PeerLostError` names all nodes that sent no value within the timeout.
         """
         try:
             self.store.set(f"{name}/{self.node}", json.dumps(value))
@@ -108,11 +100,7 @@ class AllReduceSpeed:
 
 
 def all_reduce_speed(rendezvous: NodeRendezvous, device: torch.device) -> AllReduceSpeed:
-    """Measure an all-reduce between one process of each node (collective).
-
-    Raises:
-        PeerLostError: The all-reduce fails, times out or gives a wrong sum.
-    """
+    """Measure an all-reduce between the nodes, or raise `PeerLostError` if it fails or is wrong (collective)."""
     backend = backend_of(device.type)
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises instead of ending the process
     try:

@@ -97,9 +97,6 @@ class DeviceTimer:
 
     The host never waits for the device: a step is returned once the device has reached its last event. ZeRO-3 gathers
     parameters within the blocks, so there the waits for other ranks count, too.
-
-    Args:
-        blocks: Modules of the network, after an engine has wrapped it.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]):

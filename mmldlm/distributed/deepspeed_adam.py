@@ -16,15 +16,9 @@ from mmldlm.utils.short_repr import display_name
 
 
 def build_deepspeed_adam(groups: list[dict[str, Any]], offloaded: bool, **options: Any) -> torch.optim.Optimizer:
-    """Build CPUAdam or FusedAdam. The kernel is compiled at first use, which takes about a minute.
+    """Build CPUAdam, which steps on the host, if `offloaded`, else FusedAdam; `options` are lr, betas and eps.
 
-    Args:
-        groups: Parameter groups.
-        offloaded: Build CPUAdam, which steps on the host.
-        options: lr, betas and eps.
-
-    Raises:
-        ConfigError: The kernel cannot be built or loaded; the message names what is missing.
+    The kernel is compiled at first use, which takes about a minute; a `ConfigError` names what is missing for that.
     """
     bin_dir = str(Path(sys.executable).parent)  # pip installs ninja here; not on the PATH of an inactive environment
     if bin_dir not in os.environ["PATH"].split(os.pathsep):

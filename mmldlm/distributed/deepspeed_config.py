@@ -31,11 +31,7 @@ class StepPlan:
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed file.
-
-    Raises:
-        ConfigError: The file does not exist or is not a JSON object.
-    """
+    """Read a DeepSpeed file, or raise `ConfigError` if it does not exist or is not a JSON object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -48,11 +44,7 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
 
 
 def engine_name(config: Mapping[str, Any], path: str) -> str:
-    """Return zero1, zero2, zero3, zero2_offload or zero3_offload.
-
-    Raises:
-        ConfigError: The file has no valid stage or offload section.
-    """
+    """Return zero1, zero2, zero3, zero2_offload or zero3_offload; other stages and offloads are a `ConfigError`."""
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     if stage not in (1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
@@ -108,8 +100,6 @@ def resolve_deepspeed_config(
     Args:
         config: Content of the DeepSpeed file, checked by `check_keys` and `engine_name`.
         path: Name of the file in messages.
-        plan: The run config's values.
-        device_type: "cpu" or "cuda".
         secondary_partition: Value of an "auto" of ZeRO-3's `zero_hpz_partition_size`.
 
     Raises:

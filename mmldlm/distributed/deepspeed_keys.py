@@ -95,8 +95,7 @@ _INSTEAD = {
 def check_keys(config: Mapping[str, Any], path: str) -> None:
     """Check that DeepSpeed follows every key of its file, as far as that follows from the file alone.
 
-    Raises:
-        ConfigError: There are other keys, or a section is none. The message names all of them and what to do.
+    A `ConfigError` names all other keys, and sections that are none, and what to do.
     """
     problems = _problems(config, "")
     if problems:

@@ -37,13 +37,10 @@ T = TypeVar("T")
 
 
 def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
-    """Return whether a step with this gradient norm updates the weights, without synchronizing the host.
+    """Return whether a step with this norm updates the weights: bool [], on its device, without synchronizing the host.
 
     This is the only such rule, on the device and on the host, and it compares in float64: a non-finite norm exceeds
     every limit.
-
-    Returns:
-        bool [], on the device of `grad_norm`.
     """
     # NaN compares as false. Without the minimum an infinite norm would pass an infinite limit.
     return grad_norm.double() <= min(limit, sys.float_info.max)
@@ -106,10 +103,7 @@ class Engine(Collectives):
             model: Model on the meta device.
             optimizer: Optimizer of its parameters.
             weights: Initial weights, or group "model" of a checkpoint, checked by `check_model_state`. Each rank reads
-                its part alone.
-
-        Raises:
-            DataError: A file of the checkpoint is damaged.
+                its part alone; a damaged file is a `DataError`.
         """
         with follows_parameters(optimizer, model):
             materialize(model, self.device)
@@ -172,9 +166,6 @@ class Engine(Collectives):
         DDP records its graph in its first backward, which must reduce gradients (otherwise an assertion in PyTorch
         fails), and rebuilds its buckets after it. After the warm-up all steps are alike, so a resumed run is
         bit-identical.
-
-        Args:
-            loss_fn: Returns the loss, given the network.
         """
         if self.name != DDP:
             return
@@ -203,13 +194,8 @@ class Engine(Collectives):
         """Clip the gradients, step the optimizer at learning rate `lr` and update the EMA.
 
         If the gradient norm is non-finite or above `norm_limit`, no weight, moment or average changes. This is decided
-        on the device without synchronizing the host, except where the optimizer is not fused or DDP runs PowerSGD.
-
-        Args:
-            lr: Learning rate of this step.
-            clip_norm: Norm to clip to; 0 clips nothing.
-            norm_limit: Largest norm with which the step is taken.
-            ema_decay: Decay of the EMA, if one is kept.
+        on the device without synchronizing the host, except where the optimizer is not fused or DDP runs PowerSGD. A
+        `clip_norm` of 0 clips nothing.
 
         Returns:
             Gradient norm before clipping: [], on the device, equal on all ranks.
@@ -246,10 +232,7 @@ class Engine(Collectives):
                 self.optimizer.step()
 
     def _reset_powersgd(self, norm: Tensor, norm_limit: float) -> None:
-        """Clear PowerSGD's error feedback and low-rank factors after a skipped step.
-
-        They carry over into the next step's gradients. PowerSGD's hook synchronizes the host in each step anyway.
-        """
+        """Clear PowerSGD's error feedback and low-rank factors after a skipped step: they carry over into the next."""
         for _, state in getattr(self.model, "_comm_hooks", ()):
             if isinstance(state, PowerSGDState) and not is_accepted(norm, norm_limit):
                 for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
@@ -279,8 +262,7 @@ class Engine(Collectives):
     def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
         """Yield this rank's shard of every trained tensor; a shard may be empty.
 
-        Args:
-            gradients: Include gradients, which exist between the last backward of a step and its update.
+        It has `gradients` on request, which exist between the last backward of a step and its update.
         """
         for name, parameter in self._trainable_params():
             state = self.unwrapped_optimizer.state.get(parameter, {})
@@ -304,11 +286,8 @@ class Engine(Collectives):
     def enable_ema(self, saved: Mapping[str, Tensor]) -> None:
         """Keep an EMA of the trained weights from here on (collective; after `prepare`).
 
-        Args:
-            saved: Initial averages by clean name. A weight that is not in it starts from its current value.
-
-        Raises:
-            DataError: A file of the checkpoint is damaged.
+        It starts from the averages in `saved`, by clean name; a weight that is not in it, from its current value. A
+        damaged file of the checkpoint is a `DataError`.
         """
         self.ema = EmaWeights(self._master_params())
         # The averages take the place of the weights, which `_load_master` writes.

@@ -131,10 +131,7 @@ def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> Non
 
 
 def _link_if_absent(source: Path, target: Path) -> bool:
-    """Create `target` as a copy of `source`; return False if it exists. One of several writers wins.
-
-    Its content appears atomically only on a file system with hard links.
-    """
+    """Create `target` as a copy of `source`, atomically if hard links exist; return False if it exists."""
     try:
         os.link(source, target)
     except FileExistsError:

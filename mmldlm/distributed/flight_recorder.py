@@ -45,11 +45,7 @@ class NCCLProgress:
         self._stalls: dict[str, Stall] = {}
 
     def stall(self, now: float) -> Stall | None:
-        """Read the counters; return the longest stall, None if no collective of NCCL is pending.
-
-        Args:
-            now: Time by a monotonic clock.
-        """
+        """Read the counters; return the longest stall, None if no collective of NCCL is pending; `now` is monotonic."""
         stalls: dict[str, Stall] = {}
         for group, status in _dump("nccl", entries=False).get("pg_status", {}).items():
             completed = status.get("last_completed_collective")
@@ -76,12 +72,8 @@ def collectives(since_ns: int = 0) -> list[dict[str, Any]]:
 def pending_collectives(or_latest: bool = False) -> list[str]:
     """Describe the collectives that were called and have not completed, NCCL's before gloo's, each oldest first.
 
-    Args:
-        or_latest: Describe the latest collective if none is pending. For use after an error: the recorder counts a
-            failed gloo collective as completed.
-
-    Returns:
-        Name, number and sizes of each collective.
+    With `or_latest`, describe the latest one if none is pending, for use after an error: the recorder counts a failed
+    gloo collective as completed.
     """
     pending = [entry for record in records().values() for entry in record["entries"] if _is_pending(entry, record)]
     return [_describe(entry) for entry in pending or (collectives()[-1:] if or_latest else [])]

@@ -110,10 +110,9 @@ def diagnose(
 
     Args:
         wait: The collective that this rank waits in.
-        world_size: Number of ranks.
-        peers: Latest heartbeats by rank.
+        peers: Latest heartbeats by rank; out of date if the store is unreachable.
         window: Seconds after which an unchanged count means that a rank is silent.
-        store_unreachable: Name of the store if it does not respond, else ""; `peers` are out of date then.
+        store_unreachable: Name of the store if it does not respond, else "".
     """
     statuses = {
         kind: [peer for peer in peers.values() if peer.status(window) == kind] for kind in ("gone", "stopped", "silent")

@@ -35,8 +35,7 @@ FSDP_BLOCK_CLASS = "MMDiTBlock"  # the unit of sharding
 def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan) -> Engine:
     """Join the process group that the launcher describes and build the engine on it.
 
-    Raises:
-        ConfigError: World size, rank or engine are not as the launcher requested.
+    It is a `ConfigError` if world size, rank or engine are not as the launcher requested.
     """
     deepspeed = deepspeed_config(launch, plan)
     export_settings(config)
@@ -52,8 +51,7 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
 def deepspeed_config(launch: LauncherEnv, plan: StepPlan) -> dict[str, Any] | None:
     """Return the launch's DeepSpeed config with the run config's values, None without DeepSpeed.
 
-    Raises:
-        ConfigError: A value contradicts the run config, or DeepSpeed would not accept it.
+    A value that contradicts the run config, or that DeepSpeed would not accept, is a `ConfigError`.
     """
     if launch.deepspeed is None:
         return None
@@ -72,15 +70,7 @@ def build_engine(
     deepspeed: dict[str, Any] | None,
     watchdog: Watchdog | None = None,
 ) -> Engine:
-    """Build the engine on the process group that this process is in.
-
-    Args:
-        config: Settings of the engine.
-        launch: Engine, rank and world size.
-        plan: The run config's values.
-        deepspeed: Result of `deepspeed_config`.
-        watchdog: Watchdog of this rank, if it has one.
-    """
+    """Build the engine on the process group of this process; `deepspeed` is the result of `deepspeed_config`."""
     with only_passed_on(), library_errors_are_config_errors(launch.source):
         accelerator = _build_accelerator(config, launch, plan, deepspeed)
     engine = _engine_class(launch.engine)(accelerator, launch, watchdog)

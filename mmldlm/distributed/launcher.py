@@ -61,13 +61,10 @@ def read_launcher_env(
     deepspeed_file: str | None = None,
     accelerate_file: str | None = None,
 ) -> LauncherEnv:
-    """Return the launch that `environment` describes.
+    """Return the launch that `environment` describes; the accelerate file adds to it.
 
-    Args:
-        environment: Environment variables; `accelerate_file` adds to them.
-        deepspeed_file: Value of `--deepspeed_config`.
-        accelerate_file: Value of `--accelerate_config`. Both are for launchers that set no ACCELERATE_ variables
-            (torchrun, deepspeed).
+    Both files, the values of `--deepspeed_config` and `--accelerate_config`, are for launchers that set no ACCELERATE_
+    variables (torchrun, deepspeed).
 
     Raises:
         ConfigError: The launch would not train as it seems to (separate copies of the model, FSDP 1), or two sources
@@ -141,12 +138,7 @@ def read_launcher_env(
 def read_launcher_sizes(environment: Mapping[str, str], accelerate_file: str | None = None) -> tuple[int, int, str]:
     """Return what an estimate needs of the launch: its processes, FSDP2's replicas and its `mixed_precision`.
 
-    Args:
-        environment: Environment variables.
-        accelerate_file: Value of `--accelerate_config`.
-
-    Raises:
-        ConfigError: One of them is not as `read_launcher_env` expects.
+    Errors are those of `read_launcher_env`.
     """
     environment = dict(environment)
     if accelerate_file:

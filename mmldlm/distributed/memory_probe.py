@@ -41,7 +41,6 @@ def fits_in_memory(
         model: Network whose forward pass is not collective.
         optimizer: Its optimizer. What it allocates in its first step is in memory during the trial.
         loss_fn: Returns the loss, given the network.
-        device: Device of the model.
         accumulates: Whether the gradients of other micro-batches are in memory at the same time.
         comm_buffer_bytes: Size of the engine's buffers during a backward pass.
     """

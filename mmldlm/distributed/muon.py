@@ -70,14 +70,7 @@ class MuonAdamW(torch.optim.Optimizer):
         rest: list[dict[str, Any]],
         adamw: Mapping[str, Any],
     ):
-        """Build both optimizers.
-
-        Args:
-            matrices: Parameters for Muon.
-            muon: Options of `torch.optim.Muon`.
-            rest: Parameter groups for AdamW.
-            adamw: Options of `torch.optim.AdamW`.
-        """
+        """Build Muon for `matrices` and AdamW for the groups `rest`; `muon` and `adamw` are options of PyTorch's."""
         self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)
         self._adamw = ShardedAdamW(rest, **adamw)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})

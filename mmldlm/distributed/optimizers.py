@@ -14,16 +14,7 @@ from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 
 
 def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None:
-    """Check that the optimizer's kernels run on the device.
-
-    Args:
-        config: Settings of the optimizer.
-        offloaded: Whether the optimizer steps on the host.
-        device_type: "cuda" or "cpu".
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Check that the optimizer's kernels run on the device, "cuda" or "cpu", or raise `ConfigError`."""
     if config.name == "deepspeed_adam" and not offloaded and device_type != "cuda":
         raise ConfigError(
             f"optim.name: deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found {device_type}; "
@@ -32,11 +23,7 @@ def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None
 
 
 def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> None:
-    """Check that optimizer `requested` can resume from the state of optimizer `saved`.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raise `ConfigError` if optimizer `requested` cannot resume from the state of optimizer `saved`."""
     if (saved == "muon") != (requested == "muon"):
         raise ConfigError(
             f"optim.name: the checkpoint holds the state of {saved}, from which {requested} cannot resume; expected "
@@ -49,11 +36,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trainable parameters of `model`. The engine must support it, see `capabilities`.
 
-    Args:
-        model: The network.
-        config: Settings of the optimizer.
-        offloaded: Whether the optimizer steps on the host.
-        sharded: Whether the parameters will be DTensors.
+    It steps on the host if `offloaded`; with `sharded`, the parameters will be DTensors.
     """
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "deepspeed_adam":

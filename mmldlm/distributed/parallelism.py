@@ -37,13 +37,7 @@ def check_parallelism_section(section: Mapping[Any, Any], path: Path) -> None:
 def read_replicas(environment: Mapping[str, str], fsdp: bool, world_size: int) -> int:
     """Return over how many replicas of the model the processes are distributed; 1 without hybrid sharding.
 
-    Args:
-        environment: Environment variables.
-        fsdp: Whether the engine is FSDP2.
-        world_size: Number of processes.
-
-    Raises:
-        ConfigError: The variables ask for anything else than replicas x shards of FSDP2.
+    Anything else than replicas x shards of FSDP2 is a `ConfigError`.
     """
     options = {name[len(PREFIX) :]: value for name, value in environment.items() if name.startswith(PREFIX)}
     sizes = {name: _read_size(name, options.pop(name, "1")) for name in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")}
@@ -80,14 +74,8 @@ def read_replicas(environment: Mapping[str, str], fsdp: bool, world_size: int) -
 def read_secondary_partition(deepspeed: Mapping[str, Any], path: str, world_size: int, local_world_size: int) -> int:
     """Return the number of processes that share a second copy of ZeRO-3's weights (hpZ, arXiv 2306.10209); 1 for none.
 
-    Args:
-        deepspeed: Content of the DeepSpeed file; "auto" stands for the processes of a node.
-        path: Name of the file in messages.
-        world_size: Number of processes.
-        local_world_size: Number of processes of this node.
-
-    Raises:
-        ConfigError: The size does not divide the processes, or the stage is not 3.
+    In the content of the DeepSpeed file, "auto" stands for the processes of this node. It is a `ConfigError` if the
+    size does not divide the processes, or the stage is not 3.
     """
     section = deepspeed["zero_optimization"]
     size = section.get("zero_hpz_partition_size", 1)

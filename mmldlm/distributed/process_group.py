@@ -88,11 +88,7 @@ def _rendezvous(master: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _raise_open_files_limit() -> None:
-    """Allow this process as many open files as it may have.
-
-    Gloo connects each rank with all others, and rank 0 also has two connections of each to its store: with 1,024 ranks
-    more than the usual limit of 1,024.
-    """
+    """Allow the most open files: with 1,024 ranks, gloo and rank 0's store need more than the usual limit of 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # some systems do not allow what they name as the maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -113,10 +109,7 @@ def _group_timeout(timeout_s: float) -> timedelta:
 def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Collectives]:
     """Yield the collectives of the launched processes, whatever engine is configured: each holds a full model.
 
-    An error in the body on one rank ends the body on all.
-
-    Raises:
-        PeerLostError: A rank is lost.
+    An error in the body on one rank ends the body on all; a lost rank is a `PeerLostError`.
     """
     if launch.engine == SINGLE:
         yield Collectives()

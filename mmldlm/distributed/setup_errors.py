@@ -21,10 +21,8 @@ MAX_MESSAGE_CHARS = 400
 def library_errors_are_config_errors(source: str) -> Iterator[None]:
     """Raise what accelerate or DeepSpeed say of a value in the body as a `ConfigError` of one line.
 
-    Errors of other kinds, or that our code or PyTorch raises, pass unchanged.
-
-    Args:
-        source: Name of the file that the libraries follow, or of the engine.
+    Errors of other kinds, or that our code or PyTorch raises, pass unchanged. `source` names the file that the
+    libraries follow, or the engine.
     """
     try:
         yield

@@ -67,12 +67,9 @@ class Watchdog:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float, interval_s: float = 0.5):
-        """Connect to the store; `start` starts the threads.
+        """Connect to the process group's store; `start` starts the threads.
 
         Args:
-            store: Store of the process group.
-            rank: This rank.
-            world_size: Number of ranks.
             timeout_s: Seconds that a collective may take.
             interval_s: Seconds between two heartbeats.
         """
@@ -115,11 +112,7 @@ class Watchdog:
 
     @contextmanager
     def in_collective(self, collective: str) -> Iterator[None]:
-        """Mark the body as waiting for peers.
-
-        Raises:
-            PeerLostError: A peer was lost in the body.
-        """
+        """Mark the body as waiting for peers, and raise `PeerLostError` if one was lost in it."""
         outer = self._phase
         self._phase = _Phase(collective, time.monotonic())
         try:
@@ -293,11 +286,7 @@ class Watchdog:
         return False
 
     def _investigate(self, error: Exception | None = None) -> Failure:
-        """Return the failure of the run: the published one, or else a diagnosis from the heartbeats.
-
-        Args:
-            error: The error that a collective raised, if any.
-        """
+        """Return the failure of the run: the published one, or else a diagnosis from the heartbeats."""
         phase = self._longest_wait()
         seconds = time.monotonic() - phase.since
         # The name of a collective of NCCL says it all.

@@ -94,8 +94,7 @@ class ZeroEngine(Engine):
     def _patch_overflow_check(self) -> None:
         """Make DeepSpeed's step treat a rejected gradient norm as an overflow, which drops all gradients.
 
-        Unpatched, it steps with a norm of any size. The patch acts between its computation of the norm and its own
-        handling of overflows.
+        Unpatched, it steps with a norm of any size. The patch acts between its norm and its handling of overflows.
         """
         optimizer = self.zero_optimizer
         optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm shows overflows, too
@@ -166,8 +165,7 @@ class ZeroEngine(Engine):
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
         """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.
 
-        Returns:
-            Gradient norm before clipping: [], on the device; infinite if DeepSpeed's is non-finite.
+        The norm returned is infinite if DeepSpeed's is non-finite.
         """
         self._set_lr(lr)
         self._norm_limit = norm_limit
@@ -273,10 +271,7 @@ class ZeroEngine(Engine):
         return SlicedTensor.like(like, parameter.ds_tensor.ds_numel if self.stage == 3 else self._starts[name])
 
     def _gather_starts(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return start and rank of each fragment of ZeRO-1 and 2, by clean name (collective).
-
-        DeepSpeed cuts the concatenation of a group's parameters into equal parts, and pads it.
-        """
+        """Return start and rank of each fragment of ZeRO-1 and 2, parts of a padded group, by name (collective)."""
         fragments = {name: self._fragment(parameter) for name, parameter in self._trainable_params()}
         starts = {name: start for name, (fragment, start) in fragments.items() if fragment.numel()}
         pieces: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -345,10 +340,7 @@ class ZeroEngine(Engine):
         return torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone(), moments
 
     def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
-        """Create the state that the inner optimizer would create at its first step.
-
-        PyTorch's AdamW counts steps in a tensor, DeepSpeed's optimizers in a Python number.
-        """
+        """Create the state of the inner optimizer's first step; DeepSpeed's optimizers count steps in a number."""
         in_tensors = isinstance(self.unwrapped_optimizer, torch.optim.AdamW)
         for partition in self._partitions():
             state = {key: torch.zeros_like(partition) for key in keys}
@@ -375,8 +367,7 @@ class ZeroEngine(Engine):
 def _keep_zero_optimizer() -> Iterator[None]:
     """Have DeepSpeed build its ZeRO optimizer for every stage and precision.
 
-    For ZeRO-1 in bf16 with gradients accumulated in float32 it would choose `BF16_Optimizer` instead, which has neither
-    the state nor the overflow check of the others, although its ZeRO optimizer accumulates so as well.
+    For ZeRO-1 in bf16 with float32 accumulation it would choose `BF16_Optimizer`, without its state or overflow check.
     """
     sanity_check = DeepSpeedEngine._do_optimizer_sanity_check
 

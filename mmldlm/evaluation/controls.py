@@ -38,9 +38,9 @@ def bag_of_words_nats(evaluation: Evaluation) -> np.ndarray:
 
 
 def ridge_latents(evaluation: Evaluation) -> np.ndarray:
-    """Return a linear prediction of each document's latent from its token counts, by ridge regression (collective).
+    """Return linear predictions float32 [n, M, C] of latents from token counts, by ridge regression (collective).
 
-    float32 [n, M, C], on the encoder's scale.
+    They are on the encoder's scale.
     """
     predicted = np.zeros(evaluation.raw_latents.shape)
     with evaluation.processes.raise_on_all_ranks("ridge regression of the latent"):

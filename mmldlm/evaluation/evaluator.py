@@ -70,14 +70,10 @@ class Evaluation:
     Methods that run the network are collective.
 
     Args:
-        run: The run to evaluate.
-        config: Which documents to measure, and how.
         processes: The ranks that share the work; by default this process alone.
-        ids: Indices in the split of documents known to be good; by default they are drawn with `config.seed`.
+        ids: Indices in the split of documents known to be good; by default they are drawn with `config.seed`. A split
+            with fewer than two documents is a `DataError` then.
         progress: Reports the micro-batches of this rank; by default silent.
-
-    Raises:
-        DataError: `ids` is not given and the split has fewer than two documents.
     """
 
     def __init__(
@@ -161,17 +157,13 @@ class Evaluation:
         return self.progress.track(local_items, MICRO_BATCHES, len(local_items))
 
     def _local_slots(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
-        """Return (counted, slots) of this rank's micro-batches of samples with `lengths`; neighbors in length share a
-        micro-batch."""
+        """Return (counted, slots) of this rank's micro-batches, in which samples of similar `lengths` are together."""
         size, order = self.config.batch, np.argsort(lengths, kind="stable")
         micro_batches = [order[start : start + size] for start in range(0, len(order), size)]
         return [(counted, slots) for _, slots, counted in self.processes.local_items(micro_batches)]
 
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of an array over all ranks, float64 (collective).
-
-        Each rank fills in its part of an array of zeros, so the sum has all parts.
-        """
+        """Return the float64 sum of all ranks' arrays, each of them zero but for the rank's part (collective)."""
         return self.processes.sum(torch.from_numpy(values), "results of the evaluation").numpy()
 
     # --- generation -----------------------------------------------------------------------------------------
@@ -227,8 +219,7 @@ class Evaluation:
     # --- baselines ------------------------------------------------------------------------------------------
 
     def unigram_tokens(self, count: int) -> list[list[int]]:
-        """Return texts with the lengths of the first `count` documents, their tokens drawn by the token frequencies of
-        the training split.
+        """Return texts of the first `count` documents' lengths, drawn by the training split's token frequencies.
 
         A baseline that knows the vocabulary and nothing else.
         """
@@ -241,15 +232,13 @@ class Evaluation:
         return [part.tolist() for part in np.split(drawn, lengths.cumsum()[:-1])]
 
     def unigram_nats(self) -> np.ndarray:
-        """Return the nats of each document under the token frequencies of the training split (add-one smoothed),
-        float64 [n]."""
+        """Return nats float64 [n] of the documents under the training split's token frequencies, add-one smoothed."""
         counts = self.run.store.token_counts.astype(np.float64) + 1
         log_p = np.log(counts / counts.sum())
         return np.array([-log_p[text].sum() for text in self.tokens])
 
     def marginal_length_nats(self) -> np.ndarray:
-        """Return the nats of each document's length under the lengths of the training split (add-one smoothed),
-        float64 [n]."""
+        """Return nats float64 [n] of the documents' lengths under the training split's lengths, add-one smoothed."""
         store = self.run.store
         counts = np.bincount(np.asarray(store.split("train").lengths), minlength=store.manifest.max_length + 1)[1:] + 1
         return -np.log(counts / counts.sum())[self.lengths - 1]

@@ -62,13 +62,8 @@ def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, An
 def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str, Any]:
     """Return the joint metrics of generated texts with the lengths of held-out documents (collective).
 
-    Args:
-        evaluation: The run and the documents.
-        model: Computes the generative perplexity; None: there is none.
-
-    Returns:
-        Metrics by name. Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn
-        by frequency.
+    Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn by frequency. Without
+    `model` there is no generative perplexity.
     """
     evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.num_texts

@@ -83,10 +83,9 @@ def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]
 def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Return the l2t metrics of generated texts (collective).
 
-    Returns:
-        Metrics by name. Suffixes name what was measured instead of texts generated from the document's latent:
-        `_shuffled` texts from another document's latent, `_mean_latent` texts from the mean latent, `_unigram` tokens
-        drawn by frequency, `_true` the references.
+    Suffixes name what was measured instead of texts generated from the document's latent: `_shuffled` texts from
+    another document's latent, `_mean_latent` texts from the mean latent, `_unigram` tokens drawn by frequency, `_true`
+    the references.
     """
     count = evaluation.num_texts
     reference_tokens = evaluation.tokens[:count]

@@ -271,10 +271,7 @@ def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np
 
 
 def _by_noise_bin(evaluation: Evaluation, bound: TextBound, baselines: dict[str, TextBound]) -> list[dict[str, Any]]:
-    """Return one row per noise bin, the draws with t_text in [`t_from`, `t_to`).
-
-    `bits_of_bound` is what the bin contributes to the bits per token: the column sums to them.
-    """
+    """Return rows of the draws with t_text in [`t_from`, `t_to`); their `bits_of_bound` sum to bits per token."""
     rows = []
     # Each of the T draws estimates the whole bound, so the tokens count T times.
     all_tokens = bound.weighted.shape[0] * float(evaluation.lengths.sum())

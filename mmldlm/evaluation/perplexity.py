@@ -16,13 +16,8 @@ MAX_CONTEXT_TOKENS = 1 << 20  # models and tokenizers without a limit name a lar
 class CausalModel:
     """A causal language model with its tokenizer, both from one local folder; nothing is downloaded or unpickled.
 
-    Args:
-        folder: What `save_pretrained` wrote: config.json, weights as safetensors, tokenizer.
-        device: The device to run on.
-
-    Raises:
-        UsageError: transformers is not installed.
-        DataError: The folder has no such model.
+    The folder is what `save_pretrained` wrote: config.json, weights as safetensors, tokenizer. If it has no such model,
+    that is a `DataError`; if transformers is not installed, a `UsageError`.
     """
 
     def __init__(self, folder: Path | str, device: torch.device):

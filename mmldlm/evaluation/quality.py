@@ -21,15 +21,9 @@ BATCH = 16  # samples per micro-batch: training's own memory is still in use
 
 
 def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[str, float]:
-    """Return `quality/MODE_METRIC` for each trained mode (collective).
+    """Return `quality/MODE_METRIC` for each trained mode, by samples `ids` of the validation split (collective).
 
-    Args:
-        run: The run in training.
-        ids: Indices in the validation split of the samples to measure on.
-        processes: The ranks that share the work.
-
-    Raises:
-        DataError: There are fewer than two samples.
+    Fewer than two samples are a `DataError`.
     """
     config = EvaluationConfig("validation", samples=len(ids), texts=len(ids), seed=SEED, batch=BATCH)
     check_num_samples(len(ids), config.split, run.store)

@@ -32,8 +32,7 @@ class Pair(NamedTuple):
 def read_pairs(path: Path) -> list[Pair]:
     """Read a `.tsv` with two sentences and a score per line, or a `.jsonl` with sentence1, sentence2 and score.
 
-    Raises:
-        DataError: The file cannot be read, a line is not a pair, or there are too few pairs.
+    A file that cannot be read, a line that is no pair, or too few pairs are a `DataError`.
     """
     if path.suffix not in (".tsv", ".jsonl"):
         raise DataError(f"--sts {path}: expected a .tsv or .jsonl file")

@@ -41,8 +41,6 @@ def evaluate(
     """Measure a run on held-out documents (collective). All inputs are checked before anything is measured.
 
     Args:
-        run: The run, with the weights to evaluate.
-        config: Which documents, and how many draws and generations.
         modes: The modes to measure; by default those that the run trained.
         extras: Optional inputs, each of which adds metrics.
         processes: The ranks that share the work; by default this process alone.

@@ -84,8 +84,7 @@ def denoise_latents(evaluation: Evaluation, condition: Condition) -> tuple[np.nd
 def _by_noise_bin(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return one row per noise bin, the draws with t_latent in [`t_from`, `t_to`).
 
-    In the baseline `_shuffled` the network gets the noised latent of another document with the text, and has to
-    predict that latent.
+    In the baseline `_shuffled` the network has to predict another document's latent, noised, with the text.
     """
     store, truth = evaluation.run.store, evaluation.raw_latents
     t, denoised = denoise_latents(evaluation, "own")

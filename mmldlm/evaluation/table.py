@@ -88,8 +88,7 @@ _JOINT: list[Row] = [
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the results of `evaluate` as text: the metrics with their baselines, then the bound by length, and bound
-    and latents by noise bin."""
+    """Return the results of `evaluate` as text: metrics with baselines, then bounds by length and by noise bin."""
     what = f"step {result['step']}, {WEIGHTS_LABELS[result['weights']]}"
     lines = [f"{what}: {result['documents']} documents of split {result['split']}"]
     if "bits_per_token" in result:

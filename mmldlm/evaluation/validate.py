@@ -51,8 +51,7 @@ def _shuffled(n: int, count: int) -> np.ndarray:
 
 
 def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
-    """Yield (source index, micro-batch) of the samples `ids`, each micro-batch of one source; slots are indices into
-    `ids`."""
+    """Yield (source index, micro-batch of that source alone) of the samples; slots are indices into `ids`."""
     rows = np.asarray(ids, np.int64)
     sources = split.source_of(rows)
     for source in range(len(split.sources)):
@@ -73,20 +72,10 @@ class ValidationResult:
 def validation_losses(
     objective: Objective, store: Store, ids: list[int], config: RunConfig, engine: Engine
 ) -> ValidationResult:
-    """Compute the mean losses over samples of the validation split (collective).
+    """Compute the mean losses over samples of the validation split, for a mixture also of each store (collective).
 
     Every trained mode has the same weight, whatever its share in training. Each rank computes its part of the
     micro-batches. Noise is keyed by the index in `ids`, so the result does not depend on the number of ranks.
-
-    Args:
-        objective: The training objective.
-        store: The store, or a mixture of stores.
-        ids: Indices of the samples in the validation split.
-        config: The run config, for the modes that are trained.
-        engine: The engine with the model.
-
-    Returns:
-        Mean losses, for a mixture also those of each store.
     """
     # Curves need finer bins than the logged scalars, for which `summary` merges `refine` of them again.
     refine = -(-MIN_CURVE_BINS // objective.stats.num_noise_bins)

@@ -138,9 +138,7 @@ def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluatio
 def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     """Predict lengths and tokens from the latents alone, in one pass (collective).
 
-    Returns:
-        The likeliest length of each sample [n]; and by position, how many of the likeliest tokens are the true ones and
-        how many tokens there are [2, longest].
+    Return each sample's likeliest length [n]; by position, the numbers of right tokens and of tokens [2, longest].
     """
     likeliest_lengths, token_hits = np.zeros(len(evaluation.ids)), np.zeros((2, evaluation.lengths.max()))
     for counted, batch in evaluation.batches("own"):

@@ -62,8 +62,6 @@ class Job:
     Attributes:
         out: OUT.jsonl.
         request: All that the output depends on.
-        items: The input; a problem is an error unless it is to be skipped.
-        batch_size: Items per batch.
         skip_problems: Write problems to OUT.jsonl and go on.
         latents: Returns the latents of items by their indices and texts, [n, M, C], not finite where there is none.
         rows: (R, M, C): each item has R rows of shape [M, C] in OUT.npy; `NO_ROWS`: there is no such file.
@@ -131,12 +129,8 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
 def read_items(path: Path, run: LoadedRun | None) -> list[Item]:
     """Read the texts of a file, one a line, or JSON objects with `text` and perhaps `id` (.jsonl).
 
-    Args:
-        path: The file.
-        run: Whose tokenizer and longest text the texts have to fit; None: any text will do.
-
-    Raises:
-        DataError: The file cannot be read, or is empty.
+    They have to fit the tokenizer and the longest text of `run`; without, any text will do. A file that cannot be read,
+    or is empty, is a `DataError`.
     """
     format = suffix_format(str(path))
     if format not in TEXT_FORMATS:

@@ -78,14 +78,8 @@ Trained modes: {modes}.
 def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     """Write a run as a bundle to an existing folder; the same run gives the same bytes.
 
-    Args:
-        run: The run, with the weights to export.
-        folder: Files of the bundle are replaced, others remain.
-        description: Markdown for the model card; by default that of the bundle which the run was loaded from.
-
-    Raises:
-        NumericalError: A weight is not finite.
-        StorageError: The weights cannot be written.
+    Files of the bundle are replaced, others remain. `description` is Markdown for the model card; by default that of
+    the bundle which the run was loaded from. A weight that is not finite is a `NumericalError`.
     """
     assert isinstance(run.model, nn.Module)
     tensors = model_state(run.model)

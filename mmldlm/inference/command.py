@@ -96,13 +96,7 @@ def _generate(
 
 
 def _distinct(texts: Sequence[str], count: int, draw: Callable[[int], Sequence[str]]) -> list[list[str]]:
-    """Return lines with `count` distinct texts of each condition, or with those that there are and their number.
-
-    Args:
-        texts: `count` texts of each condition, one condition after the other.
-        count: Texts to show.
-        draw: Returns as many again, of another seed.
-    """
+    """Return lines with up to `count` distinct texts of each condition; `draw` returns more, by another seed."""
     found: list[dict[str, None]] = [{} for _ in range(len(texts) // count)]
     for number in range(1, MAX_ROUNDS + 1):
         for index, text in enumerate(texts):

@@ -21,18 +21,9 @@ def load_run_encoder(run: LoadedRun) -> LatentEncoder:
 
 
 def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = "") -> np.ndarray:
-    """Encode `texts`.
+    """Return latents of n texts on the encoder's scale, float32 [n, M, C].
 
-    Args:
-        encoder: The encoder.
-        texts: n texts.
-        hint: Appended to the error message.
-
-    Returns:
-        Latents on the encoder's scale, float32 [n, M, C].
-
-    Raises:
-        DataError: The encoder has no latent for one of the texts.
+    A text without a latent is a `DataError`, to whose message `hint` is appended.
     """
     latents = encoder.encode(texts)
     for text, latent in zip(texts, latents, strict=True):
@@ -47,14 +38,7 @@ def encode_texts(run: LoadedRun, texts: Sequence[str]) -> np.ndarray:
 
 
 def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
-    """Read latents on the encoder's scale from an .npy file.
-
-    Returns:
-        float32 [n, M, C]; a file of [n, C] is accepted if M is 1.
-
-    Raises:
-        DataError: The file is missing, has another shape or type, or a row is not finite.
-    """
+    """Read latents on the encoder's scale from an .npy file, as `check_latents` does."""
     return check_latents(run, load_latents(run, path), f"--latents: {path}")
 
 
@@ -74,13 +58,7 @@ def load_latents(run: LoadedRun, path: Path) -> np.ndarray:
 def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
     """Return latents on the encoder's scale as float32 [n, M, C]; [n, C] is accepted if M is 1.
 
-    Args:
-        run: The run.
-        latents: The latents.
-        name: Named in messages.
-
-    Raises:
-        DataError: They have another shape or type, or a row is not finite.
+    Another shape or type, or a row that is not finite, is a `DataError` that begins with `name`.
     """
     latents = _check_shape(run, latents, name)
     bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)

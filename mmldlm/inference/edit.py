@@ -57,8 +57,6 @@ def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> l
     Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included.
 
     Args:
-        run: The run.
-        span_edit: The text with its span.
         span_length: Number of [MASK] tokens; None: as many as are replaced.
 
     Raises:
@@ -96,9 +94,6 @@ def edit(
     """Infill a template, given latents.
 
     Args:
-        run: The run.
-        config: Settings of the sampler.
-        seed: Seed of the random numbers.
         template_ids: Tokens, of which only [MASK] is replaced.
         raw_latents: [n, M, C] on the encoder's scale.
         count: Versions per latent.

@@ -36,10 +36,6 @@ def sample(
     """Generate `count` samples per condition.
 
     Args:
-        run: The run.
-        mode: Which modalities to generate.
-        config: Settings of the sampler.
-        seed: Seed of the random numbers.
         raw_latents: The conditions in l2t, [n, M, C] on the encoder's scale.
         texts: The conditions in t2l.
         count: Samples per condition; in joint, which has none, the number of samples.
@@ -94,11 +90,7 @@ def generate_and_decode(
     template: Tensor | None = None,
     callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
-    """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result.
-
-    Returns:
-        The generation, its latents on the encoder's scale, and its texts.
-    """
+    """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
 
     def on_step(t: float, current: Tensor) -> None:
         assert callback is not None

@@ -51,13 +51,9 @@ def interpolate(
     All texts have the same length and use the same random numbers, so neighbors differ by their latents alone.
 
     Args:
-        run: The run.
-        config: Settings of the sampler.
-        seed: Seed of the random numbers.
         raw_latents: The two ends, [2, M, C] on the encoder's scale.
         points: Number of latents, both ends included.
         length: Tokens of each text; by default the median of the length head for the latent in the middle.
-        callback: Called after each step.
 
     Returns:
         The generation of all points, its latents on the encoder's scale, and its texts.

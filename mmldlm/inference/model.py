@@ -271,12 +271,8 @@ def draw_bounds(
     """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B], see `Model.score`.
 
     Args:
-        run: The run.
-        tokens: Token ids of each text.
         latents: Standardized latents [B, M, C]; None: without.
-        slots: int64 [B], places of the texts among those that share the low-discrepancy grids of noise times.
-        num_slots: Number of these.
-        seed: Seed of the noise.
+        slots: int64 [B], places of the texts among the `num_slots` that share the low-discrepancy grids of noise times.
         draws: Numbers of the draws: each has its own noise.
     """
     latent = run.store.manifest.latent

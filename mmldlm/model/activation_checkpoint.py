@@ -57,12 +57,8 @@ KEEP_ALL = MemoryConfig()
 def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: bool) -> None:
     """Wrap methods of the blocks so that their activations are recomputed in backward, bit for bit.
 
-    A wrapped `forward` is called within the hooks of the module: those of an engine do not run again in backward.
-
-    Args:
-        blocks: All blocks of the network, in order.
-        memory: Which of them recompute what.
-        uses_rng: Whether a block's `forward` draws random numbers, as dropout does, which the recomputation repeats.
+    A wrapped `forward` is called within the hooks of the module: those of an engine do not run again in backward. With
+    `uses_rng`, it draws random numbers, as dropout does, which the recomputation repeats.
     """
     for index, block in enumerate(blocks):
         wrapped = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))

@@ -59,17 +59,12 @@ def device_capability(device_type: str) -> tuple[int, int] | None:
 def resolve_backend(
     requested: str, device_type: str, precision: str, head_width: int, capability: tuple[int, int] | None
 ) -> Backend:
-    """Return the backend to use.
+    """Return the backend to use, or raise `ConfigError` if the requested one does not run there.
 
     Args:
         requested: Value of `attention.backend`.
-        device_type: "cuda" or "cpu".
-        precision: "fp32", "bf16" or "fp16".
         head_width: Channels of one head.
         capability: Compute capability of the GPU; None if unknown, which counts as Ampere.
-
-    Raises:
-        ConfigError: The requested backend does not run there.
     """
     where = (device_type, precision, head_width, capability or AMPERE)
     missing = {"varlen": _missing_for_varlen(*where), "efficient": _missing_for_efficient(*where)}
@@ -130,13 +125,7 @@ class JointRows(NamedTuple):
 
 
 def rows_to_attend(backend: Backend, layout: PackedLayout, max_length: int) -> PackedLayout | JointRows:
-    """Return what `joint_attention` takes with this backend.
-
-    Args:
-        backend: See the module's docstring.
-        layout: Which rows belong to which sample.
-        max_length: Tokens of the longest sample that the network takes.
-    """
+    """Return what `joint_attention` takes with this backend; no sample has more than `max_length` tokens."""
     if backend not in JOINT_BACKENDS:
         return layout
     longest = max(max_length, layout.max_length) + layout.latent_tokens
@@ -152,7 +141,6 @@ def joint_attention(
         latent_qkv: q, k and v of the latent stream [B*M, 3, H, K].
         text_qkv: q, k and v of the text stream [N, 3, H, K].
         rows: The result of `rows_to_attend`.
-        backend: See the module's docstring.
 
     Returns:
         The outputs of latents [B*M, H, K] and text [N, H, K].

@@ -64,16 +64,10 @@ class Region:
 
 
 def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, is_supported: bool = True) -> str:
-    """Compile the model's regions in place.
+    """Compile in place the regions that the model's `backend` determines; return a description of what was compiled.
 
-    Args:
-        model: The network, whose `backend` determines the regions.
-        config: What to compile.
-        device: Device of the run.
-        is_supported: Whether the engine runs compiled regions; if not, scope `auto` compiles none.
-
-    Returns:
-        A description of what was compiled, with the reason if it is not what the config requests.
+    If that is not what the config requests, it has the reason. Scope `auto` compiles none if the engine does not run
+    compiled regions (`is_supported`).
     """
     if config.scope == "none" or (config.scope == "auto" and (device.type == "cpu" or not is_supported)):
         return "none"

@@ -106,10 +106,7 @@ class RowPaddedLayout(PackedLayout):
 
 
 class _Attention(torch.autograd.Function):
-    """The `sdpa` backend's computation, with a backward in float32; zero in padding rows.
-
-    Called with the kernel itself, since SDPA chooses the type of its backward.
-    """
+    """The `sdpa` backend with a backward in float32 and zero padding rows; called with the kernel itself."""
 
     @staticmethod
     def forward(ctx: Any, latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
@@ -181,11 +178,8 @@ class KernelCache:
     """Memory of the kernels that oneDNN compiles in a run on a CPU with `has_bf16_instructions`, from steps of the run.
 
     It keeps those of the most recent half-precision products, one for each combination of shapes, strides and options.
-    Between steps, shapes differ by their number of rows, which are padded tokens or predicted tokens.
-
-    Args:
-        device_type: Device of the run; there are no kernels but on a CPU.
-        precision: Precision of the network; optimizers may have products in bfloat16 also in fp32.
+    Between steps, shapes differ by their number of rows, which are padded tokens or predicted tokens. Optimizers may
+    have products in bfloat16 also in fp32.
     """
 
     def __init__(self, device_type: str, precision: str):
@@ -204,11 +198,9 @@ class KernelCache:
             self._expected.update(map(_padded, rows))
 
     def mib(self, products: Iterable[tuple[str, torch.dtype, tuple[int, ...], Any]]) -> float:
-        """Return the MiB of all kernels.
+        """Return the MiB of all kernels for distinct products (kind, type, sizes, other properties) of the steps tried.
 
-        Args:
-            products: (kind, type, sizes, other properties) of the distinct matrix products of the steps tried. Those of
-                the kind "activations" are the network's.
+        Products of the kind "activations" are the network's.
         """
         if not self._is_used:
             return 0.0

@@ -95,9 +95,7 @@ class ModelFlops:
         """Return the FLOPs of forward and backward pass.
 
         Args:
-            tokens: Text tokens of the step.
             masked_tokens: Tokens that the text head predicts in the step.
-            samples: Samples of the step.
             latent_tokens: Latent tokens of one sample.
             pairs: Pairs of query and key in the step, latents among them.
         """

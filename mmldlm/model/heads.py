@@ -58,8 +58,8 @@ def _in_chunks(
 class _Chunks(Function):
     """A formula of chunks of rows, whose logits the backward pass computes again.
 
-    The chunks' gradients of the weight are added up in float32. Autograd would add them in the type of the products: in
-    bf16, 128 chunks have an error of 1.6 % then, and 0.3 % here, as a single one (benchmarks/LOG.md).
+    The weight's gradients are added up in float32. Autograd would add them in the type of the products: in bf16, 128
+    chunks have an error of 1.6 % then, and 0.3 % here, as a single one (benchmarks/LOG.md).
     """
 
     @staticmethod
@@ -144,9 +144,7 @@ class TextHead(nn.Module):
         """Return logits, or likelihoods of targets, in float32; in training also which targets are the most likely.
 
         Args:
-            hidden_PD: Outputs of the text stream.
             embedding_VD: Token embedding, the weight of a tied head.
-            targets_P: True tokens.
             terms: With targets, return the terms of `chunked_token_terms`.
 
         Returns:

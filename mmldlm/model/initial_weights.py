@@ -79,13 +79,7 @@ class Taken(NamedTuple):
 
 
 class InitialWeights(TensorSource):
-    """Initial values of parameters by name, float32 on the host, computed on access, whole or in part.
-
-    Args:
-        distributions: Distribution of each parameter's elements.
-        shapes: Shape of each parameter.
-        seed: `run.init_seed`, or else `run.seed`.
-    """
+    """Initial values of parameters by name, float32 on the host, computed on access, whole or in part."""
 
     def __init__(self, distributions: Mapping[str, Normal], shapes: Mapping[str, torch.Size], seed: int):
         self._distributions, self._shapes, self._seed = distributions, shapes, seed

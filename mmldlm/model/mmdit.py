@@ -191,9 +191,7 @@ class MMDiTBlock(nn.Module):
             latent_TE: Latent stream [B*M, E].
             conditioning: Embedded noise times [B, T], or the outputs of `modulate_at_once` for both streams.
             rotary: Cosine and sine [N, K/2] of the tokens' positions.
-            rows: Which rows belong to which sample.
             attended: The result of `rows_to_attend`.
-            backend: Kernel of the joint attention.
             positions_P: Tokens to return, for the last block. All tokens are attended to in any case, but what follows
                 the attention is computed for these alone.
 
@@ -259,11 +257,7 @@ class MMDiT(nn.Module):
     Its parameters have arbitrary values, or none on the meta device, until `init_weights` or a checkpoint sets them.
 
     Args:
-        config: Sizes and variants of the network.
         shape: What the data determine.
-        backend: Kernel of the joint attention.
-        memory: Which blocks use activation checkpointing.
-        precision: Type of the matrix products.
         text_terms: In training, return the terms of `heads.chunked_token_terms` instead of likelihoods alone.
         initial_loss_weights: Initial values of the learned weights of text and latent loss; None: not learned.
         latent_skip: Add a learned multiple of the noised latents to the latent prediction, for epsilon and v.

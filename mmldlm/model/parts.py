@@ -69,14 +69,9 @@ def freeze_parts(model: nn.Module, freeze: Sequence[Freezable]) -> None:
 
 
 def check_trainable(freeze: Sequence[Freezable], losses: Mapping[Loss, str]) -> None:
-    """Check that every loss has a part left to train.
+    """Check that every loss has a part left to train; else a `ValueError` names the loss and the parts it needs.
 
-    Args:
-        freeze: The setting `freeze`.
-        losses: Losses with a weight above 0, each with the setting that gives the weight.
-
-    Raises:
-        ValueError: Names the loss and the parts of which it needs one.
+    `losses` are those with a weight above 0, each with the setting that gives the weight.
     """
     frozen = frozen_parts(freeze)
     if frozen.issuperset(get_args(Part)):

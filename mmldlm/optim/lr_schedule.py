@@ -100,15 +100,9 @@ def lr_at(
     scale: float = 1.0,
     cuts: int = 0,
 ) -> float:
-    """Return the learning rate of a step.
+    """Return the learning rate of a step, counted from 0.
 
-    Args:
-        step: Optimizer step, counted from 0.
-        total_steps: Steps of the run.
-        optim: Settings of the peak and the warmup.
-        schedule: Settings of the schedule after the warmup.
-        scale: `batch_scale` of the step's global batch.
-        cuts: How often a plateau has cut the learning rate.
+    `scale` is the `batch_scale` of the step's global batch, and `cuts` how often a plateau has cut the rate.
     """
     peak, warmup = scale * optim.lr, resolved_warmup(optim, total_steps)
     if step < warmup:
@@ -147,14 +141,7 @@ def resolved_decay(schedule: ScheduleConfig, total_steps: int, warmup: int) -> i
 
 
 def describe_lr(total_steps: int, optim: OptimConfig, schedule: ScheduleConfig, global_batch_size: int) -> str:
-    """Return the resolved learning rate and schedule as a line for the user.
-
-    Args:
-        total_steps: Steps of the run.
-        optim: Settings of the peak and the warmup.
-        schedule: Settings of the schedule after the warmup.
-        global_batch_size: Samples of the first step.
-    """
+    """Return the resolved learning rate and schedule as a line for the user; the batch is that of the first step."""
     peak, warmup = batch_scale(optim, global_batch_size) * optim.lr, resolved_warmup(optim, total_steps)
     text = f"{peak:.4g}"
     if optim.lr_scaling != "none":
@@ -184,13 +171,9 @@ class Plateau:
     """
 
     def __init__(self, schedule: ScheduleConfig, state: TrainState, warmup: int, validates: bool):
-        """Set up the schedule.
+        """Set up the schedule; `state` is updated in place.
 
-        Args:
-            schedule: Settings of the schedule.
-            state: State of the run, updated in place.
-            warmup: Number of warmup steps.
-            validates: Whether `observe` gets validation losses; otherwise `observe_training_loss` gets each step's.
+        With `validates`, `observe` gets validation losses; otherwise `observe_training_loss` gets each step's.
         """
         self.schedule, self.state, self.warmup, self.uses_training_loss = schedule, state, warmup, not validates
         # Number of steps over which the noisy training loss is averaged.

@@ -13,10 +13,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters as two groups: with weight decay (matrices of linear layers) and without it.
 
-    Args:
-        model: Network.
-        weight_decay: Weight decay of the first group.
-        exclude: Parameters that belong to neither group.
+    Parameters in `exclude` belong to neither.
     """
     # 2-D, but no matrices of linear layers: the token embedding, also where it is a tied head, and latent positions.
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

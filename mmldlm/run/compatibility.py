@@ -74,7 +74,7 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
 
 
 def _check_latent_skip(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Raise `DataError` if a checkpoint predicts x0 with a learned skip that is not zero, as older networks did.
+    """Raise `DataError` if x0 is predicted with a learned skip that is not zero, as older networks did.
 
     In a run that never trained latents, the skip has stayed zero and has no effect.
     """
@@ -100,10 +100,8 @@ def saved_tensors(checkpoint: Checkpoint, group: str, config: RunConfig) -> Tens
 def saved_latent_stats(checkpoint: Checkpoint, store: Store) -> LatentInfo:
     """Return the standardization of latents that a checkpoint was trained with.
 
-    Checkpoints from before it was saved were trained with the one of their store.
-
-    Raises:
-        DataError: The file is damaged or belongs to latents of another shape.
+    Checkpoints from before it was saved were trained with the one of their store. A damaged file, or one of latents of
+    another shape, is a `DataError`.
     """
     current = store.manifest.latent
     if LATENTS_NAME not in checkpoint.files:
@@ -136,8 +134,7 @@ def match_training_data(checkpoint: Checkpoint, store: Store) -> Store:
 def saved_ema(checkpoint: Checkpoint, model: nn.Module, config: RunConfig) -> TensorFiles | None:
     """Open the EMA of the trained weights for the unwrapped `model`; None if the checkpoint has none.
 
-    Raises:
-        DataError: Its tensors do not match the parameters that were trained.
+    Tensors that do not match the parameters that were trained are a `DataError`.
     """
     if TensorFiles.find(checkpoint, "ema") is None:
         return None

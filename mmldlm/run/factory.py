@@ -58,11 +58,7 @@ def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) ->
 
 
 def attention_backend(config: RunConfig, device_type: str) -> Backend:
-    """Return the kernel of the joint attention on this machine's device of the given type.
-
-    Raises:
-        ConfigError: The configured backend does not run there.
-    """
+    """Return the kernel of the joint attention on this type of device; one that does not run is a `ConfigError`."""
     head_width, capability = config.model.head_width, device_capability(device_type)
     return resolve_backend(config.attention.backend, device_type, _precision(config), head_width, capability)
 

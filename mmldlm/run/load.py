@@ -159,7 +159,7 @@ def load_run(
         data: Path of a data store that replaces the config's data.
         weights: "ema" or "trained"; by default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
         sampling: Overrides `sampling.KEY=VALUE` of the run's config.
-        device: Device of the network; by default the GPU, if there is one.
+        device: By default the GPU, if there is one.
 
     Raises:
         ConfigError: An override is no setting of `sampling`, or out of bounds.

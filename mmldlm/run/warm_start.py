@@ -41,14 +41,11 @@ class WarmStart(NamedTuple):
 
 
 def find_source(init: InitConfig) -> dict[str, str]:
-    """Verify what `init` names, on one rank for all.
+    """Verify what `init` names, on one rank for all; what is missing or damaged is a `DataError`.
 
     Returns:
         "checkpoint": the folder, and "manifest": SHA-256 of its manifest, with `init.from`; "embeddings": SHA-256 of
         the file, with `init.embeddings`.
-
-    Raises:
-        DataError: It is missing or damaged.
     """
     source: dict[str, str] = {}
     if init.from_:
@@ -70,9 +67,7 @@ def find_source(init: InitConfig) -> dict[str, str]:
 def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initial: InitialWeights) -> WarmStart:
     """Choose the weights that are taken from what `find_source` returned; none are read yet.
 
-    Raises:
-        ConfigError: An entry of `init.skip` names no weight.
-        DataError: A tensor cannot be taken.
+    An entry of `init.skip` that names no weight is a `ConfigError`, a tensor that cannot be taken a `DataError`.
     """
     shapes = {name: tensor.shape for name, tensor in initial.meta().items()}
     taken: dict[str, Taken] = {}
@@ -176,11 +171,7 @@ def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
 
 
 def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:
-    """Return the file of `init.embeddings`, the name of its matrix, and how many elements that has.
-
-    Raises:
-        DataError: It has no such matrix, or one for another vocabulary or width.
-    """
+    """Return the file of `init.embeddings`, the name of its matrix, and how many elements that has."""
     (path, key), manifest = init.embeddings_tensor, store.manifest
     files = TensorFiles.of_files([path])
     tables = {name: each.shape for name, each in files.meta().items() if each.ndim == 2 and each.is_floating_point()}

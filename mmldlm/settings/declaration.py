@@ -44,15 +44,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field for a setting.
 
-    Args:
-        default: Default value.
-        doc: One line for `docs/settings.md`.
-        factory: Function that returns the default, for mutable values.
-        at_least: Inclusive lower bound of a number.
-        at_most: Inclusive upper bound.
-        above: Exclusive lower bound.
-        below: Exclusive upper bound.
-        advice: How to choose the value, if there is a choice to make and something is known about it.
+    `doc` is one line for `docs/settings.md`. The bounds of a number are inclusive (`at_least`, `at_most`) or exclusive.
+    `advice` is how to choose the value, if there is a choice to make and something is known about it.
     """
     bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
     metadata = {
@@ -68,11 +61,7 @@ def setting(
 
 
 def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
-    """Check that the setting `name` is set only where it is read, which is if the setting `under` is one of `values`.
-
-    Raises:
-        ValueError: `name` is not at its default, and nothing reads it.
-    """
+    """Raise `ValueError` if the setting `name` is set, but not read since the setting `under` is none of `values`."""
     default = next(field.default for field in dataclasses.fields(settings) if field.name == name)
     value = getattr(settings, under)
     if value not in values and getattr(settings, name) != default:
@@ -128,7 +117,6 @@ def restore(cls: type[T], tree: Any, prefix: str = "") -> T:
     """Build the dataclass `cls` from the JSON values of its `dump`; missing keys take their defaults.
 
     Args:
-        cls: The settings dataclass.
         tree: What `dump` returned, before or after a way through JSON, which turns integer keys into text.
         prefix: Dotted key of `tree` with a trailing dot, for messages.
 

@@ -102,9 +102,8 @@ def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
 def build(cls: type[T], tree: Mapping[str, Any]) -> T:
     """Build the dataclass `cls` from nested mappings.
 
-    Raises:
-        ConfigError: One line with up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
-            values out of bounds.
+    A `ConfigError` of one line has up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
+    values out of bounds.
     """
     try:
         value: T = _validator(cls).validate_python(tree)  # type: ignore[arg-type]  # mypy: type[T] is no Hashable
@@ -114,11 +113,7 @@ def build(cls: type[T], tree: Mapping[str, Any]) -> T:
 
 
 def check_partial(cls: type, tree: Mapping[str, Any]) -> None:
-    """Check some of the settings of `cls` without the checks across settings, which other files may satisfy.
-
-    Raises:
-        ConfigError: As in `build`.
-    """
+    """Check some of the settings of `cls` without the checks across settings, which other files may satisfy."""
     try:
         _validator(cls).validate_python(tree)
     except ValidationError as error:

@@ -44,9 +44,6 @@ class ConfigLayer:
 def read_layers(path: Path) -> list[ConfigLayer]:
     """Read `path` and all files that it extends, directly or through others.
 
-    Args:
-        path: The config file.
-
     Returns:
         The files without their `extends`, the winning ones last: each file comes after the files that it extends, and
         the files of one list in the order of the list. A file that is reached twice is included once, at its first
@@ -61,12 +58,7 @@ def read_layers(path: Path) -> list[ConfigLayer]:
 
 
 def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
-    """Add the files that the last one of `chain` extends, then that file, to `layers`.
-
-    Args:
-        chain: Files, each of which extends the next.
-        layers: Complete layers by absolute path without links.
-    """
+    """Add the files that the last one of `chain` extends, then that file, to `layers` by absolute path."""
     *parents, path = chain
     where = f"{display_name(str(parents[-1]))}: {EXTENDS}: " if parents else ""
     if parents and not path.is_file():  # reading a pipe would block
@@ -107,7 +99,6 @@ def merge_layers(cls: type, layers: Sequence[ConfigLayer], alternatives: Sequenc
     Groups of settings are merged key by key; values, including maps and lists, are replaced.
 
     Args:
-        cls: The settings dataclass.
         layers: Config files as `read_layers` returns them.
         alternatives: Keys of which a config sets one: see `drop_alternatives`.
 
@@ -158,14 +149,7 @@ def _groups(cls: type) -> set[str]:
 def origins(
     cls: type, layers: Sequence[ConfigLayer], overrides: Sequence[str], tree: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the origin of each setting: `FILE:LINE`, `command line` or `default`.
-
-    Args:
-        cls: The settings dataclass.
-        layers: Config files as `read_layers` returns them.
-        overrides: `key.sub=value` of the command line.
-        tree: The merged settings, overrides included.
-    """
+    """Return the origin of each setting in the merged `tree`: `FILE:LINE`, `command line` or `default`."""
     keys = [key for key, _ in leaves(cls)]
     by_key: dict[str, str] = {}
     for layer in layers:

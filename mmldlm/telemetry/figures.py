@@ -48,14 +48,9 @@ def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, flo
 
 
 def draw(data: FigureData, bin_losses: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Draw all figures that `data` has the arrays for.
+    """Draw all figures that `data` has the arrays for: images by tag, uint8 [height, width, 3].
 
-    Args:
-        data: Held-out samples and generations.
-        bin_losses: Losses in equal noise bins, by modality and mode.
-
-    Returns:
-        Images by tag, uint8 [height, width, 3].
+    `bin_losses` are losses in equal noise bins, by modality and mode.
     """
     images = {"figures/loss_over_noise_time": _loss_over_noise_time(bin_losses)}
     if min(data.true_latents.shape) > 1:
@@ -98,12 +93,9 @@ def _retrieval(similarity: np.ndarray) -> np.ndarray:
 
 
 def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first two principal components of `truth` [n, D].
+    """Return the mean [D] of `truth` [n, D], its first two principal axes [2, D] and their fractions of the variance.
 
     They depend on these data alone, including the signs, so the figures of all steps have the same basis.
-
-    Returns:
-        The mean [D], the axes [2, D] and their fractions of the variance [2].
     """
     mean = truth.mean(0)
     _, scales, axes = np.linalg.svd(truth - mean, full_matrices=False)

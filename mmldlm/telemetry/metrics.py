@@ -66,11 +66,7 @@ class MetricsFile:
         self._file = self.path.open("ab")
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record; keys of `values` must not be reserved.
-
-        Raises:
-            StorageError: `path` is no longer this file.
-        """
+        """Append a record with no reserved keys, or raise `StorageError` if `path` is no longer this file."""
         assert kind in KINDS, f"unknown kind of record: {kind!r}"
         assert RESERVED.isdisjoint(values), f"reserved keys in {sorted(RESERVED & values.keys())}"
         if not self.is_in_place:
@@ -142,10 +138,9 @@ def _split_hash(line: bytes) -> tuple[bytes, str]:
 
 
 def _drop_after(path: Path, step: int) -> str:
-    """Rewrite `path` with the records up to `step`; return the hash of the last one.
+    """Rewrite `path` with the records up to `step`; return the hash of the last one. Damaged lines cause a warning.
 
-    Records of earlier steps that were written after the first dropped one, such as that of a checkpoint, are linked
-    again. Damaged lines cause a warning, never a failed resume.
+    Records of earlier steps after the first dropped one, such as that of a checkpoint, are linked again.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     records = [_parse(line) for line in lines]

@@ -18,11 +18,8 @@ _EXPECTED = ("Gradient accumulation steps mismatch",)  # Accelerate's plugin; th
 class Notices(logging.Handler):
     """Context manager that sends warnings and log records to `write`, each once.
 
-    PyTorch and DeepSpeed reset Python's own registry of past warnings in each step.
-
-    Args:
-        log_library_warnings: Whether to log warnings of other packages. They are the same on all ranks of a node, so
-            only one of them logs these.
+    PyTorch and DeepSpeed reset Python's own registry of past warnings in each step. Warnings of other packages are the
+    same on all ranks of a node, so only one of them sets `log_library_warnings`.
     """
 
     def __init__(self, log_library_warnings: bool):

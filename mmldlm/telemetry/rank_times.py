@@ -16,11 +16,7 @@ MIN_DEVIATIONS = (
 
 
 def slowdowns(seconds: np.ndarray) -> np.ndarray:
-    """Return the logarithm of each rank's seconds over the median of the others, for ranks slower than that.
-
-    Args:
-        seconds: [..., ranks].
-    """
+    """Return the logarithm of seconds [..., ranks] over the median of the others, for ranks slower than that."""
     ordered, ranks = np.sort(seconds, axis=-1), seconds.shape[-1]
     # Without the slowest: for a slow rank this is the median of the others, also if there is only one.
     others = (ordered[..., (ranks - 2) // 2] + ordered[..., (ranks - 1) // 2]) / 2
@@ -28,13 +24,9 @@ def slowdowns(seconds: np.ndarray) -> np.ndarray:
 
 
 def slow_ranks(window: np.ndarray) -> np.ndarray:
-    """Return which ranks are slow, beyond noise, in a window of `slowdowns`.
+    """Return which ranks are slow, beyond noise, bool [ranks]; one has to be slow by each measure.
 
-    Args:
-        window: [steps, measures, ranks]: a rank has to be slow by each measure.
-
-    Returns:
-        bool [ranks].
+    `window` has the `slowdowns`, [steps, measures, ranks].
     """
     slow = ((window > np.log1p(MIN_SLOWDOWN)).sum(0) >= len(window) - MAX_FASTER_STEPS).all(0)
     if slow.any():
@@ -58,9 +50,6 @@ class RankTimes:
 
     A rank is slow if its steps take longer than those of the others, in total and per FLOP: the time of a step has a
     constant part that is not known, so neither alone is fair to ranks whose samples are always the longest or shortest.
-
-    Args:
-        ranks: Number of ranks.
     """
 
     def __init__(self, ranks: int):
@@ -71,11 +60,9 @@ class RankTimes:
         self._seconds, self._seconds_steps = np.zeros(ranks), 0
 
     def add(self, work: np.ndarray) -> list[SpeedChange]:
-        """Add a step, and return which ranks became slow or have recovered.
+        """Add a step's seconds and FLOPs of each rank, [2, ranks]; return which ranks became slow or have recovered.
 
-        Args:
-            work: Seconds and FLOPs of each rank, [2, ranks]. On GPUs a step may be missing at first, which then is part
-                of a later one.
+        On GPUs a step may be missing at first, which then is part of a later one.
         """
         self._pending += work
         if not self._pending[1].all():

@@ -101,12 +101,7 @@ def cuda_memory_metrics() -> dict[str, float]:
 
 
 def free_memory_mib(device: torch.device, processes: int = 1) -> float:
-    """Return the memory that this process may still allocate on `device`.
-
-    Args:
-        device: A CUDA device, or the CPU for memory of the host.
-        processes: Number of processes that share the host's free memory equally.
-    """
+    """Return the memory that this process, one of `processes` on the host, may still allocate on `device`."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return (torch.cuda.mem_get_info(device)[0] + cached) / MIB

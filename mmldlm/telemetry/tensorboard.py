@@ -119,8 +119,7 @@ class TensorBoard:
         self._writer.add_text(tag, "\n".join("    " + line for line in _readable(content).splitlines()), step)
 
     def session_text(self, tag: str, content: str) -> None:
-        """Write text that holds from the first step of this session on; a later session that hides the events of that
-        step hides the text, too."""
+        """Write text that holds from this session's first step on; a session that hides its events hides it, too."""
         self.text(self._first_step, tag, content)
 
     def histogram(self, step: int, tag: str, values: np.ndarray, within: tuple[float, float]) -> None:

@@ -40,13 +40,10 @@ class Tracker:
     """Logs of one run; a context manager.
 
     Args:
-        run_dir: Folder of the run.
-        total_steps: Last step of the run.
         start_step: Last step that is already done: 0, or the step of the checkpoint to resume from. Later records are
             dropped from the metrics file and hidden in TensorBoard.
         resumed: Whether the run continues from a checkpoint; otherwise an existing metrics file is set aside.
         enabled: True on the main rank; on the others all methods do nothing.
-        tensorboard: Whether to write event files.
     """
 
     def __init__(
@@ -107,10 +104,9 @@ class Tracker:
     def validation(
         self, step: int, values: Mapping[str, float | str], bin_losses: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Log a validation.
+        """Log a validation after `step` finished steps.
 
         Args:
-            step: The last finished step.
             values: Losses by tag, and under "weights" which weights were measured, see `mmldlm.optim.ema`.
             bin_losses: Losses in equal noise bins, by modality and mode; to TensorBoard only.
         """
@@ -147,8 +143,6 @@ class Tracker:
         """Log figures and histograms of held-out samples; to TensorBoard only.
 
         Args:
-            step: The last finished step.
-            data: The samples and generations.
             bin_losses: Losses in equal noise bins, by modality and mode.
             texts: Texts of the samples, which label the points of the projector; None: no projector.
         """
@@ -172,11 +166,7 @@ class Tracker:
     def event(self, kind: Kind, step: int, values: Mapping[str, Any], text: str = "") -> None:
         """Log a single event, such as a skip or a checkpoint. It is on disk when this returns.
 
-        Args:
-            kind: Kind of the record.
-            step: The last finished step.
-            values: Content of the record.
-            text: What is printed; by default the values.
+        What is printed is `text`, by default the values.
         """
         if not self.enabled:
             return

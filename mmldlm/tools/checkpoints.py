@@ -33,11 +33,7 @@ _SET_ASIDE = ("damaged-", "superseded-")
 
 
 def list_checkpoints(run: Path) -> list[dict[str, Any]]:
-    """Return what the manifests of a run's checkpoints say, newest first; nothing is verified.
-
-    Raises:
-        DataError: The folder is not a run.
-    """
+    """Return what the manifests of a run's checkpoints say, newest first; nothing is verified."""
     retention, folder = run_config(run).checkpoint.retention, run / "checkpoints"
     if not folder.is_dir() and not (run / "metrics.jsonl").is_file():
         raise DataError(f"{run}: expected a run folder, found neither metrics.jsonl nor checkpoints in it")
@@ -80,12 +76,7 @@ def _row(path: Path, body: dict[str, Any], retention: Retention, best: set[int])
 def verify_all(target: Path, progress: Progress) -> list[dict[str, Any]]:
     """Verify the hashes of a checkpoint, or of all checkpoints of a run, and that each tensor is there exactly once.
 
-    Args:
-        target: Folder of the checkpoint or of the run.
-        progress: Counts the checkpoints.
-
-    Returns:
-        Name and, if it is damaged, problem of each checkpoint.
+    Return name and, if it is damaged, problem of each; `progress` counts them.
     """
     paths = _checkpoints(target)
     return [{"name": path.name, "problem": _problem(path)} for path in progress.track(paths, "checkpoints", len(paths))]
@@ -153,11 +144,7 @@ def _difference(before: TensorFiles, after: TensorFiles, name: str) -> dict[str,
 
 
 def _checkpoints(target: Path) -> list[Path]:
-    """Return `target` if it is a checkpoint, else the checkpoints of the run `target`, newest first.
-
-    Raises:
-        DataError: It is neither.
-    """
+    """Return `target` if it is a checkpoint, else the checkpoints of the run `target`, newest first."""
     if (target / MANIFEST).is_file():
         return [target]
     paths = CheckpointStore(target / "checkpoints", Retention()).paths()

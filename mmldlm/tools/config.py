@@ -39,12 +39,7 @@ def _one_line(value: Any) -> str:
 
 
 def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Return `settings` as lines of YAML, each with its origin as a comment.
-
-    Args:
-        settings: Values by dotted key.
-        origins: Origins by dotted key.
-    """
+    """Return settings, by dotted key, as lines of YAML, each with its origin as a comment."""
     lines: list[tuple[str, str]] = []
     open_groups: list[str] = []
     for key, value in settings.items():
@@ -66,11 +61,7 @@ def config_diff(first: RunConfig, second: RunConfig) -> dict[str, tuple[Any, Any
 
 
 def config_file(path: str) -> Path:
-    """Return the config file at `path`, a file or a run folder.
-
-    Raises:
-        ConfigError: `path` is a folder without a config.
-    """
+    """Return the config file at `path`, a file or a run folder; a folder without a config is a `ConfigError`."""
     target = Path(path)
     if not target.is_dir():
         return target
@@ -82,11 +73,7 @@ def config_file(path: str) -> Path:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        UsageError: The number of configs does not fit the options.
-    """
+    """Parse the command line; a number of configs that does not fit the options is a `UsageError`."""
     parser = argparse.ArgumentParser(
         prog="mmldlm config",
         usage="%(prog)s [--changed] [--json] CONFIG [key.sub=value ...] | %(prog)s --diff [--json] CONFIG CONFIG | "

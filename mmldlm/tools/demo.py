@@ -239,10 +239,9 @@ class Page:
         self.blocks.queue(max_size=MAX_WAITING)
 
     def launch(self, port: int) -> str:
-        """Serve the page to this machine only, in a thread; returns its address.
+        """Serve the page to this machine only, in a thread, and return its address. Port 0 takes a free one.
 
-        Raises:
-            UsageError: Another process listens on `port`. 0 takes a free one.
+        If another process listens on the port, that is a `UsageError`.
         """
         from starlette.middleware import Middleware  # which gradio needs, too
 

@@ -24,13 +24,9 @@ from mmldlm.utils.printable import printable
 
 
 def explain(run: RecordedRun, step: int, scratch_in: Path | None = None) -> tuple[Explanation, list[str]]:
-    """Explain a step of a run, counted from 1, in this process.
+    """Explain a step of a run, counted from 1, in this process; return the explanation and the lines of its report.
 
-    Returns:
-        The explanation, and the lines of its report.
-
-    Raises:
-        UsageError: The run has no such step.
+    A step that the run does not have is a `UsageError`.
     """
     if not run.starts[0]["step"] < step <= run.last_step:
         raise UsageError(f"STEP: expected {run.starts[0]['step'] + 1} to {run.last_step}, found {step}")

@@ -78,8 +78,7 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
 def check_record(line: bytes) -> Record:
     """Return the record in `line`, with NaN for metrics that were not finite.
 
-    Raises:
-        DataError: The line is no record, or one of its values is missing or of another type.
+    It is a `DataError` if the line is no record, or one of its values is missing or of another type.
     """
     try:
         record: Record = json.loads(line)

@@ -36,8 +36,6 @@ class RecordedRun:
     """A run as its folder describes it.
 
     Attributes:
-        folder: Run folder.
-        records: Its records.
         overrides: Settings that a replay changes, such as `data.path=NEW`.
         damaged: A line about each line that is no record.
     """
@@ -49,11 +47,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
-        """Read the records of a run.
-
-        Raises:
-            DataError: The record of a start is missing or incomplete.
-        """
+        """Read the records of a run; if the record of a start is missing or incomplete, raise `DataError`."""
         path, records, damaged = folder / "metrics.jsonl", [], []
         for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
             try:
@@ -112,14 +106,8 @@ def replay(
     """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
 
     A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and
-    saves. Nothing is printed to stdout meanwhile.
-
-    Args:
-        run: The run.
-        first: First step to replay.
-        last: Last step to replay.
-        launch: The processes.
-        folder: Where the scratch folder is made, of all nodes if there are several; default: that of temporary files.
+    saves. Nothing is printed to stdout meanwhile. The scratch folder is made in `folder`, of all nodes if there are
+    several; by default among temporary files.
 
     Yields:
         A trainer in a scratch folder after the step before the stretch, that step and the last one, and whether it

@@ -17,12 +17,9 @@ from mmldlm.utils.lock import RunLock
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0.
+    """Run the command and return 0.
 
-    Raises:
-        ConfigError: A sample is not one of the run's training samples.
-        DataError: The folder is not a run, or its data or checkpoints are damaged.
-        RunInUseError: The run is training.
+    A sample that is not one of the run's training samples is a `ConfigError`, a run that is training a `RunInUseError`.
     """
     parser = argparse.ArgumentParser("mmldlm rewind", description=__doc__)
     parser.add_argument("run", type=Path, help="run folder")

@@ -58,14 +58,11 @@ class _Column:
 
 
 class History:
-    """The contents of `run_dir` at the last `refresh`.
+    """The contents of `run_dir` at the last `refresh`; if it is not a run folder, that is a `DataError`.
 
     Attributes:
         exits: Exit reports of the ranks, the one of the run first.
         processes: Processes of a run that has not ended cleanly, by rank.
-
-    Raises:
-        DataError: `run_dir` is not a run folder.
     """
 
     def __init__(self, run_dir: Path | str):
@@ -146,11 +143,9 @@ class History:
         return self._column(tag, kinds or CURVE_KINDS).series
 
     def finite(self, tag: str, session: bool = False) -> list[float]:
-        """Return the finite values of `tag` in training records.
+        """Return the finite values of the metric `tag` in training records.
 
-        Args:
-            tag: The metric.
-            session: Only of the latest start or resume, without the first, whose speed includes the start.
+        With `session`, only of the latest start or resume, without the first, whose speed includes the start.
         """
         column = self._column(tag, ("train",))
         return column.finite[column.session + 1 :] if session else column.finite
@@ -229,11 +224,9 @@ class History:
         return max(0.0, (time.time() if now is None else now) - max(latest["time"], self._last_change_at))
 
     def state(self, now: float | None = None, stall_timeout_s: float = math.inf) -> RunState:
-        """Return the state of the run.
+        """Return the state of the run at `now` in Unix seconds, by default the present.
 
-        Args:
-            now: Unix seconds; None for the present.
-            stall_timeout_s: Age of the latest record above which an active run counts as silent.
+        An active run counts as silent if its latest record is older than `stall_timeout_s`.
         """
         if self.exits:
             exit_report = self.exits[0]
@@ -261,12 +254,9 @@ class MetricsReader:
     skipped and counted in `damaged` instead of raising an error.
 
     Attributes:
-        records: All records, in the order in which they were written.
-        by_kind: The same by kind.
         last_places: Place of the last record of each kind.
         session_begins: Number of records of each kind before the latest start or resume.
         durations_s: Seconds of each activity that a heartbeat has announced, to the next record of any kind.
-        step: The last step with a record.
         damaged: Number of lines that are not records.
     """
 
@@ -300,11 +290,7 @@ class MetricsReader:
         self.by_kind[record["kind"]].append(record)
 
     def refresh(self) -> bool:
-        """Read what was added and return whether anything changed.
-
-        Raises:
-            StorageError: The file exists, but cannot be read.
-        """
+        """Read what was added and return whether anything changed; if the file cannot be read, raise `StorageError`."""
         try:
             with self.path.open("rb") as file:
                 return self._read_added(file)

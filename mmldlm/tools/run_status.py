@@ -30,8 +30,6 @@ class RunState:
     Attributes:
         name: `silent` is a run that seems to be active, but has no news; `killed` one whose process is gone without an
             exit report.
-        code: Exit code, if the run left one.
-        cause: Reason for the state.
     """
 
     name: StateName

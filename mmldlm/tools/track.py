@@ -33,9 +33,7 @@ _TAGS = ("engine", "world_size", "parameters_total", "git")  # entries of the fi
 def rows_to_send(history: History, everything: bool) -> list[Row]:
     """Return the scalars of training, validation and quality records, in the order of the file.
 
-    Args:
-        history: The run.
-        everything: Include the steps since the last complete checkpoint, which a resume would repeat.
+    With `everything`, include the steps since the last complete checkpoint, which a resume would repeat.
     """
     kept_steps = [record["step"] for record in history.by_kind("checkpoint", "resume", "end")]
     last = history.step if everything else max(kept_steps, default=0)
@@ -50,10 +48,7 @@ def rows_to_send(history: History, everything: bool) -> list[Row]:
 class Bridge:
     """Sends the rows of a run to one tracker.
 
-    Args:
-        run_dir: Run folder.
-        tracker: The tracker.
-        everything: Once the run has ended, send the steps since its last checkpoint, too.
+    With `everything`, once the run has ended, the steps since its last checkpoint are sent, too.
     """
 
     def __init__(self, run_dir: Path, tracker: TrackerName, everything: bool):

@@ -41,9 +41,7 @@ class RunInfo(NamedTuple):
 class TrackerRun:
     """A tracker's run, opened or created by its constructor.
 
-    Attributes:
-        sent: Number of rows that it has.
-        last_ms: Time of the last one.
+    It has `sent` rows, the last one of time `last_ms`.
     """
 
     def __init__(self, info: RunInfo):

@@ -177,11 +177,7 @@ def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 class Differences:
-    """Comparison of recorded with recomputed numbers.
-
-    Args:
-        tolerance: Largest relative difference; with 0 all must be the same, bit by bit.
-    """
+    """Comparison of recorded with recomputed numbers, up to a relative `tolerance`; 0 demands the same bits."""
 
     def __init__(self, tolerance: float):
         self.tolerance, self.largest = tolerance, 0.0

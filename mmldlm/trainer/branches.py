@@ -42,12 +42,9 @@ def forget_rewinds(run_dir: Path) -> None:
 
 
 def leave_branch(run_dir: Path, before: int, samples: Sequence[str]) -> dict[str, Any]:
-    """Make a run's next start continue before a step, without some samples; the caller holds its lock.
+    """Make a run's next start continue before a step, without some samples, and return the rewind (as `read_rewinds`).
 
-    Curves go to `branches/`, and checkpoints since that step become `superseded-*`.
-
-    Returns:
-        The rewind, as `read_rewinds` does.
+    The caller holds its lock. Curves go to `branches/`, and checkpoints since that step become `superseded-*`.
     """
     rewinds = read_rewinds(run_dir)
     branch = run_dir / BRANCHES_FOLDER / f"{len(rewinds) + 1:02}-before-{before}"

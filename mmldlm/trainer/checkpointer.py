@@ -97,16 +97,10 @@ class _PendingCheckpoint:
 
 
 class Checkpointer:
-    """The checkpoints of a run, written one at a time.
+    """The checkpoints of a run, written one at a time; SIGUSR1 asks for one.
 
     Its methods are collective except `due`, `save_requested`, `describe`, `record`, `close` and the properties, which
     are local to this rank.
-
-    Args:
-        config: Config of the run.
-        engine: Engine of the run.
-        run_dir: Run folder.
-        signals: Signals of this process; SIGUSR1 asks for a checkpoint.
     """
 
     def __init__(self, config: RunConfig, engine: Engine, run_dir: Path, signals: SignalRequests):
@@ -130,14 +124,8 @@ class Checkpointer:
     def restore(self, model: nn.Module, data: Store, initial: InitialWeights) -> RestoredRun:
         """Open the checkpoint that rank 0 chooses by `resume`, and check that it fits the unwrapped model.
 
-        A run from step 0 starts from `init` instead.
-
-        `Engine.prepare` loads the weights, then `restore_optimizer` the optimizer's state.
-
-        Args:
-            model: Model without the engine's wrapper.
-            data: Opened data of the run.
-            initial: Initial weights of the model.
+        A run from step 0 starts from `init` instead. `Engine.prepare` loads the weights, then `restore_optimizer` the
+        optimizer's state.
 
         Raises:
             ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
@@ -179,11 +167,7 @@ class Checkpointer:
         self._files = metadata_files(self.config, data) if self.engine.is_main else {}
 
     def _choose(self) -> Path | None:
-        """Return the verified checkpoint to start from, or None for step 0.
-
-        With `resume: auto`, damaged checkpoints are moved aside if there is an intact one, and a newer one is fetched
-        from the mirror.
-        """
+        """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one."""
         resume, checkpoint = self.config.resume, None
         if resume != "never":
             checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
@@ -239,12 +223,7 @@ class Checkpointer:
     def save(self, state: TrainState, validation_loss: float | None = None) -> list[SavedCheckpoint]:
         """Start a checkpoint of the present state, after waiting for the previous one if it is still being written.
 
-        Args:
-            state: Progress of the run.
-            validation_loss: Loss by which the checkpoint may be kept as one of the best.
-
-        Returns:
-            Checkpoints that were completed by this call.
+        Return the checkpoints that this call completed. By its `validation_loss`, one may be kept as one of the best.
 
         Raises:
             StorageError: There is not enough space, or the previous checkpoint could not be written.
@@ -283,17 +262,9 @@ class Checkpointer:
         return saved
 
     def advance(self, ready: int, failed: int) -> list[SavedCheckpoint]:
-        """Start the next phase if all ranks are ready.
+        """Start the next phase if all ranks are ready; return the checkpoint if this completed it.
 
-        Args:
-            ready: Number of ranks that are `ready`.
-            failed: Number of ranks that have `failed`.
-
-        Returns:
-            The checkpoint if this completed it.
-
-        Raises:
-            MmldlmError: The error of a rank that failed.
+        `ready` and `failed` are numbers of ranks. The error of a rank that failed is raised.
         """
         if not failed and ready < self.engine.world_size:
             return []
@@ -366,12 +337,9 @@ class Checkpointer:
         return None
 
     def _stage(self) -> tuple[dict[str, TensorGroup], dict[str, dict[str, Tensor]]]:
-        """Copy the slices that this rank writes to the host.
+        """Copy this rank's slices to the host; return the descriptions of all tensors, and the copies, by group.
 
         The buffers are reused between checkpoints; for tensors on a GPU they are page-locked.
-
-        Returns:
-            The descriptions of all tensors by group, and the copies by group and name.
         """
         engine = self.engine
         tensors: dict[str, dict[str, SlicedTensor]] = {}
@@ -407,12 +375,6 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
 
 def restore_checkpoint(path: Path, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
     """Open a verified checkpoint and check that it fits the unwrapped model; weights and moments are not read yet.
-
-    Args:
-        path: Checkpoint folder.
-        model: Model without the engine's wrapper.
-        config: Config of the run.
-        store: Opened data of the run.
 
     Raises:
         ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.

@@ -37,11 +37,7 @@ def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
 
 
 def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, str]:
-    """Return the fingerprint that all ranks share (collective).
-
-    Raises:
-        ConfigError: Configs, versions or data differ; the message names ranks and keys.
-    """
+    """Return the fingerprint that all ranks share; a `ConfigError` names ranks and keys that differ (collective)."""
     fingerprints = engine.gather(fingerprint(config, store), "comparison of configs, versions and data")
     differences = disagreements(fingerprints)
     if differences:
@@ -116,11 +112,8 @@ def revision(package: Path = Path(mmldlm.__file__).parent) -> str:
 def disagreements(fingerprints: Sequence[Mapping[str, str]], who: str = "rank") -> list[str]:
     """Return a line for each key whose values differ: who deviates, the deviating values and the usual value.
 
-    The usual value is the most frequent one; of several equally frequent ones, the first.
-
-    Args:
-        fingerprints: Fingerprints by number of rank or node.
-        who: Singular of what is numbered.
+    The usual value is the most frequent one; of several equally frequent ones, the first. `who` is the singular of what
+    the fingerprints are numbered by.
     """
     lines = []
     for key in dict.fromkeys(key for fingerprint in fingerprints for key in fingerprint):

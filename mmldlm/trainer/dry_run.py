@@ -106,21 +106,15 @@ def estimate(
     device: str | None = None,
     keep_gradients: bool | None = None,
 ) -> Estimate:
-    """Estimate the costs of one optimizer step.
+    """Estimate the costs of one optimizer step, or raise `ConfigError` if a global batch cannot be divided evenly.
 
     A stage is a range of steps with the same modes and batch sizes. Memory also covers the largest micro-batch of each
     stage.
 
     Args:
-        config: Config of the run.
-        store: Opened data of the run.
-        world_size: Number of processes.
         steps_per_stage: Number of steps at the start of each stage whose real micro-batches are tried.
         device: "cpu" or "cuda"; by default the device of this machine.
         keep_gradients: Whether gradients stay allocated, as in DDP's buckets; by default with several processes.
-
-    Raises:
-        ConfigError: A global batch cannot be divided evenly.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = resolve_precision(config)
@@ -229,10 +223,7 @@ def _optimizer(model: MMDiT, config: OptimConfig, device_type: str) -> tuple[tor
 
 
 def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> None:
-    """Print the resolved config and the estimate to stdout, for the processes that the launcher started.
-
-    `accelerate_file` is the value of `--accelerate_config`.
-    """
+    """Print the resolved config and the estimate to stdout, for the processes that the launcher started."""
     world_size, replicas, mixed_precision = read_launcher_sizes(os.environ, accelerate_file)
     config = resolve_precision(config, mixed_precision)
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)

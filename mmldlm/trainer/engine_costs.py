@@ -83,11 +83,8 @@ def step_traffic(
     Excludes exchanges that do not grow with the model: counts of the step, norms and flags.
 
     Args:
-        sharding: Engine and ranks.
-        parameters: Trained parameters, see `padded_parameters`.
         unsharded_once: Parameters that a micro-batch gathers once instead of twice, in forward and in backward: under
             fsdp2 those outside of the blocks, under zero3 those that DeepSpeed keeps from forward to backward.
-        accumulation: Micro-batches of a rank.
 
     Returns:
         Bytes of the whole tensors by (kind of collective, ranks that take part).

@@ -26,12 +26,10 @@ class Explanation:
     """The samples without which the gradient norm of a step is at most `limit`.
 
     Attributes:
-        norm: Gradient norm of the step.
         limit: Largest norm that is not a spike; of a step that is none, half of its norm.
         is_spike: Whether its norm is above the largest one that is not a spike.
         slots: The samples' slots, found in this order.
         rest: Gradient norm of all other samples.
-        replays: Number of forward and backward passes of a part of the batch.
     """
 
     norm: float
@@ -72,12 +70,11 @@ class _Parts:
 
 
 def explain_step(trainer: Trainer, step: int, position: int, norm: float | None = None) -> Explanation:
-    """Find the samples that cause the gradient norm of a step (collective); no weight changes.
+    """Find the samples that cause the gradient norm of a step, counted from 0 (collective); no weight changes.
 
     Args:
         trainer: A trainer with the weights before the step.
-        step: The step, counted from 0.
-        position: Position of its first sample in the order.
+        position: Position of the step's first sample in the order.
         norm: Its gradient norm, if it is known.
     """
     parts = _Parts(trainer, step, position)

@@ -45,11 +45,8 @@ def fit_micro_batches(
 ) -> tuple[RunConfig, list[dict[str, Any]], list[str]]:
     """Fit the micro-batches of the steps after `state` into the memory of all ranks (collective).
 
-    Returns:
-        The config with the batch sizes that fit, the values to log of each change, and lines for the user.
-
-    Raises:
-        ConfigError: A single sample does not fit.
+    Return the config with the batch sizes that fit, the values to log of each change, and lines for the user. A single
+    sample that does not fit is a `ConfigError`.
     """
     train, loader, latent_tokens = config.train, components.loader, components.store.manifest.latent.tokens
     stages, position = train.batch_stages(engine.world_size), state.samples_drawn

@@ -41,8 +41,7 @@ FLOP_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake t
 class CostTracker(TorchDispatchMode):
     """Dispatch mode that counts FLOPs of matrix products and tracks memory from its allocation until it is freed.
 
-    PyTorch's `FlopCounterMode` has the same formulas, but its hooks keep tensors alive that activation checkpointing
-    frees.
+    PyTorch's `FlopCounterMode` has the same formulas, but its hooks keep tensors alive that checkpointing frees.
     """
 
     def __init__(self) -> None:
@@ -105,8 +104,6 @@ class StepCostTracker:
     """Tracker of the costs of optimizer steps, which are called in the order of the trainer.
 
     Args:
-        model: Network, possibly with fake tensors.
-        objective: Objective of the run.
         keep_gradients: Keep the gradients' memory between steps, as DDP's buckets do.
         ema: Count an EMA of the trained weights; its update needs no additional memory.
     """

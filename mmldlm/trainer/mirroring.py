@@ -34,14 +34,8 @@ log = logging.getLogger(__name__)
 class Mirroring:
     """The mirror of a run, on rank 0: all ranks share the run folder.
 
-    One process at a time copies what is new, at a low priority; `poll` starts it and logs its outcome.
-
-    Args:
-        settings: Settings of the checkpoints.
-        run_dir: Run folder.
-
-    Raises:
-        ConfigError: The mirror is the run folder.
+    One process at a time copies what is new, at a low priority; `poll` starts it and logs its outcome. A mirror that is
+    the run folder is a `ConfigError`.
     """
 
     def __init__(self, settings: CheckpointConfig, run_dir: Path):
@@ -55,18 +49,10 @@ class Mirroring:
         self._started = self._retry_at = 0.0
 
     def fetch_newer(self, local: Checkpoint | None, is_chosen: bool, store: CheckpointStore) -> Checkpoint | None:
-        """Fetch the newest intact copy, with the records of its run, if it is newer than `local`.
-
-        Args:
-            local: Checkpoint to start from without the mirror.
-            is_chosen: Whether `resume` demands it.
-            store: Checkpoints of the run folder.
-
-        Returns:
-            The fetched checkpoint, or `local`.
+        """Fetch the newest intact copy, with the records of its run, if it is newer than `local`, else return `local`.
 
         Raises:
-            ConfigError: The mirror has another run, or is ahead of a start that `resume` demands.
+            ConfigError: The mirror has another run, or is ahead of a start that `resume` demands (`is_chosen`).
             StorageError: The mirror cannot be read, and the run folder has no checkpoint.
         """
         step, started = -1 if local is None else local.step, time.monotonic()

@@ -42,9 +42,7 @@ def requested_features(config: RunConfig) -> list[str]:
 def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> None:
     """Check that this launch can run the settings, before anything is created.
 
-    Raises:
-        ConfigError: The engine, the device or the number of ranks does not fit a setting, or a tracker is not
-            installed.
+    It is a `ConfigError` if engine, device or number of ranks do not fit a setting, or a tracker is not installed.
     """
     config = resolve_precision(config, launch.mixed_precision)
     check_resume(config.resume)
@@ -99,9 +97,7 @@ class Components:
 def build_components(config: RunConfig, engine: Engine) -> Components:
     """Open the data and build model, objective, loader and optimizer (collective).
 
-    Raises:
-        DataError: The data cannot be trained on.
-        ConfigError: The settings do not fit the data or this machine.
+    Data that cannot be trained on are a `DataError`, settings that do not fit them or this machine a `ConfigError`.
     """
     with engine.raise_on_all_ranks("opening of the data store"):
         store = open_data(config.data.location)

@@ -15,10 +15,8 @@ class StepTotals:
     """Totals of an optimizer step over all ranks, the same on each; the first access waits for their exchange.
 
     Attributes:
-        counts: Denominators of the losses, by entry of `Objective.__call__`, followed by the values of `names`, and by
-            seconds and FLOPs of each rank's last steps.
-        names: Names of the other totals; see `Trainer.sync`.
-        ranks: Number of ranks.
+        counts: Denominators of the losses, by entry of `Objective.__call__`, followed by the values of `names` (see
+            `Trainer.sync`), and by seconds and FLOPs of each rank's last steps.
         samples: Samples of the global batch.
         flops: FLOPs of this rank in this step.
     """

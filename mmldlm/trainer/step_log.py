@@ -38,18 +38,7 @@ class _Record:
 
 
 class StepLog:
-    """Numbers of the steps, on the device until something depends on them.
-
-    Args:
-        config: Config of the run.
-        engine: Engine of the run.
-        components: Components of the run.
-        state: State of the run, whose counters it updates.
-        tracker: Where records go.
-        run_dir: Run folder.
-        skips_file: Where skipped steps are recorded, on rank 0.
-        hosts: Host of each rank.
-    """
+    """Numbers of the steps, on the device until something depends on them; updates the counters of `state`."""
 
     def __init__(
         self,
@@ -101,12 +90,7 @@ class StepLog:
             self.fetch()
 
     def compare_ranks(self, step: int, work: np.ndarray) -> None:
-        """Record which ranks became slow or have recovered.
-
-        Args:
-            step: Number of steps so far.
-            work: Seconds and FLOPs of each rank, see `RankTimes.add`.
-        """
+        """Record which ranks became slow or have recovered, by seconds and FLOPs of each (see `RankTimes.add`)."""
         for rank, slow, slowdown in self.rank_times.add(work) if self.rank_times is not None else ():
             name = f"rank {rank} on {self.hosts[rank]}"
             by = f"{slowdown:.0%} slower than" if slow else "as fast again as"
@@ -116,10 +100,8 @@ class StepLog:
     def fetch(self, keep: int = 0) -> None:
         """Fetch the steps since the last call, count each as accepted or skipped, and write what is due (collective).
 
-        Without `keep`, the host waits for the device: call it before reading counters, curves or the guard's state.
-
-        Args:
-            keep: The number of last steps that are left for the next call, since the device works on them.
+        The last `keep` steps are left for the next call, since the device works on them. Without `keep`, the host waits
+        for the device: call it before reading counters, curves or the guard's state.
 
         Raises:
             NumericalError: A skipped step ends the run by the settings of `guard`.
@@ -169,12 +151,7 @@ class StepLog:
         self.guard.check(skip, self.run_dir)
 
     def write(self, lr: float, batch_sizes: Mapping[str, int]) -> None:
-        """Write a record of the steps since the last one, as soon as the device has finished them (collective).
-
-        Args:
-            lr: Learning rate of the last step.
-            batch_sizes: Batch sizes of the last step, by name.
-        """
+        """Write a record of the steps since the last one, as soon as the device has finished them (collective)."""
         stats, samples_drawn = self.stats, self.state.samples_drawn
         values = {
             "optim/lr": lr,

@@ -64,14 +64,10 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """One training run: a context manager, with the methods that the loop in `train.py` calls for each step.
+    """Context manager of a training run, with the methods that the loop in `train.py` calls for each step.
 
     Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
-    records how the run ended.
-
-    Args:
-        config: Config of the run.
-        launch: Environment of this rank; read from the environment variables by default.
+    records how the run ended. `launch` is read from the environment variables by default.
     """
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
@@ -134,11 +130,7 @@ class Trainer:
             raise lost from error
 
     def _open(self) -> dict[str, str]:
-        """Check the settings, start the engine, build the components and lock the run folder.
-
-        Returns:
-            The fingerprint of config, data and versions that all ranks share.
-        """
+        """Check the settings, start the engine, build the components, lock the folder; return the fingerprint."""
         config = self.config
         self._notices = self._stack.enter_context(Notices(log_library_warnings=self.launch.local_rank == 0))
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -425,9 +417,6 @@ class Trainer:
         """Evaluate the network in this context: no dropout, no gradients, EMA weights if `ema.evaluate` is set.
 
         The time spent here is not counted as time of a step; heartbeats report `activity`.
-
-        Yields:
-            This run in its present state, in the form that evaluation and generation take.
         """
         self.log.fetch()
         config, components, engine = self.config, self.components, self.engine
@@ -482,12 +471,7 @@ class Trainer:
             self.tracker.quality(self.state.step, quality(run, ids, self.engine))
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
-        """Start a checkpoint of the present state unless this step has one (collective).
-
-        Args:
-            wait: Return only after every checkpoint has been written.
-            validation_loss: Loss by which the checkpoint may be kept as one of the best.
-        """
+        """Start a checkpoint of the present state unless this step has one (collective); `wait` for its end."""
         self.log.fetch()
         if self.checkpointer.saved_at != self.state.step:
             with self.log.stats.paused():

@@ -53,8 +53,7 @@ def fingerprint(name: str, start: int, values: Tensor) -> Tensor:
 
     Args:
         name: Name of the tensor, of which its directions are a function.
-        start: Index of the first element in the flattened tensor.
-        values: Elements [n] from `start` on.
+        start: Index in the flattened tensor of the first element of `values` [n].
     """
     signs = _signs().roll(-(start + zlib.crc32(name.encode())) % PERIOD, 0).to(values.device)
     whole = len(values) // PERIOD * PERIOD
@@ -138,13 +137,7 @@ class BeforeUpdate:
 
 
 class UpdateCheck:
-    """Verification of the first step of every start and of every `guard.verify_updates_every`-th step.
-
-    Args:
-        config: Config of the run.
-        engine: The ranks.
-        model: The network, before the engine wraps it.
-    """
+    """Verification of the first step of every start and of every `guard.verify_updates_every`-th step."""
 
     def __init__(self, config: RunConfig, engine: Engine, model: nn.Module):
         self.config, self.engine = config, engine
@@ -165,11 +158,7 @@ class UpdateCheck:
         return self.every > 0 and (self._pending or (step + 1) % self.every == 0)
 
     def before_update(self, reference: Gradients | None) -> BeforeUpdate:
-        """Measure weights, gradients and optimizer state after the last backward pass.
-
-        Args:
-            reference: The gradients with other ranks' micro-batches, if there are other ranks.
-        """
+        """Measure weights, gradients and optimizer state after the last backward pass, and compare the gradients."""
         self._pending = True
         gradients_differ = (
             None
@@ -182,13 +171,7 @@ class UpdateCheck:
         return BeforeUpdate(self._weight_fingerprint(), samples, gradients_differ)
 
     def after_update(self, step: int, before: BeforeUpdate, lr: float, norm: float) -> list[float] | None:
-        """Verify an update that was not skipped (collective).
-
-        Args:
-            step: The step, counted from 0.
-            before: Result of `before_update`.
-            lr: Learning rate of the step.
-            norm: Gradient norm before clipping.
+        """Verify an update that was not skipped (collective); `norm` is the gradient norm before clipping.
 
         Returns:
             Fingerprint of the update, the same under every engine but for rounding. None if it made weights non-finite:

@@ -71,10 +71,9 @@ def cores_used_by_others(before: CpuTimes, after: CpuTimes) -> float:
 
 
 def _run_seconds() -> float:
-    """Return the CPU time of the run's processes and of their children that have ended.
+    """Return the CPU time of the run's processes on this host, and of their children that have ended.
 
-    The run's processes are this process and its descendants; under a launcher, the launcher and its descendants, which
-    are the ranks of this host and their data loader workers.
+    They are the launcher and its descendants; without a launcher, this process and its descendants.
     """
     # Children are appended to the list while it is iterated over. `psutil.Process.children` would read all processes.
     pids, seconds = [(os.getppid() if "LOCAL_RANK" in os.environ else 0) or os.getpid()], 0.0

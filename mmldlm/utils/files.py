@@ -57,11 +57,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def probe_file(folder: Path) -> Iterator[str]:
-    """Create a small file in `folder` for the duration of the context and yield its name.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Create a small file in `folder` for the duration of the context and yield its name."""
     name = f".token-{uuid.uuid4().hex}"
     descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -76,11 +72,7 @@ def probe_file(folder: Path) -> Iterator[str]:
 
 
 def wait_until_visible(path: Path, timeout_s: float) -> bool:
-    """Wait for a file that another machine has created, which network file systems show with a delay.
-
-    Returns:
-        Whether the file was visible within `timeout_s`.
-    """
+    """Return whether another machine's file appears within `timeout_s`; network file systems show it with a delay."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:

@@ -50,9 +50,8 @@ class RunLock:
     def __enter__(self) -> RunLock:
         """Acquire the lock without waiting.
 
-        Raises:
-            RunInUseError: Another process holds the folder; the message names it.
-            StorageError: The file cannot be opened, or the file system does not support locks.
+        A `RunInUseError` names the process that holds the folder. A file that cannot be opened, or a file system
+        without locks, is a `StorageError`.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,12 +22,9 @@ CUDA_ALLOCATOR_ENV = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # PyTorch 
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc reuse freed blocks instead of returning them to the kernel.
+    """Make malloc reuse freed blocks instead of returning them to the kernel; return whether it succeeded (with glibc).
 
     Also affects threads that exist already. Does nothing if the environment has MALLOC_* or GLIBC_TUNABLES.
-
-    Returns:
-        Whether it succeeded; False if the C library is not glibc.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -42,12 +39,9 @@ def keep_freed_memory() -> bool:
 
 
 def configure_cuda_allocator(environment: MutableMapping[str, str]) -> None:
-    """Make PyTorch's allocator on GPUs grow its segments, unless the user has set options of it.
+    """Make PyTorch's allocator on GPUs grow its segments, unless the user has set options of it in `environment`.
 
     Must be called before CUDA starts.
-
-    Args:
-        environment: The process's environment variables, modified in place.
     """
     if not any(name in environment for name in CUDA_ALLOCATOR_ENV):
         environment[CUDA_ALLOCATOR_ENV[0]] = "expandable_segments:True"

@@ -7,13 +7,7 @@ from torch import Tensor, nn
 
 
 def materialize(module: nn.Module, device: torch.device | str, recurse: bool = True) -> None:
-    """Replace the parameters of a module that are on the meta device by new ones, with arbitrary values.
-
-    Args:
-        module: Its buffers move to `device`.
-        device: Device of the new parameters.
-        recurse: Include the modules within this one.
-    """
+    """Move a module's buffers to `device`, and replace its meta parameters by new ones with arbitrary values."""
 
     def allocate(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:

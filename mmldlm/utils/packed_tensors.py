@@ -23,12 +23,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """Tensors by name, as views of one buffer.
-
-    Attributes:
-        buffer: The bytes of all tensors, uint8.
-        places: Where each tensor is.
-    """
+    """Tensors by name, as views of one buffer (uint8), at their `places`."""
 
     buffer: Tensor
     places: dict[str, _Place]

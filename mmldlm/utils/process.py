@@ -28,8 +28,7 @@ _launcher_ended = threading.Event()
 def start_process(outlives_terminal: bool) -> None:
     """Prepare this process for the end of its terminal and of its launcher, before torch is imported.
 
-    Args:
-        outlives_terminal: What the command makes are files, so it goes on when nobody reads its output any more.
+    What a command that `outlives_terminal` makes are files, so it goes on when nobody reads its output any more.
     """
     # Otherwise the next files to be opened would take the numbers of closed streams, and get what libraries print.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -25,10 +25,6 @@ class Progress:
 
     Without a bar, one line is printed when a phase begins, then another every `interval` seconds. A background thread
     prints during long calls as well, so that two lines are never further apart than twice the interval.
-
-    Args:
-        enabled: Print anything at all.
-        interval: Seconds between lines.
     """
 
     def __init__(self, enabled: bool = True, interval: float = INTERVAL_S):

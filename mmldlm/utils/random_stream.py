@@ -13,10 +13,8 @@ def random_stream(seed: int, purpose: int, step: int, slot: int = 0) -> np.rando
     The streams come from a counter-based generator (Philox, SC 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     Args:
-        seed: Seed of all streams.
         purpose: 0 for a step's noise times, 1 for the noise of its samples, 2 for generation, 3 for initial weights.
         step: Below 2**63, as is `slot`; what the two count is up to the purpose.
-        slot: See `step`.
     """
     # Draws count up from the first word of the counter, so they never reach the words that hold slot and step.
     return np.random.Generator(np.random.Philox(key=[seed, purpose], counter=[0, 0, slot, step]))

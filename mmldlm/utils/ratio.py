@@ -25,7 +25,7 @@ class Ratio:
     Attributes:
         value: The ratio; NaN if the denominator is 0.
         interval: (low, high); both NaN if there is no interval.
-        standard_error: Standard error of `value`; NaN if it is unknown, and for Fieller's intervals, which have none.
+        standard_error: Of `value`; NaN if it is unknown, and for Fieller's intervals, which have none.
         no_interval_reason: Why there is no interval; "" if there is one.
     """
 

@@ -9,11 +9,7 @@ from mmldlm.errors import ConfigError, run_command
 
 
 def check_versions() -> None:
-    """Check what is installed of the packages that every command may need.
-
-    Raises:
-        ConfigError: A package is too old, which would otherwise end in a traceback, or in other numbers.
-    """
+    """Raise `ConfigError` if a package is too old, which would otherwise end in a traceback, or in other numbers."""
     try:
         from packaging.requirements import Requirement
 

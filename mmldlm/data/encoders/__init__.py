@@ -37,10 +37,9 @@ _ENCODERS: dict[str, Any] = {
 
 
 def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
-    """Load the encoder that `save` wrote to `folder`.
+    """Load the encoder that `save` wrote to the `encoder` folder of a store.
 
     Args:
-        folder: The `encoder` folder of a store.
         **model_options: Batch size, device and location of a `SentenceTransformerEncoder`, which change no latents.
 
     Raises:

@@ -124,10 +124,7 @@ def pad_tokens(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def length_batches(lengths: np.ndarray, max_tokens: int = _BATCH_TOKENS) -> list[np.ndarray]:
-    """Return batches of indices of texts that are similar in length.
-
-    Each has at most `max_tokens` tokens with padding, or is a single text.
-    """
+    """Return batches of indices of texts of similar length: at most `max_tokens` with padding, or a single text."""
     order = np.argsort(lengths, kind="stable")
     batches, start = [], 0
     for stop in range(1, len(order) + 1):
@@ -142,13 +139,7 @@ def train_autoencoder(
 ) -> TextAutoencoder:
     """Train an autoencoder on texts given as int64 arrays, none of them empty; deterministic on one thread.
 
-    Args:
-        tokens: The texts.
-        mask_id: The token that replaces masked ones.
-        sizes: Sizes of the networks.
-        steps: Steps of the optimizer.
-        seed: Seed of weights, order, masks and noise.
-        progress: Reports the steps, and the loss at the end.
+    `seed` is that of weights, order, masks and noise.
     """
     # Modules draw their weights from the global generator, whose state is restored afterwards.
     with torch.random.fork_rng(devices=[]):

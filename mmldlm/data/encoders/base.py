@@ -23,10 +23,7 @@ class LatentEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON values that differ between encoders with different latents.
-
-        The keys include name, revision, prompt, normalisation and dim.
-        """
+        """JSON values that differ between encoders with other latents, such as name, revision, prompt, and dim."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C]; the latents of a text do not depend on other texts."""
@@ -57,11 +54,8 @@ class ImportedLatents:
             name: Name of the model that computed the latents.
             revision: Distinguishes sources of latents.
             shape: [M, C] of the source latents.
-            channels: C to truncate to; by default all.
+            channels: C to truncate to; by default all. More than there are is a `UsageError`.
             normalize: Scale truncated vectors to unit norm.
-
-        Raises:
-            UsageError: The latents have fewer than `channels`.
         """
         self.name, self.revision = name, revision
         self.latent_tokens, self.source_channels = shape

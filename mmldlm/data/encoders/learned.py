@@ -60,13 +60,8 @@ class LearnedEncoder:
         """Train an encoder on `texts`; deterministic for equal arguments on one thread.
 
         Args:
-            texts: The corpus.
-            tokenizer: Tokenizer of the corpus.
             shape: [M, C] of the latents.
             width: Width of the networks, a multiple of `HEAD_WIDTH`.
-            steps: Steps of the training.
-            seed: Seed of the training.
-            progress: Reports the training.
 
         Raises:
             DataError: No text has a token.

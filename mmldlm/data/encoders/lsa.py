@@ -45,12 +45,10 @@ class LsaEncoder:
 
     @classmethod
     def fit(cls, texts: Iterable[str], channels: int | None = None, seed: int = 0) -> LsaEncoder:
-        """Fit an encoder to `texts`; deterministic for equal texts and seed.
+        """Fit an encoder to `texts`; deterministic for equal texts and seed (of the randomized SVD).
 
         Args:
-            texts: The corpus.
             channels: C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
-            seed: Seed of the randomized SVD.
 
         Raises:
             DataError: The corpus has fewer texts or words than `channels`.
@@ -86,10 +84,7 @@ class LsaEncoder:
         return encoder
 
     def _matrix(self, texts: Sequence[str]) -> torch.Tensor:
-        """Return the TF-IDF matrix, sparse float64 [n, V].
-
-        Texts are processed in blocks, as their words need far more memory than their weights.
-        """
+        """Return the TF-IDF matrix, sparse float64 [n, V], in blocks, as words need far more memory than weights."""
         ids, weights, counts = [], [], []
         for start in range(0, len(texts), _BLOCK_TEXTS):
             block = [_words(text) for text in texts[start : start + _BLOCK_TEXTS]]

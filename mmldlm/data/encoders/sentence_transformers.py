@@ -54,11 +54,8 @@ class SentenceTransformerEncoder:
             name_or_folder: Name or folder of the model.
             channels: C to truncate to; by default all.
             prompt: Text to prepend to each text; E5, for example, expects "query: " or "passage: ".
-            normalize: Scale vectors to unit norm.
             prompt_name: One of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
             revision: Commit of a model given by name.
-            batch_size: Texts per forward pass.
-            device: Device of the model; by default the library's choice.
 
         Raises:
             UsageError: The library is not installed, or an option does not suit the model.
@@ -155,8 +152,7 @@ class SentenceTransformerEncoder:
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
         """Load the encoder that `save` wrote, from where the user said that the model is.
 
-        Raises:
-            DataError: The user has not named it, or it is another one.
+        If the user has not named it, or it is another one, that is a `DataError`.
         """
         options, name, expected = dict(description["model_options"]), description["name"], description["revision"]
         location = options.pop("location", None) or os.environ.get(ENCODER_VARIABLE)

@@ -63,12 +63,7 @@ class TaskStep(PipelineStep):
 def run_on_cluster(job: Job, stages: Sequence[Stage], options: dict[str, Any]) -> None:
     """Run what is missing of all stages: on Ray until the store is there; on Slurm, submit the tasks and return.
 
-    Args:
-        options: The arguments of the executors, as `executor_options` returns them.
-
-    Raises:
-        UsageError: Slurm rejects the jobs.
-        MmldlmError: A task on Ray failed; the error is that of the task.
+    If Slurm rejects the jobs, that is a `UsageError`; the error of a task on Ray that failed is raised.
     """
     logs = job.out.with_name(f"{job.out.name}.logs") / datetime.now().strftime("%Y-%m-%d-%H%M%S-%f")
     tasks = [(stage.name, partial(_run_stage, job, stage), stage.missing(job)) for stage in stages]
@@ -99,10 +94,7 @@ def run_on_cluster(job: Job, stages: Sequence[Stage], options: dict[str, Any]) -
 
 
 def _run_on_ray(executor: RayPipelineExecutor, step: TaskStep) -> None:
-    """Run the tasks of a stage on Ray.
-
-    datatrove only logs a task that failed, and its `depends` would wait for it without end.
-    """
+    """Run a stage's tasks on Ray; raise an error, which datatrove only logs while its `depends` waits without end."""
     import ray
 
     ray.init(ignore_reinit_error=True, log_to_driver=False)
@@ -131,8 +123,7 @@ def _merge(job: Job, chunk: int) -> None:
 def executor_options(config: PrepareConfig) -> dict[str, Any]:
     """Return the arguments of datatrove's executor that `--cluster-option NAME=VALUE` sets.
 
-    Raises:
-        UsageError: There is no such argument, or what the cluster needs is missing.
+    An argument that does not exist, or what the cluster needs and is missing, is a `UsageError`.
     """
     on_slurm = config.cluster == "slurm"
     if on_slurm and shutil.which("sbatch") is None:

@@ -26,7 +26,7 @@ _SAMPLE_BITS = 20
 
 
 class DocumentCacheWriter:
-    """Writes documents to `folder`; use as a context manager.
+    """Context manager that writes documents to `folder`.
 
     A document is a line of JSON, followed by the bytes of its tokens and latents if it has any.
     """
@@ -112,7 +112,6 @@ class Corpus:
     Holds the splits and groups of one chunk at a time, unless a method says otherwise.
 
     Args:
-        folders: The folders of the cached chunks, in order.
         splits_folder: Where splits are stored that differ from those in `folders`: of near-duplicates, which depend on
             other chunks, and of documents that are excluded later.
     """
@@ -159,10 +158,7 @@ class Corpus:
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
     def exact_group_statistics(self) -> dict[str, int | str]:
-        """Return statistics of the groups of equal texts.
-
-        To bound memory, groups are counted one range of their hashes at a time.
-        """
+        """Return statistics of the groups of equal texts, counted by ranges of their hashes, to bound memory."""
         num_documents = sum(self.split_sizes().values())
         num_ranges = -(-num_documents // _MAX_GROUPS_IN_MEMORY) or 1
         num_groups = largest = 0
@@ -179,10 +175,7 @@ class Corpus:
         return {"method": "exact", "documents": num_documents, "groups": num_groups, "largest_group": largest}
 
     def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
-        """Assign all documents to splits again, near-duplicates to the same one, and return statistics.
-
-        Holds all texts in memory.
-        """
+        """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
         keys, statistics = near_duplicate_groups(
             [document.text for chunk in self._chunks() for _, document in self.documents(chunk)]
         )

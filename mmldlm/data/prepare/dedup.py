@@ -65,14 +65,11 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
 
 
 def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return 64-bit signatures of each text and of each text without one of its words, and their texts.
+    """Return 64-bit signatures uint64 [n] of texts and of texts without one word, and their texts' indices int64 [n].
 
     The signature of a text is the sum over its words of (random number of the word) x (random odd number of the
     position), modulo 2^64. Without a word it is the sum of the words before it at their positions, and of those after
     it one position earlier. A chance collision among 10^6 signatures has probability 1e-7.
-
-    Returns:
-        Signatures uint64 [n], and the index of the text that each belongs to, int64 [n].
     """
     lengths = np.array([len(text) for text in words], np.int64)
     vocabulary: dict[str, int] = {}

@@ -36,11 +36,7 @@ class TokenizedSample:
 
 
 def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    """Tokenize and encode the documents of a chunk, and write them to shards in `folder`.
-
-    Returns:
-        The contents of the shards, problems, and the counts of `make_samples`.
-    """
+    """Tokenize and encode a chunk's documents into shards in `folder`; return contents, problems and counts."""
     config, tokenizer, encoder = job.config, job.tokenizer, job.encoder
     corpus = Corpus([job.path("read", chunk) for chunk in job.chunks], job.path("fit") / SPLITS_FOLDER)
     documents = progress.track(corpus.documents(chunk), DOCUMENTS, corpus.num_documents(chunk))
@@ -111,10 +107,7 @@ def make_samples(
 def _tokenize(
     documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, report: ReportProblem
 ) -> Iterator[np.ndarray | None]:
-    """Yield the tokens int64 [L] of each document; None, after a report, if its text cannot be tokenized.
-
-    Documents that have tokens already keep them.
-    """
+    """Yield the tokens int64 [L] of each document, its own if any; None, after a report, if it cannot be tokenized."""
     untokenized = [document for _, document in documents if document.tokens is None]
     new_ids = iter(_encode_texts(untokenized, tokenizer, report))
     for _, document in documents:

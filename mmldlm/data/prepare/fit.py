@@ -37,11 +37,8 @@ from mmldlm.errors import DataError
 def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Fit tokenizer and encoder to the training documents of all chunks, and save them in `folder`.
 
-    Returns:
-        Statistics of the grouping, and problems.
-
-    Raises:
-        DataError: There are more problems than the options allow, or a split has no documents.
+    Return statistics of the grouping, and problems. More of these than the options allow, or a split without documents,
+    are a `DataError`.
     """
     config, latents, results = job.config, job.latents, job.results("read")
     (folder / SPLITS_FOLDER).mkdir()
@@ -85,10 +82,7 @@ def _fit_encoder(
     tokenizer: Tokenizer,
     progress: StageProgress,
 ) -> LatentEncoder:
-    """Return the encoder of `config`: fitted to `texts`, pretrained, or a placeholder for imported latents.
-
-    Imported latents come from the file `latents`, or with the documents in the shape [M, C] given by `shape`.
-    """
+    """Return the encoder of `config`: fitted, pretrained, or a placeholder for imported latents (of `shape` [M, C])."""
     kind, _, name = config.encoder.partition(":")
     if config.imports_latents:
         # Included latents are part of the inputs, so the hashes of these identify them, unless the user does.

@@ -72,8 +72,7 @@ def get_reader(format: Format, config: PrepareConfig) -> FormatReader:
 def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
     """Return the files, URLs and folders to read with their formats, each once and in order.
 
-    Raises:
-        DataError: An input matches no file or folder.
+    An input that matches no file or folder is a `DataError`.
     """
     inputs: list[tuple[str, Format]] = []
     for name in config.inputs:
@@ -101,9 +100,6 @@ def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) ->
     """Return the manifest's `sources`: the inputs, then precomputed latents or another store's encoder, with hashes.
 
     Reads every file in full to hash it.
-
-    Raises:
-        DataError: A file cannot be read.
     """
     kind, _, latents = config.encoder.partition(":")
     latent_paths = [Path(latents)] if kind == "precomputed" else []
@@ -141,15 +137,9 @@ def latent_file(config: PrepareConfig) -> LatentFile | None:
 def complete_documents(
     documents: DocumentStream, config: PrepareConfig, latents: LatentFile | None = None, first_position: int = 0
 ) -> Iterator[tuple[Document | Problem, int | None]]:
-    """Yield each document with the text and latents that `config` requires, or its problem.
+    """Yield each document with the text and latents that `config` requires, or its problem; and its row in `latents`.
 
-    Args:
-        documents: The documents and problems of a chunk.
-        latents: Precomputed latents to attach to the documents.
-        first_position: Position of the chunk's first document in the whole input.
-
-    Returns:
-        Pairs of a document or problem, and the row of its latents in `latents` or None.
+    `first_position` is that of the chunk's first document in the whole input. Without latents the row is None.
     """
     documents = decode_tokens(documents, config)
     if latents:

@@ -95,8 +95,7 @@ class Job:
     def open_staging(self) -> None:
         """Continue in the staging folder if it holds work of this plan; else start over.
 
-        Raises:
-            DataError: It holds work of another plan, and `--overwrite` is not set.
+        Work of another plan without `--overwrite` is a `DataError`.
         """
         if (result := self.staged_plan()) not in ("", self.plan.to_json()):
             if not self.config.overwrite:
@@ -132,8 +131,7 @@ class Job:
     def existing_store(self) -> Manifest | None:
         """Return the manifest of a store at `out` that holds what is asked for, None if one has to be made.
 
-        Raises:
-            DataError: There is something else, or `--overwrite` is not set and the store holds other data.
+        Something else there, or other data without `--overwrite`, is a `DataError`.
         """
         config, out = self.config, self.out
         if not out.exists() or (config.overwrite and (out / MANIFEST_NAME).is_file()):

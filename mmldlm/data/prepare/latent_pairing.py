@@ -40,14 +40,9 @@ class LatentUses:
 
 
 def first_positions(latents: LatentFile, counts: Sequence[int]) -> list[int]:
-    """Return the position of each chunk's first document in the whole input.
+    """Return the position of each chunk's first document in the whole input, given the number in each chunk.
 
-    Args:
-        latents: Latents that belong to documents by position.
-        counts: Number of documents and problems of each chunk.
-
-    Raises:
-        DataError: There is not one latent for each document.
+    If latents, which belong to documents by position, are more or fewer, that is a `DataError`.
     """
     if sum(counts) != len(latents.rows):
         raise DataError(
@@ -67,16 +62,9 @@ def find_unusable(
     results: Sequence[dict[str, Any]],
     report: Callable[[Problem], None],
 ) -> dict[int, list[int]]:
-    """Find documents whose latents have the wrong shape or belong to an earlier document.
+    """Return by chunk the indices of documents whose latents have a wrong shape or belong to an earlier document.
 
-    Args:
-        latents: Precomputed latents, if there are any.
-        folders: The folders of the cached chunks.
-        results: The results of the chunks.
-        report: Called with each problem, also for latents without a document.
-
-    Returns:
-        Indices of the unusable documents by chunk.
+    Each problem is reported, also latents without a document.
     """
     unusable: dict[int, list[int]] = {}
     # A file of latents has one shape; only included latents can differ. Both functions are generators, so one runs.

@@ -29,8 +29,7 @@ def sum_contents(job: Job) -> Contents:
 def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Return the mean [C] of the training latents of all chunks.
 
-    Raises:
-        DataError: There are more problems than the options allow, or a split has no samples.
+    More problems than the options allow, or a split without samples, are a `DataError`.
     """
     # The first stage that knows the problems of all encoded chunks.
     check_problem_budget(job.config, [*job.results("read"), job.result("fit"), *job.results("encode")])

@@ -18,11 +18,7 @@ from mmldlm.utils.files import fsync
 
 
 def merge(job: Job) -> None:
-    """Make the store of a job whose other stages are finished. An interrupted merge starts over.
-
-    Raises:
-        DataError: All latents are equal.
-    """
+    """Make the store of a job whose other stages are finished. An interrupted merge starts over."""
     # No finished task is changed, so an interrupted merge can start over.
     with job.temporary_folder("store") as folder:
         contents = _link_shards(job, folder)

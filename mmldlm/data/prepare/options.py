@@ -99,11 +99,7 @@ class PrepareConfig:
         return None if is_kind or self.imports_latents else Path(self.encoder) / "encoder"
 
     def check(self) -> None:
-        """Check every option by itself and in combination.
-
-        Raises:
-            UsageError: Names the first invalid option, its value and the values expected.
-        """
+        """Check all options, alone and combined; a `UsageError` names the first invalid one and the values expected."""
         if self.format and self.format.startswith(("lgdlm", "predecessor")):
             raise UsageError(f"--format {self.format}: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT")
         if bool(self.inputs) == bool(self.corpus):

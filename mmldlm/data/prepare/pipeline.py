@@ -50,14 +50,11 @@ STAGES = (
 
 
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
-    """Make the store `config.out`; return at once if it exists with the same options and sources.
+    """Make the store `config.out`, and return its manifest; at once if it exists with the same options and sources.
 
     Args:
         progress: Report progress on stderr.
         interval: Seconds between two lines of progress.
-
-    Returns:
-        The manifest of the store.
 
     Raises:
         UsageError: Options make no sense.
@@ -92,11 +89,7 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
 
 
 def prepare_on_cluster(config: PrepareConfig) -> None:
-    """Make the store `config.out` on the cluster `config.cluster`; on Slurm, return when all jobs are submitted.
-
-    Raises:
-        MmldlmError: As for `prepare`.
-    """
+    """Make the store `config.out` on the cluster `config.cluster`; on Slurm, return when all jobs are submitted."""
     config.check()
     try:
         from mmldlm.data.prepare.cluster import executor_options, run_on_cluster
@@ -140,11 +133,7 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
 
 @contextmanager
 def _locked(job: Job) -> Iterator[None]:
-    """Hold the lock of the staging folder.
-
-    Raises:
-        RunInUseError: Another process holds it.
-    """
+    """Hold the lock of the staging folder."""
     while True:
         with RunLock(job.staging) as lock:
             if lock.path.exists():  # else the holder before removed it just now
@@ -153,11 +142,7 @@ def _locked(job: Job) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm prepare` and return 0.
-
-    Raises:
-        MmldlmError: See `prepare`.
-    """
+    """Run `mmldlm prepare` and return 0."""
     parser = argparse.ArgumentParser(
         "mmldlm prepare", description="Raw data to a store: tokens and latents, in splits."
     )

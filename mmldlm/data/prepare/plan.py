@@ -19,10 +19,7 @@ from mmldlm.data.prepare.readers import python_docs
 
 
 class ChunkPart(NamedTuple):
-    """A part of an input with its format.
-
-    An embedded corpus is a single part with the format "", and its name as the path.
-    """
+    """A part of an input with its format; "" for an embedded corpus, whose name is the path."""
 
     format: Format | str
     part: Part
@@ -58,11 +55,7 @@ class Plan:
 
 
 def make_plan(config: PrepareConfig) -> Plan:
-    """Find the inputs of `config`, hash them and cut them into chunks.
-
-    Raises:
-        DataError: An input does not exist or cannot be read.
-    """
+    """Find the inputs of `config`, hash them and cut them into chunks."""
     # As they are read back from `plan.json` and manifests, with which they are compared: tuples become lists.
     options = json.loads(json.dumps(config.recorded()))
     if config.corpus:
@@ -76,10 +69,7 @@ def make_plan(config: PrepareConfig) -> Plan:
 def _make_chunks(
     inputs: Sequence[tuple[str, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
 ) -> Iterator[Chunk]:
-    """Yield chunks of about `config.part_bytes`: parts of large inputs, and small inputs joined.
-
-    The first entries of `sources` are those of the inputs; precomputed latents may follow.
-    """
+    """Yield chunks of about `config.part_bytes`; latents may follow the inputs in `sources`."""
     chunk: list[ChunkPart] = []
     chunk_bytes = 0.0
     for (path, format), source in zip(inputs, sources[: len(inputs)], strict=True):

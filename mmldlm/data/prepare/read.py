@@ -34,8 +34,7 @@ def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
 def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Read a chunk into a document cache in `folder`, with the splits and groups of its documents.
 
-    Returns:
-        Counts, the shapes of imported latents, and problems.
+    Return counts, the shapes of imported latents, and problems.
     """
     config, latents = job.config, job.latents
     splits, groups, uses = bytearray(), array("Q"), LatentUses()

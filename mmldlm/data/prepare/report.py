@@ -28,9 +28,7 @@ class ProblemLog:
     """The problems of one task, written to `folder`; the first ten of each kind are also printed to stderr.
 
     Use as a context manager. More than `--max-problems` stop the task at once; `check_problem_budget` checks the rest.
-
-    Args:
-        reported: Number of problems by kind over all tasks of this process; updated.
+    `reported`, the numbers by kind over all tasks of this process, is updated.
     """
 
     def __init__(self, config: PrepareConfig, folder: Path, reported: Counter[str]):
@@ -46,11 +44,7 @@ class ProblemLog:
         self._file.close()
 
     def add(self, problem: Problem) -> None:
-        """Write and count a problem.
-
-        Raises:
-            DataError: There are more than `--max-problems`, not counting harmless ones.
-        """
+        """Write and count a problem; more than `--max-problems`, without harmless ones, are a `DataError`."""
         self._file.write(json.dumps(asdict(problem), ensure_ascii=False) + "\n")
         self.counts[problem.kind] += 1
         self._reported[problem.kind] += 1
@@ -71,13 +65,9 @@ class ProblemLog:
 
 
 def check_problem_budget(config: PrepareConfig, results: Sequence[dict[str, Any]]) -> None:
-    """Check the problems of all tasks of a stage against `--on-problem` and `--max-problems`.
+    """Check the problems of all tasks of a stage, as in `ProblemLog.result`, against the options.
 
-    Args:
-        results: The results of the tasks, each with the values of `ProblemLog.result`.
-
-    Raises:
-        DataError: There are more serious problems than the options allow.
+    More serious problems than `--on-problem` and `--max-problems` allow are a `DataError`.
     """
     serious = sum(result["serious"] for result in results)
     if not serious:
@@ -118,11 +108,7 @@ def check_losses(config: PrepareConfig, counts: Counter[str]) -> None:
 
 
 class StageProgress(Progress):
-    """Progress over the stages of a preparation, the time spent on each, and the problems printed so far.
-
-    Attributes:
-        reported: Number of problems by kind that this process has found.
-    """
+    """Progress over the stages of a preparation, the time spent on each, and the problems of this process by kind."""
 
     def __init__(self, enabled: bool, interval: float = INTERVAL_S):
         super().__init__(enabled, interval)

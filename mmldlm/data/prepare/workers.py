@@ -43,8 +43,7 @@ def run_in_process(job: Job, stage: Stage, chunks: Sequence[int], progress: Stag
 def worker_pool(job: Job) -> Iterator[RunTasks]:
     """Yield a function that runs tasks of a stage in `--processes` processes, but not in more than there are chunks.
 
-    Raises:
-        PeerLostError: A worker died.
+    A worker that dies is a `PeerLostError`.
     """
     num_workers = min(job.config.processes, len(job.chunks))
     if num_workers < 2:

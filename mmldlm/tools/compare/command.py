@@ -55,11 +55,7 @@ def _positive(text: str) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        UsageError: Options that do not fit one another.
-    """
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         "mmldlm compare",
         description="Compare two runs that have the same samples, noise and masks, or several such pairs over seeds. "

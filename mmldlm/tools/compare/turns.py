@@ -42,8 +42,7 @@ class TurnTrainer(Trainer):
 def train_in_turns(configs: Sequence[RunConfig], turn: int, max_step: float) -> Iterator[tuple[Path, Path]]:
     """Train two runs by `turn` steps each, up to `max_step` or their last; yield both folders after every round.
 
-    Raises:
-        UsageError, ConfigError: These runs cannot be trained in turns.
+    If these runs cannot be trained in turns, that is a `UsageError` or `ConfigError`.
     """
     if read_launcher_env(os.environ).world_size > 1:
         raise UsageError("--until trains in one process: train both runs under the launcher, and compare their folders")

@@ -22,9 +22,7 @@ GROUP_BYTES = 1 << 24  # of a row group, which is held in memory until it is wri
 def write_parquet(path: Path, samples: Iterable[Sample], group_bytes: int = GROUP_BYTES) -> int:
     """Write samples to a Parquet file with the columns `id`, `latents` and `tokens` or `text`; return their number.
 
-    Args:
-        samples: Either all have tokens or all have text.
-        group_bytes: Size of a row group in memory.
+    Either all samples have tokens or all have text. A row group has `group_bytes` in memory.
     """
     arrow, writer, num_samples = pyarrow(), None, 0
     for group in _groups(samples, group_bytes):
@@ -57,11 +55,7 @@ def _groups(samples: Iterable[Sample], group_bytes: int) -> Iterator[list[Sample
 
 
 def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> Iterator[Sample]:
-    """Yield the samples that can be read; with `skip`, print a line on stderr for each other one.
-
-    Raises:
-        DataError: A sample cannot be read, without `skip`.
-    """
+    """Yield the samples that can be read; with `skip`, print a line on stderr for each other one."""
     num_skipped = 0
     for location, read in samples:
         try:
@@ -114,9 +108,7 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
 def convert_lgdlm_config(source: Path, out: Path, assignments: Sequence[str]) -> None:
     """Write a run config of LGDLM as `out/NAME.yaml`, and what became of each of its keys as `out/NAME.md`.
 
-    Raises:
-        ConfigError: The config cannot be read or converted.
-        UsageError: One of the files exists already.
+    If one of the files exists already, that is a `UsageError`.
     """
     converted = convert_config(source, assignments)
     config, table = out / f"{source.stem}.yaml", out / f"{source.stem}.md"

@@ -44,8 +44,7 @@ _map_cached = lru_cache(maxsize=16)(map_array)  # for files with the latents of 
 def find_layout(source: Path) -> str:
     """Return the layout of a folder: that of its tokens, which the trainer read, or else of its texts.
 
-    Raises:
-        DataError: There is none, or there are tokens in several layouts.
+    No layout, or tokens in several ones, are a `DataError`.
     """
     is_present = {
         "pairs": any(_token_archives(source)),
@@ -64,16 +63,10 @@ def find_layout(source: Path) -> str:
 
 
 def read_samples(source: Path, layout: str, dat: DatContents | None, notes: list[str]) -> Iterator[SourceSample]:
-    """Yield the samples of a folder in a fixed order.
+    """Yield the samples of a folder in a fixed order; a line in `notes` tells about files that belong to no sample.
 
-    Args:
-        layout: One of `LAYOUTS`.
-        dat: Contents of `.dat` files; by default those of `global_index.json`.
-        notes: Receives a line about files that belong to no sample.
-
-    Raises:
-        DataError: Files contradict each other.
-        UsageError: `dat` is missing or incomplete.
+    Contents of `.dat` files are by default those of `global_index.json`; if `dat` is incomplete, that is a
+    `UsageError`. Files that contradict each other are a `DataError`.
     """
     if layout == "dat":
         return read_dat(source, dat)
@@ -215,11 +208,7 @@ def _numbered(tokens: Path, folder: Path, index: int) -> tuple[Path | None, bool
 
 @lru_cache(maxsize=4)
 def _numbered_files(folder: Path) -> dict[int, Path]:
-    """Return the files of latents in a folder by the last number in their names.
-
-    Raises:
-        DataError: Two files have the same number.
-    """
+    """Return the files of latents in a folder by the last number in their names, which has to be unique."""
     files: dict[int, Path] = {}
     for path in sorted(folder.glob("*.npy")):
         number = int((re.findall(r"\d+", path.stem) or ["-1"])[-1])
@@ -285,10 +274,7 @@ def _read_text_file(path: Path, beginning: str) -> str:
 
 
 def _find_file(folders: tuple[Path, ...], name: Any) -> Path | None:
-    """Return the file `name` below one of `folders`, or None.
-
-    A path of another machine is shortened from the left until it exists.
-    """
+    """Return the file `name` below one of `folders`, or None; other machines' paths are shortened from the left."""
     parts = Path(name).parts if isinstance(name, str) else ()
     # The longest suffix first, so that a bare name matches only if no longer path does.
     for start in range(len(parts)):

@@ -55,10 +55,9 @@ class ConvertedConfig:
 
 
 def convert_config(path: Path, assignments: Sequence[str] = ()) -> ConvertedConfig:
-    """Convert a run config of LGDLM.
+    """Convert a run config of LGDLM. Files that its `defaults` name are read beside it, as by Hydra.
 
     Args:
-        path: Its YAML file. Files that its `defaults` name are read beside it, as by Hydra.
         assignments: `key=value` and `VARIABLE=value` of the command that started the run; later ones win.
 
     Raises:

@@ -51,10 +51,7 @@ def row_type(text: str) -> RowType:
 
 
 def read_dat(source: Path, contents: DatContents | None) -> Iterator[SourceSample]:
-    """Yield tokens and latents of the same row, rank by rank.
-
-    Args:
-        contents: By default those of `global_index.json`.
+    """Yield tokens and latents of the same row, rank by rank; `contents` are by default those of `global_index.json`.
 
     Raises:
         DataError: Files contradict `contents` or each other.

@@ -66,8 +66,7 @@ def read_token_archive(path: Path) -> np.ndarray:
 def remove_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return the ids, int64, at the ones of a mask; both are [L] or [1, L].
 
-    Raises:
-        UnusableSample: The shapes or types are wrong, or the mask is not ones and then zeros.
+    It is an `UnusableSample` if shapes or types are wrong, or the mask is not ones and then zeros.
     """
     if ids.shape != mask.shape or ids.shape not in ((ids.size,), (1, ids.size)):
         raise UnusableSample(f"ids {list(ids.shape)} and mask {list(mask.shape)}, expected both [L] or [1, L]")
@@ -85,8 +84,7 @@ def remove_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def check_latents(array: np.ndarray) -> np.ndarray:
     """Return latents float32 [M, C] of a float array [C] or [M, C].
 
-    Raises:
-        UnusableSample: The shape or type is wrong, or the latents are all zeros or not finite in float32.
+    It is an `UnusableSample` if shape or type are wrong, or all are zeros or not finite in float32.
     """
     with np.errstate(over="ignore"):
         # The check for finite values applies to what is written: float64 may overflow in float32.

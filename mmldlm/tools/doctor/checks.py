@@ -41,9 +41,6 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        name: Name of the check.
-        status: Its outcome.
-        found: What was found.
         remedy: What to do about it; "" if the status is "ok".
         exit_code: Exit code of the command if this is its only failure.
     """

@@ -52,15 +52,9 @@ class NodeEnv:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], processes: int | None, devices: int) -> NodeEnv:
-        """Read NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
+        """Read NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, or raise `UsageError`.
 
-        Args:
-            environment: Environment variables.
-            processes: Processes per node; overrides NPROC_PER_NODE.
-            devices: Processes per node if neither is given.
-
-        Raises:
-            UsageError: A variable is missing or has an invalid value.
+        Processes per node are `processes`, else those of NPROC_PER_NODE, else `devices`.
         """
         nodes = _read_int(environment, "NNODES", 1, 10**6, 1)
         host = environment.get("MASTER_ADDR", "")
@@ -93,7 +87,6 @@ class NodeFacts:
     """Facts that a node sends to the others.
 
     Attributes:
-        machine: Id of the machine.
         usable: Whether its device is available.
         loopback: Whether MASTER_ADDR resolves to a loopback address on this node.
         clock: Unix seconds, read on all nodes at the same moment.
@@ -173,12 +166,9 @@ def check_nodes(
     If any node has a failure, all nodes report one, so that none starts to train without the others.
 
     Args:
-        node_env: This node among all nodes.
         local: Findings of this node so far.
-        device: Device of the all-reduce.
         groups: Groups of values that must be equal on all nodes.
         run_dir: `run.dir`; None without a config.
-        timeout_s: Seconds to wait for other nodes.
         clock: Returns Unix seconds.
     """
     findings = check_master(node_env, timeout_s)

@@ -247,7 +247,7 @@ def _norm_clipped(snapshot: Snapshot) -> str | None:
 def _plateau(snapshot: Snapshot) -> str | None:
     """Return the loss if it fell by less than `thresholds.flat` in the last quarter of the steps, beyond chance.
 
-    Raised only while the learning rate is above a third of its peak: at the end of a schedule a plateau is expected.
+    Only while the learning rate is above a third of its peak: at the end of a schedule a plateau is expected.
     """
     rates = snapshot.history.finite("optim/lr")
     if not rates or rates[-1] < max(rates) / 3 or any(rise(snapshot) for rise in _LOSS_RISES):

@@ -66,14 +66,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment.
-
-    Attributes:
-        history: What was read from the run folder.
-        interval_s: Seconds between two snapshots.
-        thresholds: Thresholds of the alerts.
-        now: Unix seconds.
-    """
+    """A run at one moment, `now` in Unix seconds; snapshots are `interval_s` apart."""
 
     history: History
     interval_s: float

@@ -42,8 +42,6 @@ class TerminalView:
     """Lines of text that show a run.
 
     Attributes:
-        snapshot: The run.
-        alerts: Its alerts.
         width: Columns to which lines are cut.
         unicode: Draw sparklines with Unicode characters instead of ASCII.
         color: Print alerts in red.

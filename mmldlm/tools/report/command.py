@@ -113,16 +113,9 @@ def _seed_stats(stats: SeedStats) -> dict[str, Any]:
 
 
 def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportContent:
-    """Write a report.
+    """Write a report of run folders to the folder `out`, created if missing.
 
-    Args:
-        paths: Run folders.
-        baseline: Run folder that the others are compared with; None for the first of `paths`.
-        out: Folder to write into, created if missing.
-
-    Raises:
-        DataError: One of the folders is not a run folder.
-        StorageError: `out` cannot be written.
+    They are compared with `baseline`, by default the first.
     """
     runs = read_runs([*paths, *([baseline] if baseline else [])])
     # What `mmldlm rewind` has set aside is no run that had the run's settings: it is drawn, and not compared.

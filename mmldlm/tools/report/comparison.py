@@ -62,13 +62,7 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One metric of the baseline and of other groups.
-
-    Attributes:
-        key: Tag of the metric.
-        baseline: Statistics of the baseline.
-        others: Per name of another group, its statistics and their ratio to the baseline.
-    """
+    """One metric: of the baseline, and by name of each other group, with its ratio to the baseline."""
 
     key: str
     baseline: SeedStats

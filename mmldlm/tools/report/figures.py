@@ -99,10 +99,8 @@ class Panel:
     """One pair of axes; a tag that a run lacks is not drawn.
 
     Attributes:
-        title: Title of the panel.
         train_tag: Tag in training records, or "".
         held_out_tag: Tag in records of held-out documents, or "".
-        log_scale: Logarithmic y-axis.
         from_zero: The y-axis starts at 0.
     """
 
@@ -314,11 +312,7 @@ def _label(name: str) -> str:
 
 
 def bin_series(series: Series, max_bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Bin a curve into consecutive parts of about 8 records; short curves keep one bin per record.
-
-    Args:
-        series: The curve.
-        max_bins: Maximum number of bins.
+    """Bin a curve into at most `max_bins` consecutive parts of about 8 records; short curves keep one bin per record.
 
     Returns:
         Mean step, mean value, lowest value and highest value of each bin, as arrays of shape [bins].

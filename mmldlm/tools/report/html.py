@@ -42,7 +42,6 @@ class ReportContent:
         groups: Groups of runs, the baseline first.
         branches: Branches that the runs have left, each alone; they are drawn, and not compared.
         comparisons: Metrics that the baseline shares with other groups, up to `max_step`.
-        max_step: Last step that enters the comparison.
         figures: Rendered figures, in the order of the page.
         created_at: Creation time, in UTC.
         paired: Paired comparisons of the groups that have runs of the baseline's seeds.

@@ -115,11 +115,7 @@ class Event:
 
 
 class RunSummary:
-    """Snapshot of a run, read from its folder.
-
-    Raises:
-        DataError: `path` is not a run folder.
-    """
+    """Snapshot of a run, read from its folder; a `path` that is not a run folder is a `DataError`."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)

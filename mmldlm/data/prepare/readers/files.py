@@ -48,11 +48,7 @@ def open_input(path: str) -> BinaryIO:
 
 
 def pyarrow() -> Any:
-    """Import and return pyarrow.
-
-    Raises:
-        UsageError: It is not installed; the message names the extra.
-    """
+    """Import and return pyarrow; if it is not installed, a `UsageError` names the extra."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -90,9 +86,7 @@ def suffix_format(path: str) -> Format | None:
 def open_text(path: str) -> Iterator[BinaryIO]:
     """Open a file of text for reading, decompressed if its suffix says that it is compressed.
 
-    Raises:
-        DataError: It cannot be read.
-        UsageError: A package is missing.
+    A file that cannot be read is a `DataError`, a package that is missing a `UsageError`.
     """
     try:
         with open_input(path) as file:

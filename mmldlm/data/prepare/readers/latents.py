@@ -90,11 +90,8 @@ class LatentFile:
     ) -> Iterator[tuple[Document | Problem, int | None]]:
         """Attach latents to documents by their `key`, or by their position in the input.
 
-        `latent_pairing` checks that no row is used twice, as that takes the documents of all chunks.
-
-        Args:
-            documents: Documents and problems, which both have a position.
-            first_position: Position of the first of them.
+        `latent_pairing` checks that no row is used twice, as that takes the documents of all chunks. Documents and
+        problems both have a position; `first_position` is that of the first.
 
         Returns:
             Pairs of the document with its latents and their row, or of a problem and None; the row is given as well if
@@ -134,8 +131,7 @@ def as_latents(array: np.ndarray) -> np.ndarray | tuple[ProblemKind, str]:
 def map_array(path: Path) -> np.ndarray:
     """Memory-map a `.npy` file, so that a header that promises more than the file holds allocates nothing.
 
-    Raises:
-        DataError: It is no array, or one of pickled objects.
+    A file that is no array, or one of pickled objects, is a `DataError`.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -82,8 +82,7 @@ def datasets_parts(path: str, target_bytes: int) -> list[Part]:
 def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
     """Return the ids and the latents [n, C] or [n, M, C] of a Parquet file with the columns `id` and `latents`.
 
-    Raises:
-        DataError: The file cannot be read, or latents have different shapes.
+    A file that cannot be read, or that has latents of different shapes, is a `DataError`.
     """
     columns = Columns(latents="latents", key="id")
     with _pyarrow_reading(path) as library, library.parquet.ParquetFile(path) as file:
@@ -177,11 +176,7 @@ def _join(path: str, groups: Iterable[tuple[int, int]], target_bytes: int) -> li
 
 
 def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
-    """Return the names of the columns to read. The text column may be missing if there are tokens.
-
-    Raises:
-        DataError: A column is missing or has the wrong type.
-    """
+    """Return the names of the columns to read. The text column may be missing if there are tokens."""
     types = pyarrow().types
     # Columns that are not asked for share the key None, which is skipped below.
     kinds = {

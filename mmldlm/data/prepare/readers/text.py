@@ -26,9 +26,6 @@ def text_parts(path: str, target_bytes: int, format: Format) -> list[Part]:
     """Cut a text file into parts of whole lines (or whole blocks), each the shortest of at least `target_bytes`.
 
     A compressed file is one part, and so is one in which a document may end anywhere: JSON and CSV.
-
-    Raises:
-        DataError: The file cannot be read.
     """
     if is_compressed(path) or format not in ("lines", "blocks", "jsonl"):
         return [Part(path, 0, sys.maxsize)]
@@ -43,10 +40,7 @@ def text_parts(path: str, target_bytes: int, format: Format) -> list[Part]:
 
 
 def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
-    """Return the first offset >= `min_offset` where a line begins.
-
-    With `after_blank`, it is the first after a blank line that itself begins at or after `min_offset`.
-    """
+    """Return the first offset >= `min_offset` where a line begins, or one that follows a blank line there."""
     # One byte earlier: if that byte ends a line, `min_offset` itself is a boundary.
     file.seek(min_offset - 1)
     line = file.readline()
@@ -65,16 +59,9 @@ def read_text(
     key_field: str | None = None,
     key_optional: bool = False,
 ) -> Iterator[Document | Problem]:
-    """Yield the documents and problems of a part of a text file.
+    """Yield the documents and problems of a part of a text file, in one of `TEXT_FORMATS`.
 
-    Args:
-        field: Field of JSON, or column of CSV, that holds the text.
-        format: One of `TEXT_FORMATS`.
-        key_field: Field that holds the document's key.
-        key_optional: Accept documents without it.
-
-    Raises:
-        DataError: The file cannot be read.
+    `field` of JSON, or column of CSV, holds the text, and `key_field` the key, which may be missing if `key_optional`.
     """
     row_text = partial(_row_text, field=field, key_field=key_field, key_optional=key_optional)
     parsers: dict[Format, Callable[[_Lines], _NumberedTexts]] = {
