@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redi
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
 from mmldlm.trainer.step import StepTotals
 from mmldlm.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # --- the reference --------------------------------------------------------------------------------
 
@@ -250,8 +253,10 @@ class FeedTrainer(Trainer):
         super().__init__(config)
         self.feed = feed
 
-    def _remaining_steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        return self.feed.steps()
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.components.loader.steps = lambda *_: self.feed.steps()  # type: ignore[method-assign]
+        return self
 
 
 class OldPractice(FeedTrainer):
@@ -270,7 +275,7 @@ class OldPractice(FeedTrainer):
         self.practices = practices
         self.read: dict[str, float] = {}
 
-    def __enter__(self) -> OldPractice:
+    def __enter__(self) -> Self:
         super().__enter__()
         model = self.engine.unwrapped_model
         if "padding" in self.practices and model.backend != "cpu_half":  # which replaces layouts, and has no mask

@@ -276,6 +276,9 @@ def test_sentence_transformers_offline(tmp_path: Path, monkeypatch: pytest.Monke
     assert latents[1] @ latents[2] > latents[1] @ latents[3] + 0.2
     description = tmp_path / "store/encoder/encoder.json"
     description.write_text(description.read_text().replace(manifest.encoder["revision"], "0" * 64))
+    with pytest.raises(DataError, match="set MMLDLM_ENCODER"):  # another model: nobody has named it here
+        load_encoder(description.parent)
+    monkeypatch.setenv("MMLDLM_ENCODER", str(folder))
     with pytest.raises(DataError, match="has revision"):
         load_encoder(description.parent)
 
