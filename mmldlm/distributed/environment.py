@@ -14,6 +14,7 @@ from mmldlm.distributed.config import DistributedConfig
 FLIGHT_RECORDER_ENTRIES = 2000
 # PyTorch's default, "SkipCleanUp": end the process without `ncclCommAbort`, which may hang itself.
 ASYNC_ERROR_HANDLING = "3"
+_BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # which torchrun sets to 1 where its user has set nothing
 _FALSE = ("0", "n", "no", "f", "false")  # in any case, as PyTorch reads them
 _GUARDS = {  # variables that turn off what PyTorch does about a hang, where they are false
     "TORCH_NCCL_ENABLE_MONITORING": "distributed.heartbeat_timeout_s has no effect",
@@ -37,6 +38,8 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
 
 def export_settings(config: DistributedConfig) -> None:
     """Set the variables of `settings_to_export` that the user has not set, before the process group starts."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_BY_TORCHRUN) == "1":
+        _exported.setdefault(_BY_TORCHRUN, "1")
     for name, value in settings_to_export(config).items():
         if os.environ.get(name) in (None, _exported.get(name)):
             os.environ[name] = _exported[name] = value
