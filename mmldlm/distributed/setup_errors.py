@@ -28,7 +28,9 @@ def library_errors_are_config_errors(source: str) -> Iterator[None]:
         yield
     except Exception as error:
         place = _raised_in(error)
-        if place is None or not (isinstance(error, ValueError) or type(error).__name__ == "DeepSpeedConfigError"):
+        # DeepSpeed checks values by assertions as well; one without words is a bug.
+        says = isinstance(error, ValueError) or (isinstance(error, AssertionError) and str(error))
+        if place is None or not (says or type(error).__name__ == "DeepSpeedConfigError"):
             raise
         raise ConfigError(f"{source}: {_message(error)} ({type(error).__name__} in {place})") from error
 
