@@ -30,8 +30,9 @@ SHORT_RUN = (
     "checkpoint.every_steps=0",
 )
 
-# Tests started in the background may inherit an ignored SIGINT, and so would every process that they start.
+# Tests started in the background or by nohup may inherit ignored signals, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTED_SETTINGS = pytest.StashKey[set[str]]()
 
