@@ -29,6 +29,7 @@ def reference_metrics(
     The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
     """
     from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
+    from sacrebleu.significance import _bootstrap_resample
 
     matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]
     accuracy = ratio_of_sums(
@@ -43,11 +44,13 @@ def reference_metrics(
     }
     # `force` only silences a warning about references that look tokenized.
     for name, metric in (("bleu", BLEU(force=True)), ("chrf", CHRF())):
-        score = metric.corpus_score(list(texts), [list(references)], BOOTSTRAPS if with_intervals else 1)
-        metrics[name] = score.score
+        metrics[name] = metric.corpus_score(list(texts), [list(references)]).score
         if with_intervals:
-            spread = float(score._ci)
-            metrics[f"{name}_ci95"] = [max(0.0, score.score - spread), min(100.0, score.score + spread)]
+            # Not by `corpus_score(n_bootstrap=...)`, which ends in a TypeError where some resamples score 0.
+            statistics = metric._extract_corpus_statistics(list(texts), [list(references)])
+            _, scores = _bootstrap_resample(statistics, metric, BOOTSTRAPS)
+            ends = np.percentile([float(score.score) for score in scores], [2.5, 97.5])
+            metrics[f"{name}_ci95"] = ends.tolist()
     return metrics
 
 
