@@ -282,7 +282,8 @@ def run(argv: Sequence[str] | None = None) -> int:
             raise
         return _print_result(folder, [], [*problems, str(error)]) if launch.rank == 0 else ExitCode.DATA
     begin, end = recorded.starts[0]["step"] + 1, recorded.last_step
-    first, last = options.first or begin, end if options.last is None else options.last
+    first = begin if options.first is None else options.first
+    last = end if options.last is None else options.last
     if (options.first or options.last is not None) and not begin <= first <= last <= end:
         raise UsageError(f"--from {first} --to {last}: expected steps from {begin} to {end}, in this order")
     if launch.rank == 0:
