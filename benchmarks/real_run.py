@@ -111,7 +111,7 @@ def judge(parts: Sequence[Mapping[str, Any]], bare: Sequence[Mapping[str, Any]])
     for part in parts:
         at = {step: name for name, step, _ in part["events"]}
         relative = {
-            step: duration / np.polyval(line, tokens)
+            step: duration / float(np.polyval(line, tokens))
             for step, (tokens, duration) in periods(part["steps"]).items()
             if step not in at and step > part["steps"][0][0] + WARM_UP
         }

@@ -156,6 +156,7 @@ def test_scratch_folders_are_new_and_only_they_are_removed(
     assert not list(stretches)
     assert [[path.name for path in folder.iterdir()] for folder in folders] == [[once]] * 2
     assert all((folder / once / "precious").exists() for folder in folders)
+    capsys.readouterr()
     code = verify.main([str(run), "--all", "--scratch", str(tmp_path / "none")])
     assert_user_error((code, capsys.readouterr().err), 74, "--scratch", "none")
 
