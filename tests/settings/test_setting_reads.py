@@ -96,7 +96,7 @@ def read(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> set[str]
     """Keys that are read in some run, or by what is done with its folder."""
     folder = tmp_path_factory.mktemp("read") / "run"
     config = folder.with_suffix(".yaml")
-    config.write_text("", encoding="utf-8")
+    config.write_text("{}", encoding="utf-8")
     given = [str(config), *BASE, f"run.dir={folder}", f"data.path={tiny_store}"]
     with Reads() as reads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)  # which would take minutes
