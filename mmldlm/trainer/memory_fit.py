@@ -30,7 +30,7 @@ from mmldlm.trainer.setup import Components
 
 
 class Fit(NamedTuple):
-    """Whether a rank has the memory for a micro-batch; with the figures of an estimate."""
+    """The answer of a rank whether it has the memory for a micro-batch, with the figures of an estimate."""
 
     fits: bool
     needed_mib: int = 0
