@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmldlm.utils.cpu import cpu_times
+from mmldlm.utils.cpu import CpuTimes, cpu_times
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class StepStats:
         self.tokens = self.samples = self.steps = 0
         self.flops = 0.0
 
-    def start_interval(self) -> None:
+    def start_interval(self, now: CpuTimes | None = None) -> None:
         """Start a new interval: its time, unlike its sums, is known before the device has finished its steps."""
         self.data_wait_s = 0.0
-        self.cpu_times = cpu_times()
+        self.cpu_times = now or cpu_times()
         self.start_time = time.perf_counter()
 
     @contextmanager

@@ -80,10 +80,13 @@ _PROJECTOR = """embeddings {
 log = logging.getLogger(__name__)
 
 
+_excepthook = threading.excepthook
+
+
 def _leave_to_next_write(failed: threading.ExceptHookArgs) -> None:
     """Report an exception that ended a thread, unless it is the writer's, which the next write raises again."""
     if type(failed.thread).__name__ != "_AsyncWriterThread":
-        threading.__excepthook__(failed)
+        _excepthook(failed)
 
 
 class TensorBoard:

@@ -152,18 +152,18 @@ class StepLog:
 
     def write(self, lr: float, batch_sizes: Mapping[str, int]) -> None:
         """Write a record of the steps since the last one, as soon as the device has finished them (collective)."""
-        stats, samples_drawn = self.stats, self.state.samples_drawn
+        stats, samples_drawn, now = self.stats, self.state.samples_drawn, cpu_times()
         values = {
             "optim/lr": lr,
             **(self.rank_times.record() if self.rank_times is not None else {}),
-            "speed/cores_of_others": cores_used_by_others(stats.cpu_times, cpu_times()),
+            "speed/cores_of_others": cores_used_by_others(stats.cpu_times, now),
             "data/epoch": samples_drawn / len(self.components.loader.order),
             **self._epochs(samples_drawn),
             **{f"data/{name}": size for name, size in batch_sizes.items() if size},
             **memory_metrics(),
         }
         self._due = _Record(self.state.step, time.perf_counter() - stats.start_time, stats.data_wait_s, values)
-        stats.start_interval()
+        stats.start_interval(now)
         if not stats.pending:
             self.fetch()
 
