@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# As in scripts/test.sh: results depend on the number of threads, and by default that depends on the load.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from mmldlm import train
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.run.load import LoadedRun, load_run

@@ -20,8 +20,9 @@ from mmldlm.trainer import trainer as trainer_module
 from mmldlm.trainer.trainer import Trainer
 
 STOP_AT = int(os.environ["STOP_AT"])  # 0: not
+TURN = int(os.environ["TURN"])  # steps, after which the process stops itself
 PATH = Path(os.environ["TIMES"] + "." + os.environ.get("RANK", "0") + ".json")
-steps: list[tuple[int, int, float, float, float]] = []  # step, tokens, begin, end of the update, end
+steps: list[tuple[int, float, float, float]] = []  # step, begin, end of the update, end
 events: list[tuple[str, int, float]] = []  # name, step, seconds
 _nested: list[float] = []
 _now = {"step": 0}
@@ -46,6 +47,8 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TimedTrainer(Trainer):
+    paused = 0.0  # seconds
+
     def corrupt(self, step: int, *rest: Any) -> Any:
         self._begun = time.perf_counter()
         _now["step"] = step + 1
@@ -56,9 +59,14 @@ class TimedTrainer(Trainer):
         try:
             super().end_step(step, totals, result)
         finally:
-            steps.append((step + 1, int(totals["tokens"]), self._begun, updated, time.perf_counter()))
-            if step + 1 == STOP_AT and PATH.name.endswith(".0.json"):
-                os.kill(os.getpid(), signal.SIGTERM)
+            steps.append((step + 1, self._begun, updated, time.perf_counter()))
+            if PATH.name.endswith(".0.json"):
+                if step + 1 == STOP_AT:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                elif (step + 1) % TURN == 0:
+                    stopped = time.perf_counter()
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    TimedTrainer.paused += time.perf_counter() - stopped
 
     _validate = timed("validation", Trainer._validate)
     _evaluate_quality = timed("quality", Trainer._evaluate_quality)
@@ -69,7 +77,7 @@ trainer_module.text_samples = timed("text samples", trainer_module.text_samples)
 trainer_module.collect_figure_data = timed("figures", trainer_module.collect_figure_data)
 trainer_module.Tracker.log_figures = timed("figures", trainer_module.Tracker.log_figures)
 
-started = time.perf_counter()
 code = train.main(trainer_cls=TimedTrainer)
-PATH.write_text(json.dumps({"started": started, "ended": time.perf_counter(), "steps": steps, "events": events}))
+times = {"ended": time.perf_counter(), "paused": TimedTrainer.paused, "steps": steps, "events": events}
+PATH.write_text(json.dumps(times))
 exit_process(code)

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             if view is not None:
                 view.close()
     if run.has_ema:
-        print(f"{run}:")
+        print(printable(f"{run}:"))
     for line in lines:
         print(printable(line))
     if options.out:

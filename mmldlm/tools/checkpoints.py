@@ -158,15 +158,12 @@ def _print_list(rows: Sequence[dict[str, Any]]) -> None:
         print("no checkpoint yet")
     for row in rows:
         if "step" not in row:
-            print(f"{row['name']:<24} {', '.join(row['notes'])}")
+            print(printable(f"{row['name']:<24} {', '.join(row['notes'])}"))
             continue
         loss = "" if row["validation_loss"] is None else f"validation {format_number(row['validation_loss'])}"
-        where = f"{row['engine']} x {row['world_size']}"
-        age = human_duration(row["age_s"])
-        print(
-            f"{row['name']:<24} {row['bytes'] / 2**20:9.1f} MiB  {age:>8} ago  {where:<14} {loss:<20} "
-            f"{', '.join(row['notes'])}".rstrip()
-        )
+        where, size = f"{row['engine']} x {row['world_size']}", f"{row['bytes'] / 2**20:9.1f} MiB"
+        age, notes = human_duration(row["age_s"]), ", ".join(row["notes"])
+        print(printable(f"{row['name']:<24} {size}  {age:>8} ago  {where:<14} {loss:<20} {notes}".rstrip()))
 
 
 def _print_diff(found: dict[str, Any]) -> None:
@@ -181,11 +178,10 @@ def _print_diff(found: dict[str, Any]) -> None:
     for name, values in ranked[:MAX_PRINTED]:
         if "largest" in values:
             relative = "" if values["relative"] is None else f", relative {values['relative']:.2e}"
-            print(f"{name}: largest difference {values['largest']:.2e}{relative}")
+            what = f"largest difference {values['largest']:.2e}{relative}"
         else:
-            print(
-                f"{name}: {' -> '.join(values['types']) if 'types' in values else 'only in the ' + values['only_in']}"
-            )
+            what = " -> ".join(values["types"]) if "types" in values else f"only in the {values['only_in']}"
+        print(printable(f"{name}: {what}"))
     if len(ranked) > MAX_PRINTED:
         print(f"and {len(ranked) - MAX_PRINTED} more")
 

@@ -22,6 +22,7 @@ from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.settings.declaration import flat_settings
 from mmldlm.settings.json_schema import json_schema
 from mmldlm.settings.layers import ExtendsConfig
+from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import display_name
 
 _MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
@@ -118,7 +119,7 @@ def print_difference(paths: Sequence[str], as_json: bool) -> None:
         print(json.dumps(differences, indent=1))
         return
     for key, (first_value, second_value) in differences.items():
-        print(f"{key}: {to_flow_yaml(first_value)} -> {to_flow_yaml(second_value)}")
+        print(printable(f"{key}: {to_flow_yaml(first_value)} -> {to_flow_yaml(second_value)}"))
 
 
 def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_json: bool) -> None:
@@ -132,7 +133,7 @@ def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_jso
         entries = {key: {"value": value, "origin": origins[key]} for key, value in settings.items()}
         print(json.dumps(entries, indent=1))
     else:
-        print("\n".join(annotate(settings, origins)))
+        print("\n".join(map(printable, annotate(settings, origins))))
 
 
 def main(argv: list[str] | None = None) -> int:

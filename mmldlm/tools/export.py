@@ -10,6 +10,7 @@ from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.bundle import EVALUATION_NAME, matching_evaluation, write_bundle
 from mmldlm.run.load import add_run_options, load_run
 from mmldlm.utils.files import fsync, make_folder
+from mmldlm.utils.printable import printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if (run.folder / EVALUATION_NAME).is_file() and matching_evaluation(run) is None:
         print(f"{run.folder / EVALUATION_NAME}: is not of {run}, so the model card has no figures")
-    print(f"{out}: {run}, {size / 2**20:.1f} MiB; mmldlm sample {out} --text ..., or mmldlm.load({str(out)!r})")
+    next_step = f"mmldlm sample {out} --text ..., or mmldlm.load({str(out)!r})"
+    print(printable(f"{out}: {run}, {size / 2**20:.1f} MiB; {next_step}"))
     return 0
 
 

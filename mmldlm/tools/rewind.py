@@ -14,6 +14,7 @@ from mmldlm.errors import ExitCode
 from mmldlm.run.load import run_config
 from mmldlm.trainer.branches import leave_branch
 from mmldlm.utils.lock import RunLock
+from mmldlm.utils.printable import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         split.index_of(name)
     with RunLock(options.run):
         rewind = leave_branch(options.run, options.before, options.skip)
-    print(f"{options.run}: the next start continues from step {rewind['step']}", end="")
-    print(f", without {', '.join(options.skip)}" if options.skip else "", end="")
-    print(f"; the branch that it leaves is in {options.run / rewind['branch']}")
+    without = f", without {', '.join(options.skip)}" if options.skip else ""
+    left = f"the branch that it leaves is in {options.run / rewind['branch']}"
+    print(printable(f"{options.run}: the next start continues from step {rewind['step']}{without}; {left}"))
     return ExitCode.DONE

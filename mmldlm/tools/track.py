@@ -23,6 +23,7 @@ from mmldlm.tools.run_history import History
 from mmldlm.tools.tracker_runs import TRACKERS, Row, RunInfo, TrackerRun
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.nested import flatten
+from mmldlm.utils.printable import printable
 
 GIVE_UP_S = 86_400.0  # without the tracker, if the run has ended
 _MAX_PAUSE_S = 60.0
@@ -82,7 +83,7 @@ class Bridge:
                 error_file.write_text(f"{line}\n\n{traceback.format_exc()}", encoding="utf-8")
                 if failing_since is None:
                     failing_since = time.monotonic()
-                    print(f"{line}; trying again, see {error_file}", file=sys.stderr, flush=True)
+                    print(printable(f"{line}; trying again, see {error_file}"), file=sys.stderr, flush=True)
                 elif not state.is_active and time.monotonic() - failing_since > GIVE_UP_S:
                     raise StorageError(f"{line}; given up after a day") from None
                 self.run, pause_s = None, min(2 * pause_s, _MAX_PAUSE_S)
@@ -137,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     bridge = Bridge(options.run, options.to[0], options.all)
     while True:
         with RunLock(tracker_folder(options.run, bridge.tracker)):
-            print(bridge.follow(options.interval), flush=True)
+            print(printable(bridge.follow(options.interval)), flush=True)
         # The bridge of a new start of the run has ended if it found the lock held.
         bridge = Bridge(options.run, bridge.tracker, options.all)
         if not bridge.history.state().is_active:

@@ -14,6 +14,7 @@ except ImportError:  # what loads a bundle needs no bar
     tqdm = None  # type: ignore[assignment, misc]
 
 from mmldlm.utils.format import human_duration
+from mmldlm.utils.printable import printable
 
 INTERVAL_S = 10.0
 _MIN_POLL_S = 1.0
@@ -105,7 +106,8 @@ class Progress:
 
 
 def print_status(text: str) -> None:
-    """Print a line on stderr, above the bar if there is one."""
+    """Print lines on stderr, above the bar if there is one."""
+    text = "\n".join(map(printable, text.split("\n")))
     if tqdm is None:
         print(text, file=sys.stderr)
     else:

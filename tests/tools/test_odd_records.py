@@ -89,6 +89,29 @@ def test_no_text_of_a_run_reaches_the_terminal_as_an_order(tmp_path: Path, capsy
     assert "title" in printed and "\x1b" not in printed and "\x07" not in printed
 
 
+def test_no_name_of_a_folder_or_tensor_reaches_the_terminal_as_an_order(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, config = tmp_path / f"run{RETITLE}", tmp_path / f"config{RETITLE}.yaml"
+    config.write_text(tiny_config.read_text())
+    assert cli.main(["train", str(config), "checkpoint.every_steps=4"]) == 0
+    (tmp_path / "run").rename(run)
+    first, last = sorted((run / "checkpoints").glob("step-*"))
+    capsys.readouterr()
+    for command in (
+        ["config", config],
+        ["doctor", config],
+        ["checkpoints", "list", run],
+        ["checkpoints", "diff", first, last],
+        ["export", run, tmp_path / f"bundle{RETITLE}"],
+        ["sample", run, "--mode", "joint", "--length", "3"],
+        ["rewind", run, "--before", "6"],
+    ):
+        assert cli.main([*map(str, command)]) == 0
+        printed = "".join(capsys.readouterr())
+        assert printed and "\x1b" not in printed and "\x07" not in printed, command[0]
+
+
 class Counted(dict[str, Any]):
     """A record that counts how often it is read."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mmldlm import train
@@ -239,6 +240,19 @@ def test_an_unreachable_tracker_raises_an_alert_until_it_is_back(scene: Callable
     assert "tracker" not in {alert.name for alert in alerts(Snapshot(History(made.run), 10.0))}
     made.kill(writer, group=True)
     assert bridge.wait() == 0 and made.rows()["run"]
+
+
+@pytest.mark.parametrize("tracker", [TRACKIO])
+def test_a_bridge_that_is_killed_is_not_a_success(scene: Callable[[str], Scene], tracker: str) -> None:
+    made = scene(tracker)
+    assert made.write(40, 1e-4).wait() == 0
+    made.set_reachable(False)
+    both = made.start("-m", "mmldlm.tools.track", made.run, "--to", tracker, tracker)
+    error = tracker_bridges.tracker_folder(made.run, tracker) / "error.txt"
+    wait_until(error.exists, "the bridge that waits for the tracker; the other has found it")
+    for child in psutil.Process(both.pid).children():
+        child.kill()
+    assert both.wait() == 128 + signal.SIGKILL
 
 
 @pytest.mark.setting("log.trackers")

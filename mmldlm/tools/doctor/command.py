@@ -32,6 +32,7 @@ from mmldlm.tools.doctor.checks import (
 )
 from mmldlm.tools.doctor.nodes import NodeEnv, check_master, check_nodes
 from mmldlm.trainer.consistency import config_fingerprint, data_fingerprint, version_fingerprint
+from mmldlm.utils.printable import printable
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -111,5 +112,5 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.time) 
             json.dumps({"ok": code == 0, "node": node_env.node, "findings": [asdict(finding) for finding in findings]})
         )
     else:
-        print(format_report(findings))
+        print(*map(printable, format_report(findings).split("\n")), sep="\n")
     return code
