@@ -8,12 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from getpass import getuser
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
 # As in scripts/test.sh: results depend on the number of threads, and by default that depends on the load.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor's cache does not know this variable, and code for one width of vectors fails in a process with another.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor-{getuser()}-{capability}")
 
 from mmldlm import train
 from mmldlm.data.prepare.pipeline import prepare

@@ -165,8 +165,9 @@ BACKENDS["cpu_half"] = _attend
 
 
 def has_bf16_instructions() -> bool:
-    """Return whether this CPU has instructions for products of bfloat16 matrices."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    """Return whether this CPU has instructions for products of bfloat16 matrices, and oneDNN may use them."""
+    allowed = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # unlike the others it knows ONEDNN_MAX_CPU_ISA
+    return bool(allowed and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()))
 
 
 def has_fp16_instructions() -> bool:

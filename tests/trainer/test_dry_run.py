@@ -389,6 +389,14 @@ def test_half_precision_kernels_match_a_run(tiny_store: Path, tmp_path: Path, op
     assert dry_run(tiny_store, *settings).kernels_mib == pytest.approx(made * KERNEL_MIB)
 
 
+@pytest.mark.skipif(not has_bf16_instructions(), reason="a CPU with instructions for bf16")
+def test_instructions_that_onednn_may_not_use_do_not_count() -> None:
+    command = "from mmldlm.model.cpu_half import has_bf16_instructions as found; raise SystemExit(int(found()))"
+    for isa, found in (("AVX2", 0), ("DEFAULT", 1)):
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+        assert subprocess.run([sys.executable, "-c", command], env=environment).returncode == found
+
+
 def test_half_precision_kernels_are_bounded(tiny_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmldlm.model.cpu_half.has_bf16_instructions", lambda: True)
     few, many, others = (
