@@ -429,7 +429,7 @@ def ladder(options: Options) -> Result:
     """Our trainer against mmdit."""
     shape, batch = ("tiny", "4") if options.tiny else ("gpu", "16")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks", "ladder", "--variants", *LADDER_VARIANTS]
+        command = [sys.executable, "-m", "benchmarks", "step", "--variants", *LADDER_VARIANTS]
         command += ["--shape", shape, "--precision", "bf16", "--batch", batch, "--stores", str(options.stores)]
         command += ["--rounds", "3", "--batches", "2", "--no-memory", "--out", folder, "--name", "ladder"]
         code, text = run(command, left() - 10)

@@ -1,16 +1,10 @@
-"""What training learns: the learning gate, and a character-level model against bigrams.
+"""What training learns: the learning gate.
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2 3 4] [--jobs 2] [--keep FOLDER]
 
 The learning gate trains the quickstart under several seeds and compares what it learns with bars. Each corpus is
 prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many side by side
 as there are jobs. Exit code 1 if a seed misses a bar.
-
-    python -m benchmarks characters OUT_FOLDER [--steps 3000]
-
-A sanity check: a small character-level model on 27 symbols in samples of 256. The bound in bits per character of
-held-out text must fall below the cross entropy of a bigram model fitted on the same training text. Writes
-`OUT_FOLDER/characters.json` and prints the curve as a Markdown table. Training uses the same commands as any other run.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -47,15 +40,11 @@ from benchmarks.common.report import (
     write_json,
 )
 from mmldlm.data.nearest import TextIndex, unit_vectors
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, read_python_docs, split_words
+from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reference_metrics
-from mmldlm.evaluation.likelihood import text_bound
-from mmldlm.run.load import load_run
 
 HELD_OUT = ("--samples", "1000", "--texts", "1000")  # all that simple-docs has
 SHOWN = 10  # samples of the first seed in the tables
@@ -155,7 +144,16 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
     print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
-    return {"seed": seed, "train_cpu_s": train_s, "evaluate_cpu_s": evaluate_s, "metrics": metrics}
+    numbers = {"train_cpu_s": train_s, "evaluate_cpu_s": evaluate_s, "metrics": _short(metrics)}
+    return {"seed": seed, **numbers}
+
+
+def _short(node: Any) -> Any:
+    """Leave out of an evaluation what no table shows: results by noise time, and most samples."""
+    if not isinstance(node, dict):
+        return node
+    left = {key: _short(below) for key, below in node.items() if key not in ("by_t_text", "by_t_latent", "by_length")}
+    return left | ({"samples": node["samples"][:SHOWN]} if isinstance(node.get("samples"), list) else {})
 
 
 def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -415,83 +413,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         values = " ".join(_number(each) for each in row["values"])
         print(f"{name:<12} {row['metric']:<22} {row['bar']:<14} {row['passed']} of {row['of']}: {values}")
     return int(any(row["passed"] < row["of"] for _, row in rows))
-
-
-# --- characters -----------------------------------------------------------------------------------
-
-LENGTH = 256
-CONFIG = """
-run: {{dir: {out}/run}}
-data: {{path: {out}/store}}
-model: {{depth: 4, width: 128, num_heads: 4, conditioning_width: 128, modulation_rank: 32}}
-mode: joint
-optim: {{lr: 3e-3}}
-train: {{steps: {steps}, global_batch_size: 16}}
-log: {{every: 50}}
-validation: {{every: 0}}
-checkpoint: {{every_steps: {every}, keep_last: 100}}
-"""
-
-
-def lowercase_letters(text: str) -> str:
-    """Return a text in the alphabet of text8: lower-case letters and single spaces."""
-    return re.sub("[^a-z]+", " ", text.lower()).strip()
-
-
-def write_text(path: Path) -> None:
-    """Write the embedded corpus in that alphabet, in lines of LENGTH characters."""
-    text = " ".join(lowercase_letters(item.text) for item in read_python_docs() if isinstance(item, Document))
-    lines = (text[start : start + LENGTH] for start in range(0, len(text) - LENGTH + 1, LENGTH))
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def ngram_bits(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> tuple[float, float]:
-    """Return bits per character of held-out pieces [n, L] under unigrams and bigrams of the training pieces.
-
-    Add-one smoothed; a piece's first character is scored by unigrams in both.
-    """
-    unigram = np.bincount(train.ravel(), minlength=vocab_size) + 1.0
-    log_unigram = np.log2(unigram / unigram.sum())
-    bigram = np.ones((vocab_size, vocab_size))
-    np.add.at(bigram, (train[:, :-1].ravel(), train[:, 1:].ravel()), 1)
-    log_bigram = np.log2(bigram / bigram.sum(1, keepdims=True))
-    first = log_unigram[held_out[:, 0]].sum()
-    rest = log_bigram[held_out[:, :-1], held_out[:, 1:]].sum()
-    return float(-log_unigram[held_out].mean()), float(-(first + rest) / held_out.size)
-
-
-def command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "mmldlm.cli", *arguments], check=True)
-
-
-def characters_main(argv: Sequence[str] | None = None) -> None:
-    parser = plain_parser("characters", "A small character-level model against bigrams.")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3000)
-    options = parser.parse_args(argv)
-    out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    if not (out / "text.txt").exists():
-        write_text(out / "text.txt")
-    command(
-        *("prepare", str(out / "text.txt"), "--out", str(out / "store"), "--tokenizer", "characters"),
-        *("--max-length", str(LENGTH), "--channels", "16"),
-    )
-    config = out / "config.yaml"
-    config.write_text(CONFIG.format(out=out, steps=options.steps, every=max(1, options.steps // 8)), encoding="utf-8")
-    command("train", str(config))
-
-    store = Store.open(out / "store")
-    splits = (store.split("train"), store.split("test"))
-    train, test = (split.gather(np.arange(len(split)))[0].reshape(-1, LENGTH) for split in splits)
-    unigram, bigram = ngram_bits(train, test, store.manifest.vocab_size)
-    curve = []
-    for checkpoint in sorted((out / "run" / "checkpoints").glob("step-*")):
-        run = load_run(out / "run", checkpoint)
-        evaluation = Evaluation(run, EvaluationConfig(samples=256, times=4))
-        bits = float(text_bound(evaluation, "none").nats.sum()) / (len(evaluation.ids) * LENGTH) * BITS
-        curve.append({"step": run.step, "bits_per_character": bits})
-        print(f"| {run.step} | {bits:.3f} |", flush=True)
-    result = {"unigram": unigram, "bigram": bigram, "curve": curve}
-    (out / "characters.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"unigram {unigram:.3f}, bigram {bigram:.3f} bits per character")

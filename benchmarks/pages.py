@@ -13,27 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import contextual, gpu_bars, paired, real_run, roofline, scale
+from benchmarks import gpu_bars, real_run
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
-from benchmarks.mdlm import mdlm_blocks
-from benchmarks.sampling import decoding_blocks
-from benchmarks.trials import trial_blocks
 
 _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-_MAKERS = {
-    "learning": learning_blocks,
-    "trials": trial_blocks,
-    "decoding": decoding_blocks,
-    "contextual": contextual.contextual_blocks,
-    "mdlm": mdlm_blocks,
-    "paired": paired.blocks,
-    "real_run": real_run.blocks,
-    "scale-step": scale.step_blocks,
-    "scale-host": scale.host_blocks,
-    "scale-heartbeats": scale.heartbeat_blocks,
-    "roofline": roofline.blocks,
-}
+_MAKERS = {"learning": learning_blocks, "real_run": real_run.blocks}
 
 
 def all_blocks() -> dict[str, str]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmarks.common.measure import clock
 from benchmarks.common.task import Task, batch_of
@@ -44,14 +43,6 @@ _ATEN = torch.ops.aten
 _WAITS = (_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.is_nonzero)
 _PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.linear)
 _ON_HOST = (WAIT, METHODS["corrupt"])  # before anything is on the device
-
-
-def _attention_flops(*args: Any, **kwargs: Any) -> int:
-    return flop_registry[_ATEN._scaled_dot_product_flash_attention](*args, **kwargs)
-
-
-_attention_flops._get_raw = True  # type: ignore[attr-defined]  # the registry's takes tensors, not shapes
-_ON_CPU = {_ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops}  # PyTorch has no formula for it
 
 
 @contextmanager
@@ -234,12 +225,3 @@ def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
             layout.num_tokens, len(noised.positions), layout.num_samples, layout.latent_tokens, layout.num_pairs
         )
     return total / len(rows)
-
-
-def flops_of(run: Open, steps: range) -> float:
-    """Return mean FLOPs per step of matrix products and of forward attention, padding included."""
-    counter = FlopCounterMode(display=False, custom_mapping=_ON_CPU)
-    with counter:
-        for step in steps:
-            run.step(step)
-    return counter.get_total_flops() / len(steps)

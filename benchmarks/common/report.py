@@ -9,9 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +26,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("mmldlm", "torch", "numpy", "mmdit", "x-transformers", "hyper-connections", "accelerate", "tensorboard")
 
 Row = Mapping[str, Any]  # lists and mappings are written to JSON only
-Tables = Mapping[str, Sequence[Row]]  # by title; all rows of a table have the same keys
 
 
 def print_status(status: str) -> None:
@@ -63,15 +60,6 @@ def add_settings(options: argparse.ArgumentParser) -> None:
     options.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config")
 
 
-def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any) -> argparse.Namespace:
-    """Parse `argv`. `quick` has the defaults under --quick."""
-    given = options.parse_intermixed_args(argv)
-    if given.quick:
-        options.set_defaults(**quick)
-        given = options.parse_intermixed_args(argv)
-    return given
-
-
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -89,18 +77,6 @@ def select_names(option: str, given: Sequence[str] | None, known: Sequence[str])
         if name not in known:
             raise UsageError(f"{option}: expected some of {', '.join(known)}, found {name!r}")
     return [name for name in known if given is None or name in given]
-
-
-@contextmanager
-def work_dir(options: argparse.Namespace) -> Iterator[Path]:
-    """A temporary folder for stores and runs; PyTorch has `options.threads` threads meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
-    finally:
-        torch.set_num_threads(threads)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -139,16 +115,6 @@ def write_json(result: Mapping[str, Any], folder: Path, name: str) -> None:
 
 def time_unit(device_name: str, threads: int) -> str:
     return "GPU and host" if device_name != "cpu" else "CPU" if threads == 1 else "wall"
-
-
-def report(options: argparse.Namespace, benchmark: str, tables: Tables) -> None:
-    """Print the tables, and write them with the options to `options.out`/`options.name`.json."""
-    what = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    result = {"benchmark": benchmark, "what": what, **circumstances(device()), "tables": tables}
-    write_json(result, options.out, options.name)
-    machine = result["machine"]["device"]
-    print(f"{machine}, {options.threads} thread(s), {time_unit(machine, options.threads)} time\n")
-    print("\n\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in tables.items()))
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -1,8 +1,7 @@
-"""`Task`, the network, batch and store that are measured, and functions that write stores.
+"""`Task`, the network, batch and store that are measured.
 
 `make_store` writes real tokens in samples of real lengths: the embedded corpus as one stream of tokens, cut by the
-histograms of `data/lengths.json`. `random_store` writes random tokens and latents of given lengths, for measurements
-that do not depend on text.
+histograms of `data/lengths.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tokenizers
 import torch
 
 from benchmarks.common.store_writer import StoreWriter
@@ -40,7 +38,6 @@ CHANNELS = 64
 HELD_OUT = 64  # samples of validation and of test, which are not measured
 TOKENIZER_VOCAB = 2560  # the corpus has some thousands; a larger vocabulary is the network's alone
 HEAD_WIDTH = 64
-WRITE_BLOCK = 100_000  # samples of a random store that are written at a time
 SETTINGS = (
     "train.steps=1000000",  # never reached
     "validation.every=0",  # not part of a step
@@ -211,28 +208,3 @@ def make_store(
     described = replace(manifest, vocab_size=vocab, max_length=max_length)
     write_atomically(unfinished / MANIFEST_NAME, described.to_json())
     return unfinished.rename(path)
-
-
-def random_store(folder: Path, lengths: np.ndarray, vocab_size: int = 2560, max_length: int | None = None) -> Path:
-    """Write a store whose training samples have `lengths` [n], each with one random latent of 64 channels in float16.
-
-    The manifest's longest sample is `max_length`; by default, the longest of `lengths`.
-    """
-    words = {f"w{number}": number for number in range(vocab_size - 2)}
-    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words)))
-    assert tokenizer.vocab_size == vocab_size
-    draw = np.random.default_rng(0)
-    projection = draw.standard_normal((CHANNELS, CHANNELS)).astype(np.float32)
-    encoder = LsaEncoder([f"w{number}" for number in range(CHANNELS)], np.ones(CHANNELS, np.float32), projection, 0)
-    splits = {"train": lengths, "validation": lengths[:HELD_OUT], "test": lengths[:HELD_OUT]}
-    with StoreWriter(folder, tokenizer, encoder, overwrite=True) as writer:
-        for split, split_lengths in splits.items():
-            for start in range(0, len(split_lengths), WRITE_BLOCK):
-                block = split_lengths[start : start + WRITE_BLOCK]
-                tokens = draw.integers(0, vocab_size - 2, int(block.sum()), dtype=writer.token_dtype)
-                latents = draw.standard_normal((len(block), 1, CHANNELS), dtype=np.float32)
-                writer.add(split, np.split(tokens, np.cumsum(block)[:-1]), latents, (5 * block).tolist())
-        manifest = writer.finish(sources=[], options={}, problems={}, grouping={})
-    if max_length is not None:
-        write_atomically(folder / MANIFEST_NAME, replace(manifest, max_length=max_length).to_json())
-    return folder

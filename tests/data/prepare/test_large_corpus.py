@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.prepare import build, peak_until, started, write_synthetic_corpus
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
+from tests.helpers.large_corpus import build, peak_until, started, write_synthetic_corpus
 from tests.helpers.prepare_runs import differing, finished_tasks
 from tests.helpers.sample_corpus import flip_bit
 

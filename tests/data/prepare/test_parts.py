@@ -22,6 +22,7 @@ from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.shard_writer import ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+from tests.helpers.large_corpus import write_synthetic_corpus
 from tests.helpers.prepare_runs import FORKING
 from tests.helpers.sample_corpus import read_file, small_config, write_corpus
 
@@ -220,8 +221,6 @@ def peak_mib(arguments: list[str]) -> float:
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    from benchmarks.prepare import write_synthetic_corpus
-
     peaks = []
     for documents in (3000, 30_000):
         corpus = write_synthetic_corpus(tmp_path / f"{documents}.txt", documents, (20, 30))

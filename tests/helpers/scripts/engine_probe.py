@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import os
@@ -13,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.engines import tensor_bytes
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
@@ -30,6 +31,22 @@ def large(result: list[dict[str, Any]]) -> int:
     """Return the number of collectives of more than a few values: parameters and gradients."""
     sizes = [entry["input_sizes"] + entry["output_sizes"] for entry in result]
     return sum(any(torch.Size(size).numel() > 512 for size in both) for both in sizes)
+
+
+def tensor_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all tensors alive in this process, each memory once, after a garbage collection."""
+    gc.unfreeze()  # what `ScheduledCollection` has frozen is not listed
+    gc.collect()
+    storages: dict[int, int] = {}
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # fake and meta tensors have no memory
+            storage = local.untyped_storage()
+            if storage.device.type != "meta":
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 class ProbedTrainer(Trainer):

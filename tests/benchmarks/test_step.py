@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 
 import benchmarks.__main__ as command_line
 from benchmarks.common.counting import OTHER, PARTS, WAIT
-from tests.helpers.paths import ROOT
 
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: bash scripts/setup.sh --dev")
@@ -22,11 +19,11 @@ NAMES = ["reference", "old", "trainer"]
 Result = dict[str, Any]
 
 
-def ladder(store: Path, out: Path, *options: object) -> int:
+def step(store: Path, out: Path, *options: object) -> int:
     threads = torch.get_num_threads()
     given = ("--store", store, "--out", out, "--name", "result", "--patience", 0, *options)
     try:
-        return command_line.main(["ladder", "--shape", "tiny", "--quick", *map(str, given)])
+        return command_line.main(["step", "--shape", "tiny", "--quick", *map(str, given)])
     finally:
         torch.set_num_threads(threads)
 
@@ -34,7 +31,7 @@ def ladder(store: Path, out: Path, *options: object) -> int:
 @pytest.fixture(scope="module")
 def out(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out")
-    assert ladder(tiny_store, folder) == 0
+    assert step(tiny_store, folder) == 0
     return folder
 
 
@@ -63,7 +60,7 @@ def test_result(out: Path, result: Result) -> None:
 def test_exit_code(tiny_store: Path, tmp_path: Path, result: Result, capsys: pytest.CaptureFixture[str]) -> None:
     result["variants"]["trainer"]["counts"]["operators"] -= 1
     (tmp_path / "earlier.json").write_text(json.dumps(result))
-    assert ladder(tiny_store, tmp_path, "--variants", "trainer", "--against", tmp_path / "earlier.json") == 1
+    assert step(tiny_store, tmp_path, "--variants", "trainer", "--against", tmp_path / "earlier.json") == 1
     assert "trainer: operators" in capsys.readouterr().out
 
 
@@ -74,22 +71,4 @@ def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
                 command_line.main([name, "--help"])
             assert ended.value.code == 0
     assert command_line.main(["--help"]) == 0
-    assert "checkpoint_ranks" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["loader", "sampling", "scaling", "prepare"])
-def test_quick_runs(tmp_path: Path, name: str) -> None:
-    """Each smaller benchmark from its command line to its tables and its file."""
-    options = {
-        "scaling": ["--axes", "positions"],
-    }
-    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--out", str(tmp_path), "--name", "result"]
-    done = subprocess.run([*command, *options.get(name, [])], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["benchmark"] == name and result["what"]["quick"] and result["versions"]["torch"]
-    for title, rows in result["tables"].items():
-        assert title in done.stdout and rows and len({tuple(row) for row in rows}) == 1  # the same columns
-    if name == "scaling":  # padding would cost twice as much; only the head that predicts lengths grows
-        assert result["tables"]["Exponents"][0]["of FLOPs"] == pytest.approx(0, abs=0.01)
+    assert "real_run" in capsys.readouterr().out

@@ -1,8 +1,8 @@
 """The ladder: the reference, our trainer with old practices, and what each step to its defaults brings.
 
-    python -m benchmarks ladder [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
+    python -m benchmarks step [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
 
-Prints a table, and writes OUT/ladder-SHAPE-DATA-PRECISION-DEVICE.json and .png. All variants train on the same samples
+Prints a table, and writes OUT/step-SHAPE-DATA-PRECISION-DEVICE.json and .png. All variants train on the same samples
 with the same noise, in turns; memory is measured in processes of their own. benchmarks/README.md says how to read it.
 """
 
@@ -65,7 +65,7 @@ Values = dict[str, Any]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    options = parser("ladder", "Speed and memory of the trainer against the reference, one step at a time.")
+    options = parser("step", "Speed and memory of the trainer against the reference, one step at a time.")
     add = options.add_argument
     add_settings(options)
     add("--shape", choices=SHAPES, default="proportional")
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         given.variants = given.variants or list(QUICK)
     if not 0 <= given.patience < math.inf:
         raise UsageError(f"--patience: expected 0 or more, found {given.patience:g}")
-    given.name = given.name or f"ladder-{given.shape}-{given.data}-{given.precision}-{device().type}"
+    given.name = given.name or f"step-{given.shape}-{given.data}-{given.precision}-{device().type}"
     return given
 
 
@@ -167,7 +167,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
             values[name]["gpu_busy"] = values[name]["counts"]["gpu_busy_s"] / step
     what = {name: getattr(options, name) for name in ("shape", "data", "precision", "threads", "rounds", "batches")}
     return {
-        "benchmark": "ladder",
+        "benchmark": "step",
         "what": {
             **what,
             "task": task.to_json(),
@@ -263,17 +263,17 @@ def count(run: LocalRun | ProcessRun, variant: Variant, first: int, steps: int, 
 
 
 def read_result(path: Path, option: str) -> Values:
-    """Read a result of the ladder; errors name the option that gave the path.
+    """Read a result of this benchmark; errors name the option that gave the path.
 
     Raises:
-        DataError: It cannot be read, or is no result of the ladder.
+        DataError: It cannot be read, or is no such result.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{option}: {path} cannot be read: {error}") from None
-    if not isinstance(result, dict) or result.get("benchmark") != "ladder":
-        raise DataError(f"{option}: {path} is not a result of the ladder")
+    if not isinstance(result, dict) or result.get("benchmark") != "step":
+        raise DataError(f"{option}: {path} is not a result of the benchmark step")
     return result
 
 
