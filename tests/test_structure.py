@@ -41,6 +41,16 @@ def test_files_have_at_most_500_lines() -> None:
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
 
 
+def test_folders_keep_their_budgets() -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    budgets = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mmldlm"]["lines"]
+    folders = {f"mmldlm/{path.name}" for path in (ROOT / "mmldlm").iterdir() if any(path.rglob("*.py"))}
+    assert budgets.keys() == folders | {"benchmarks"}
+    for name, budget in budgets.items():
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / name).rglob("*.py"))
+        assert lines <= budget, f"{name} has {lines} lines, its budget is {budget} (tool.mmldlm.lines)"
+
+
 def test_scripts_stop_at_the_first_error() -> None:
     for path in [*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"]:
         assert "set -euo pipefail" in path.read_text(encoding="utf-8"), path
