@@ -295,8 +295,7 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
         lines.append(
             f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} here | |"
         )
-        if "exact_match_by_length" in corpus["seeds"][0]["metrics"]["l2t"]:
-            made[f"{name}-by-length"] = _exact_match_table([seed["metrics"]["l2t"] for seed in corpus["seeds"]])
+        made[f"{name}-by-length"] = _exact_match_table([seed["metrics"]["l2t"] for seed in corpus["seeds"]])
         made[name] = "\n".join(lines)
         samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]
         lines = ["| held-out sentence | generated from its latent |", "|---" * 2 + "|"]
@@ -321,9 +320,8 @@ def interval_of_a_run(seeds: Sequence[Mapping[str, Any]], metric: str) -> tuple[
     The variances between the seeds, which were measured on the same documents, and over the documents, from the mean
     width of the seeds' own intervals, add up; Student's t for the number of seeds.
     """
-    values, (group, _, name) = [value(seed, metric) for seed in seeds], metric.rpartition(".")
-    # A result of before the intervals were measured has none for BLEU and shares: then it is that of the seeds alone.
-    intervals = [(value(seed, group) if group else seed).get(f"{name}_ci95", (0.0, 0.0)) for seed in seeds]
+    values, name = [value(seed, metric) for seed in seeds], metric.rpartition(".")[2]
+    intervals = [value(seed, f"{metric}_ci95") for seed in seeds]
     variance = (mean(high - low for low, high in intervals) / (2 * 1.96)) ** 2
     center = mean(values)
     spread = t_distribution.ppf(0.975, len(values) - 1) * math.sqrt(stdev(values) ** 2 * (1 + 1 / len(values)))

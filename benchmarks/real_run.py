@@ -59,7 +59,7 @@ WARM_UP = 40  # first steps of a start, which are not counted
 AFTER_GOAL, STEADY_GOAL, SHARE_GOAL = 1.03, 1.05, 0.08
 BARE = ("validation.every=0", "checkpoint.every_steps=0", "log.tensorboard=false", "log.every=1000000")
 TEXT = "Return a list of the names of all files in the given directory."
-Step = tuple[int, float, float, float]  # step, begin, end of the update, end
+Step = tuple[int, float]  # step, begin
 
 
 class Run:
@@ -78,6 +78,7 @@ class Run:
         self.folder, self.wall_s, self.parts = folder, 0.0, list[dict[str, Any]]()
         self._stops = [steps // 2, 0]
         self._process: psutil.Popen | None = None
+        self._launched = 0.0
         script = str(ROOT / "benchmarks" / "common" / "timed_run.py")
         launcher = [sys.executable]
         if kind == "ddp":
@@ -139,7 +140,7 @@ def is_stopped(process: psutil.Process) -> bool:
 
 def periods(steps: Sequence[Step]) -> dict[int, float]:
     """Return the seconds of each step, from its beginning to that of the next, by step."""
-    return {step: later[1] - begun for (step, begun, *_), later in pairwise(steps)}
+    return {step: later[1] - begun for (step, begun), later in pairwise(steps)}
 
 
 def slowdown(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
@@ -160,7 +161,7 @@ def judge(parts: Sequence[Mapping[str, Any]], bare: Sequence[Mapping[str, Any]])
     ratios: dict[int, float] = {}
     first = min(step for part in parts for _, step, _ in part["events"])
     for part, control in zip(parts, bare, strict=True):
-        at = {step: name for name, step, _ in part["events"]}
+        at = {step for _, step, _ in part["events"]}
         usual = periods(control["steps"])
         relative = {
             step: duration / usual[step]

@@ -135,7 +135,7 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
     write_atomically(folder / "samples.md", samples_markdown(result))
     write_atomically(folder / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
     print("\n".join(map(printable, table(result).split("\n"))))
-    print(f"written: {folder / 'evaluation.json'}, {folder / 'samples.md'}", flush=True)
+    print(printable(f"written: {folder / 'evaluation.json'}, {folder / 'samples.md'}"), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

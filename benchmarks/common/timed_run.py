@@ -1,4 +1,4 @@
-"""`mmldlm.train` that writes to TIMES.RANK.json when each step and each event in it began and ended.
+"""`mmldlm.train` that writes to TIMES.RANK.json when each step began, and how long each event took.
 
 Seconds of `time.perf_counter`, which all processes of a machine share. An event's time is without that of events in it.
 """
@@ -22,7 +22,7 @@ from mmldlm.trainer.trainer import Trainer
 STOP_AT = int(os.environ["STOP_AT"])  # 0: not
 TURN = int(os.environ["TURN"])  # steps, after which the process stops itself
 PATH = Path(os.environ["TIMES"] + "." + os.environ.get("RANK", "0") + ".json")
-steps: list[tuple[int, float, float, float]] = []  # step, begin, end of the update, end
+steps: list[tuple[int, float]] = []  # step, begin
 events: list[tuple[str, int, float]] = []  # name, step, seconds
 _nested: list[float] = []
 _now = {"step": 0}
@@ -55,11 +55,10 @@ class TimedTrainer(Trainer):
         return super().corrupt(step, *rest)
 
     def end_step(self, step: int, totals: Any, result: Any) -> None:
-        updated = time.perf_counter()
         try:
             super().end_step(step, totals, result)
         finally:
-            steps.append((step + 1, self._begun, updated, time.perf_counter()))
+            steps.append((step + 1, self._begun))
             if PATH.name.endswith(".0.json"):
                 if step + 1 == STOP_AT:
                     os.kill(os.getpid(), signal.SIGTERM)

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         print(printable(line))
     if options.out:
         np.save(options.out, generation.latents.numpy(), allow_pickle=False)
-        print(f"latents {list(generation.latents.shape)} written to {options.out}")
+        print(printable(f"latents {list(generation.latents.shape)} written to {options.out}"))
     return 0
 
 

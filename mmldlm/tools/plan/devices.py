@@ -13,7 +13,7 @@ from mmldlm.tools.plan.costs import HSDP, StepCosts
 from mmldlm.tools.plan.kernels import UPDATE_BYTES, Phase, Rates
 
 INTERVAL = (1 / 1.5, 2.0)  # factors of the prediction, a guess: kernels rarely exceed the shares, hosts may be slow
-# Shares of the published rates that kernels reach, and seconds from one to the next; see benchmarks/roofline.py.
+# Shares of the published rates that kernels reach, and seconds from one to the next; see docs/performance.md.
 PRODUCT, ATTENTION_FORWARD, ATTENTION_BACKWARD, TRAFFIC, LINK, LAUNCH_S = 0.64, 0.33, 0.23, 0.76, 0.7, 2.2e-6
 # Shares of the measured rates of a large product and of a copy.
 OF_SQUARE, OF_COPY = 0.80, 0.85
