@@ -23,6 +23,7 @@ _LAUNCHERS = {"accelerate", "deepspeed", "torch", "torchrun"}  # scripts, or pac
 CONTINUE = "start the same command again to continue"
 _IMPORT_S = 1.0
 _launcher_ended = threading.Event()
+_stops: list[StoppedBySignal] = []  # of the body of stop_at_signals that runs
 
 
 def start_process(outlives_terminal: bool) -> None:
@@ -117,10 +118,14 @@ def stop_reason(number: int) -> str:
 
 @contextmanager
 def stop_at_signals(advice: str) -> Iterator[None]:
-    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM or SIGHUP arrives in the body."""
+    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM or SIGHUP arrives in the body.
+
+    Python drops what is raised within a destructor, and libraries catch any error of an import: see `raise_if_stopped`.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedBySignal(f"stopped by {stop_reason(number)}; {advice}")
+        _stops.append(StoppedBySignal(f"stopped by {stop_reason(number)}; {advice}"))
+        raise _stops[-1]
 
     numbers = [signal.SIGTERM, *([] if ignores_hangup() else [signal.SIGHUP])]
     if threading.current_thread() is not threading.main_thread():
@@ -131,3 +136,10 @@ def stop_at_signals(advice: str) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _stops.clear()
+
+
+def raise_if_stopped() -> None:
+    """Raise the StoppedBySignal of `stop_at_signals` again, for loops that take long: the first may have been lost."""
+    if _stops:
+        raise _stops[-1]

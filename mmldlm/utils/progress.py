@@ -15,6 +15,7 @@ except ImportError:  # what loads a bundle needs no bar
 
 from mmldlm.utils.format import human_duration
 from mmldlm.utils.printable import printable
+from mmldlm.utils.process import raise_if_stopped
 
 INTERVAL_S = 10.0
 _MIN_POLL_S = 1.0
@@ -67,7 +68,8 @@ class Progress:
             self.advance(done, unit, total)
 
     def advance(self, done: int, unit: str, total: int | None = None) -> None:
-        """Set the number of items of the phase that are done."""
+        """Set the number of items of the phase that are done; a signal to stop ends the command here at the latest."""
+        raise_if_stopped()
         # A smaller count or another total belongs to another loop of the same phase.
         if done < self._done or total != self._total or not self._unit:
             with self._lock:

@@ -6,11 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from mmldlm.errors import StoppedBySignal
+from mmldlm.utils.process import stop_at_signals
+from mmldlm.utils.progress import Progress
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
@@ -109,3 +114,14 @@ def test_a_process_outlives_a_parent_that_is_no_launcher() -> None:
             os.kill(pid, 0)
         finally:
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stop_that_a_library_drops_ends_the_next_item() -> None:
+    """As an import that tolerates any error, or a destructor, drops it."""
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM; go on"), stop_at_signals("go on"):
+        with suppress(Exception):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        for item in Progress(enabled=False).track(range(3), "items"):
+            assert item < 0, "began another item"
+    Progress(enabled=False).advance(1, "items")  # the stop is over
