@@ -33,7 +33,6 @@ Kind = Literal[
     "resume",
     "skip",
     "micro_batch",
-    "update",
     "slow_rank",
     "heartbeat",
     "end",
