@@ -16,7 +16,8 @@ from typing import Any
 
 from mmldlm import train
 from mmldlm.errors import exit_process
-from mmldlm.trainer import trainer as trainer_module
+from mmldlm.telemetry.tracker import Tracker
+from mmldlm.trainer import validation
 from mmldlm.trainer.trainer import Trainer
 
 STOP_AT = int(os.environ["STOP_AT"])  # 0: not
@@ -67,14 +68,14 @@ class TimedTrainer(Trainer):
                     os.kill(os.getpid(), signal.SIGSTOP)
                     TimedTrainer.paused += time.perf_counter() - stopped
 
-    _validate = timed("validation", Trainer._validate)
-    _evaluate_quality = timed("quality", Trainer._evaluate_quality)
     save = timed("save", Trainer.save)
 
 
-trainer_module.text_samples = timed("text samples", trainer_module.text_samples)
-trainer_module.collect_figure_data = timed("figures", trainer_module.collect_figure_data)
-trainer_module.Tracker.log_figures = timed("figures", trainer_module.Tracker.log_figures)
+validation.validation_losses = timed("validation", validation.validation_losses)
+validation.quality = timed("quality", validation.quality)
+validation.text_samples = timed("text samples", validation.text_samples)
+validation.collect_figure_data = timed("figures", validation.collect_figure_data)
+Tracker.log_figures = timed("figures", Tracker.log_figures)
 
 code = train.main(trainer_cls=TimedTrainer)
 times = {"ended": time.perf_counter(), "paused": TimedTrainer.paused, "steps": steps, "events": events}

@@ -33,7 +33,7 @@ from mmldlm.model.mmdit import DataShape, Prediction
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
-from mmldlm.trainer.step import StepTotals
+from mmldlm.trainer.step_log import StepTotals
 from mmldlm.trainer.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -37,6 +37,10 @@ class Notices(logging.Handler):
         logging.getLogger().removeHandler(self)
         warnings.showwarning = self._previous_showwarning
 
+    def write_to(self, write: Callable[[str], None]) -> None:
+        """Send lines to `write` from now on."""
+        self.write = write
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a log record, as `logging.Handler` requires."""
         text = record.getMessage()

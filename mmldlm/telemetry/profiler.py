@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmldlm.errors import StorageError
 from mmldlm.settings.declaration import setting
+from mmldlm.utils.callback import Callback
 
 FOLDER = "profile"
 _MAX_ROWS = 50  # of the table
@@ -35,8 +34,8 @@ class ProfileConfig:
             raise ValueError(f"steps: expected [first, last] with 1 <= first <= last, found {self.steps}")
 
 
-class StepProfiler:
-    """Profiler of the steps and ranks of `config`; `trace_step` does nothing on other ranks and at other steps."""
+class StepProfiler(Callback):
+    """Profiler of the steps and ranks of `config`; it does nothing on other ranks and at other steps."""
 
     def __init__(self, config: ProfileConfig, run_dir: Path, rank: int, device_type: str):
         self.folder, self.rank, self.device_type = run_dir / FOLDER, rank, device_type
@@ -44,13 +43,13 @@ class StepProfiler:
         self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARMUP_STEPS - 1)
         self._profile: profile | None = None
 
-    @contextmanager
-    def trace_step(self, step: int) -> Iterator[None]:
-        """Context of optimizer step `step`, counted from 1."""
+    def before_step(self, step: int) -> None:
+        """Start a trace if it is due; a run that resumes within the steps traces the rest of them."""
         if self._profile is None and self.first - _WARMUP_STEPS <= step <= self.last:
-            # A run that resumes within the range traces the rest of it.
             self._profile = self._start(max(0, self.first - step), self.last - max(step, self.first) + 1)
-        yield
+
+    def after_step(self, step: int) -> None:
+        """End the step in the trace, and the trace after its last step."""
         if self._profile is not None:
             self._profile.step()
             if step == self.last:

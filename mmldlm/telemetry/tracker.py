@@ -56,7 +56,7 @@ class Tracker:
         tensorboard: bool = True,
     ):
         self.enabled = enabled
-        self._total_steps, self._start_step, self._resumed = total_steps, start_step, resumed
+        self._total_steps, self._start_step, self.resumed = total_steps, start_step, resumed
         self._board: TensorBoard | None = None
         self._reported_missing = False
         if not enabled:
@@ -72,7 +72,7 @@ class Tracker:
         """Write the first record: `info` (world size, engine, versions ...) and the resolved run config."""
         if not self.enabled:
             return
-        kind: Kind = "resume" if self._resumed else "start"
+        kind: Kind = "resume" if self.resumed else "start"
         self._write(kind, self._start_step, {"total_steps": self._total_steps, **info, "config": config})
         if self._board is None:
             return

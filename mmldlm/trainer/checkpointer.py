@@ -1,4 +1,4 @@
-"""`Checkpointer`: the checkpoint that a run starts from, when the next one is due, and asynchronous writing.
+"""`Checkpointer`: when the next checkpoint is due, and asynchronous writing.
 
 Training stops only while the state is copied to the host. A thread on each rank then writes that rank's files; when all
 ranks have finished, a thread on rank 0 commits them as a checkpoint. The ranks learn of each other's progress from
@@ -13,63 +13,38 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
-from mmldlm.checkpoint.state import NO_STATE, TrainState, check_model_state, clean_name
+from mmldlm.checkpoint.state import TrainState
 from mmldlm.checkpoint.store import CheckpointStore, write_files
-from mmldlm.checkpoint.tensors import TensorFiles, TensorSource, write_tensors
-from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
-from mmldlm.data.manifest import LatentInfo
+from mmldlm.checkpoint.tensors import write_tensors
+from mmldlm.config import RunConfig, with_absolute_paths
 from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.optimizers import check_state_compatible
-from mmldlm.errors import ConfigError, DataError, MmldlmError
-from mmldlm.model.initial_weights import InitialWeights
+from mmldlm.errors import MmldlmError
 from mmldlm.run.compatibility import (
     LATENTS_NAME,
-    check_compatible,
     identity,
-    saved_ema,
-    saved_latent_stats,
-    saved_tensors,
 )
-from mmldlm.run.warm_start import find_source, warm_start
-from mmldlm.settings.declaration import dump
 from mmldlm.settings.fields import to_yaml
 from mmldlm.telemetry.tracker import Tracker
-from mmldlm.trainer.branches import forget_rewinds, read_rewinds, with_rewinds
-from mmldlm.trainer.mirroring import Mirroring
+from mmldlm.trainer.restore import RestoredRun
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo, sha256
-from mmldlm.utils.short_repr import short_repr
 
 log = logging.getLogger(__name__)
 
 REQUEST_FILE = "CHECKPOINT"  # in the run folder: asks for a checkpoint
 REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
 PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
-
-
-@dataclass(frozen=True)
-class RestoredRun:
-    """State that a run starts from."""
-
-    state: TrainState
-    notes: list[str]  # for the user
-    latents: LatentInfo  # standardization of latents since step 0
-    weights: TensorSource  # of the model
-    moments: TensorFiles | None = None  # optimizer state; None for a run from step 0
-    ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
-    origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
-    path: Path | None = None  # of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -99,89 +74,36 @@ class _PendingCheckpoint:
 class Checkpointer:
     """The checkpoints of a run, written one at a time; SIGUSR1 asks for one.
 
-    Its methods are collective except `due`, `save_requested`, `describe`, `record`, `close` and the properties, which
-    are local to this rank.
+    Its methods are collective except `due`, `save_requested`, `record`, `close` and the properties, which are local to
+    this rank.
+
+    `report` is the start-up report, some of which every checkpoint has.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine, run_dir: Path, signals: SignalRequests):
-        self.config, self.engine, self.signals = config, engine, signals
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        restored: RestoredRun,
+        report: Mapping[str, Any],
+        data: Store,
+        signals: SignalRequests,
+    ):
+        self.config, self.engine, self.signals, self.mirroring = config, engine, signals, restored.mirroring
+        run_dir = Path(config.run.dir)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
-        self.saved_at: int | None = None  # step of this run's newest checkpoint, complete or in progress
-        self.origin: Any = None  # of the weights at step 0, see `WarmStart`; set by `restore`
-        self._info: dict[str, Any] = {}
-        self._files: dict[str, bytes] = {}
+        # Step of this run's newest checkpoint, complete or in progress: with `resume: auto` it starts from one.
+        self.saved_at = restored.state.step if config.resume == "auto" and restored.state.step else None
+        self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(config, data)}
+        self._files = metadata_files(config, data) if engine.is_main else {}
         self._request = run_dir / REQUEST_FILE
         self._requested = False
         self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
         self._pending: _PendingCheckpoint | None = None
-        mirrors = bool(config.checkpoint.mirror) and engine.is_main
-        self.mirroring = Mirroring(config.checkpoint, run_dir) if mirrors else None
-
-    # --- start ---------------------------------------------------------------------------------------------
-
-    def restore(self, model: nn.Module, data: Store, initial: InitialWeights) -> RestoredRun:
-        """Open the checkpoint that rank 0 chooses by `resume`, and check that it fits the unwrapped model.
-
-        A run from step 0 starts from `init` instead. `Engine.prepare` loads the weights, then `restore_optimizer` the
-        optimizer's state.
-
-        Raises:
-            ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
-            DataError: The checkpoint is damaged or belongs to another network, tokenizer or encoder.
-        """
-        path, source = None, dict[str, str]()
-        with self.engine.raise_on_all_ranks("choice of the checkpoint"):
-            if self.engine.is_main:
-                path = self._choose()
-                source = find_source(self.config.init) if path is None else {}
-        path, source = self.engine.gather((path and str(path), source), "choice of the checkpoint")[0]
-        with self.engine.raise_on_all_ranks("opening of the checkpoint"):
-            if path is not None:
-                restored = restore_checkpoint(Path(path), model, self.config, data)
-            elif source:
-                start = warm_start(source, self.config, data, initial)
-                restored = RestoredRun(TrainState(), start.notes, start.latents, start.weights, origin=start.origin)
-            else:
-                restored = RestoredRun(TrainState(), [], data.manifest.latent, initial)
-        self.origin = restored.origin
-        if self.config.resume == "auto" and restored.state.step:
-            self.saved_at = restored.state.step  # the checkpoint is one of this run
-            if self.mirroring is not None:
-                self.mirroring.request(self.saved_at)
-        return replace(restored, path=path and Path(path))
-
-    def restore_optimizer(self, restored: RestoredRun) -> None:
-        """Load the optimizer's state of a restored run; later checkpoints of the run are moved aside."""
-        if restored.moments is None:
-            return
-        with self.engine.raise_on_all_ranks("loading of the optimizer's state"):
-            self.engine.load_optimizer_state(restored.moments)
-        if self.engine.is_main:
-            self.store.set_aside_after(restored.state.step)
-
-    def describe(self, report: Mapping[str, Any], data: Store) -> None:
-        """Set what every checkpoint contains besides the state: entries of the start-up report, config, tokenizer."""
-        self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(self.config, data)}
-        self._files = metadata_files(self.config, data) if self.engine.is_main else {}
-
-    def _choose(self) -> Path | None:
-        """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one."""
-        resume, checkpoint = self.config.resume, None
-        if resume != "never":
-            checkpoint = self.store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
-        run_dir = self.store.folder.parent
-        if self.mirroring is not None:
-            # A later copy is of the branch that a rewind has left.
-            is_chosen = resume != "auto" or bool(read_rewinds(run_dir))
-            checkpoint = self.mirroring.fetch_newer(checkpoint, is_chosen, self.store)
-            if with_rewinds(self.config) != self.config:
-                raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
-        if resume == "never":
-            self.store.set_aside_after(-1)
-            forget_rewinds(run_dir)
-        return None if checkpoint is None else checkpoint.path
+        if self.mirroring is not None and self.saved_at is not None:
+            self.mirroring.request(self.saved_at)
 
     # --- when to save --------------------------------------------------------------------------------------
 
@@ -373,72 +295,6 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
     }
 
 
-def restore_checkpoint(path: Path, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
-    """Open a verified checkpoint and check that it fits the unwrapped model; weights and moments are not read yet.
-
-    Raises:
-        ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
-        DataError: The checkpoint belongs to another network, tokenizer or encoder.
-    """
-    # Hashes were compared by rank 0, which chose the checkpoint.
-    checkpoint = verify_checkpoint(path, hashes=False)
-    check_compatible(checkpoint, config, store)
-    state = TrainState.from_json(checkpoint.read("state.json"))
-    if state.step > config.train.steps:
-        raise ConfigError(f"train.steps: found {config.train.steps}, but {path} is at step {state.step}")
-    saved = _saved_config(checkpoint)
-    check_state_compatible(saved.optim.name, config.optim.name)
-    weights = saved_tensors(checkpoint, "model", config)
-    check_model_state(model, weights)
-    moments, num_new = _moments_of_trained(model, saved_tensors(checkpoint, "optimizer", config))
-    changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
-    notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
-    if num_new:
-        notes.append(f"{num_new} parameters train from here on, with new optimizer state")
-    latents = saved_latent_stats(checkpoint, store)
-    if latents != store.manifest.latent:
-        notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
-    ema, origin = saved_ema(checkpoint, model, config), checkpoint.info.get("init")
-    if not config.ema.decay:
-        if ema is not None:
-            notes.append("ema: the checkpoint's EMA of the weights ends here (ema.decay: 0)")
-        return RestoredRun(state, notes, latents, weights, moments, origin=origin)
-    kept = {} if ema is None else ema.filter(_trained_names(model).__contains__)
-    if ema is None:
-        notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
-    elif num_new:
-        notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, weights, moments, kept, origin)
-
-
-def _saved_config(checkpoint: Checkpoint) -> RunConfig:
-    try:
-        return load_config(checkpoint.file("config.yaml"), may_extend=False)
-    except ConfigError as error:
-        raise DataError(f"checkpoint: {error}") from error
-
-
-def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFiles, int]:
-    """Return the optimizer state without parameters that are frozen now, and the number of newly trained ones."""
-    names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
-    # Entries of unknown parameters stay, so that loading the optimizer's state reports them.
-    kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
-    known = {entry.rpartition("/")[0] for entry in kept}
-    new = [name for name in _trained_names(model) if name not in known]
-    return kept.with_empty([f"{name}/{NO_STATE}" for name in new]), len(new)
-
-
-def _trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that are trained, without prefixes of wrappers."""
-    return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
 def checkpoint_record(path: Path) -> dict[str, str]:
     """Return path and hash of a checkpoint for records: its manifest has the hashes of all its files."""
     return {"path": str(path), "sha256": sha256(path / MANIFEST)}
-
-
-def check_resume(resume: str) -> None:
-    """Raise `ConfigError` unless `resume` is auto, never or a folder."""
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(resume)}")

@@ -19,14 +19,15 @@ from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import Loader
+from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import Network, NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.memory_plan import needed_mib, usable_mib
-from mmldlm.trainer.setup import Components
+from mmldlm.trainer.setup import Components, build_loader
+from mmldlm.utils.progress import Progress
 
 
 class Fit(NamedTuple):
@@ -139,3 +140,28 @@ def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
     mode = torch.full_like(ones, MODES.index("joint"), dtype=torch.int64)
     noise = Noise(mode, ones, ones, torch.zeros(batch.layout.num_tokens), torch.zeros_like(batch.latents), ones)
     return objective.corrupt(batch, noise)
+
+
+def fit_run(
+    config: RunConfig, components: Components, engine: Engine, state: TrainState
+) -> tuple[RunConfig, Components, list[dict[str, Any]], list[str]]:
+    """Fit the micro-batches if `train.auto_micro_batch` is set; return what results, as `fit_micro_batches` does."""
+    if not config.train.auto_micro_batch or state.step >= config.train.steps:
+        return config, components, [], []
+    with Progress(engine.is_main) as progress:
+        progress.phase("fitting the micro-batches into memory", announce=False)
+        config, changes, lines = fit_micro_batches(config, components, engine, state)
+    loader = build_loader(config, engine, components.store, components.objective)
+    return config, replace(components, loader=loader), changes, lines
+
+
+def warm_up(engine: Engine, components: Components) -> None:
+    """Run forward and backward of a sample if the engine needs it, see `Engine.warm_up` (collective)."""
+    objective = components.objective
+
+    def loss_of(network: Network) -> Tensor:
+        sample = next(fixed_batches(components.store.split("train"), [0], micro_batch_size=1))
+        batch = all_masked(objective, sample).to(engine.device)
+        return objective(network, batch, batch.counts.tolist())[0]
+
+    engine.warm_up(loss_of)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import NumericalError
+from mmldlm.utils.callback import Callback
 
 PERIOD = 4093  # of the signs; a prime, so that they do not line up with the rows of a matrix
 TOLERANCE = 1e-6  # of a fingerprint: far above the rounding of its sum, far below what a fault changes
@@ -43,14 +44,14 @@ def fingerprint(name: str, start: int, values: Tensor) -> Tensor:
     return column_sums @ signs + rest @ signs[: len(rest)]
 
 
-class ReplicaCheck:
+class ReplicaCheck(Callback):
     """Comparison of the ranks in the first step of every start and in every `every`-th step; 0 for never."""
 
     def __init__(self, engine: Engine, every: int):
         self.engine, self.every, self._is_first_step = engine, every, True
 
-    def after_step(self, step: int, lr: float) -> None:
-        """Compare the ranks after step `step`, counted from 1, if it is due (collective).
+    def after_step(self, step: int) -> None:
+        """Compare the ranks if it is due (collective).
 
         Raises:
             NumericalError: They differ; the message names the step, the weight and, if known, the rank.
@@ -58,7 +59,7 @@ class ReplicaCheck:
         engine, due = self.engine, self._is_first_step or (self.every > 0 and step % self.every == 0)
         if engine.world_size == 1 or not self.every or not due:
             return
-        self._is_first_step = False
+        self._is_first_step, lr = False, engine.unwrapped_optimizer.param_groups[0]["lr"]
         stale = next((name for name, copy, master in engine.copied_weights() if not _is_copy(copy, master)), None)
         names, rows = [], []
         for name, start, values in engine.network_weights():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,15 +20,25 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.distributed.capabilities import WEIGHT_SHARDING_ENGINES, check_comm_hook, check_supported, supports
 from mmldlm.distributed.deepspeed_config import StepPlan, check_ema
 from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.exit_files import clear_exit_files
+from mmldlm.distributed.flight_recorder import set_trace_folder
+from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launcher import FSDP2, LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
+from mmldlm.errors import ConfigError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
+from mmldlm.model.flops import ModelFlops
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader
+from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
 from mmldlm.telemetry.tracker_bridges import check_packages
-from mmldlm.trainer.checkpointer import check_resume
+from mmldlm.trainer.branches import with_rewinds
+from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
+from mmldlm.trainer.run_end import RunEnd
+from mmldlm.utils.lock import RunLock
+from mmldlm.utils.malloc import keep_freed_memory
+from mmldlm.utils.short_repr import short_repr
 
 
 def requested_features(config: RunConfig) -> list[str]:
@@ -53,6 +64,45 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     check_device(config.optim, launch.offloads_optimizer, device_type)
     check_comm_hook(launch.engine, config.distributed.ddp.comm_hook, device_type)
     check_ema(config.ema.decay, launch.deepspeed)
+
+
+def check_resume(resume: str) -> None:
+    """Raise `ConfigError` unless `resume` is auto, never or a folder."""
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(resume)}")
+
+
+def resolve_config(config: RunConfig, launch: LauncherEnv) -> RunConfig:
+    """Return the config of a run with its precision, and without the samples that its rewinds leave out."""
+    return resolve_precision(with_rewinds(config), launch.mixed_precision)
+
+
+def open_run(
+    config: RunConfig, launch: LauncherEnv, run_dir: Path, end: RunEnd
+) -> tuple[Engine, Components, dict[str, str]]:
+    """Check the settings, start the engine, build the components, and create and lock the folder (collective).
+
+    Return engine, components, and the fingerprint that all ranks share; what is open is closed at the `end`.
+    """
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    check_settings(config, launch, device_type)
+    if config.memory.keep_freed and device_type == "cpu":
+        keep_freed_memory()
+    set_trace_folder(run_dir)
+    set_matmul_precision(config)
+    engine = start_engine(config.distributed, launch, step_plan(config, launch.world_size))
+    end.own_engine(engine)
+    with engine.raise_on_all_ranks("opening of the data"):
+        components = build_components(config, engine)
+    fingerprint = compare_ranks(engine, config, components.store)
+    with engine.raise_on_all_ranks("opening of the run folder"):
+        if engine.is_main:
+            create_run_folder(run_dir)
+            end.enter_context(RunLock(run_dir))
+            clear_exit_files(run_dir)
+    check_run_folder(engine, run_dir)
+    end.own_folder()
+    return engine, components, fingerprint
 
 
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
@@ -92,6 +142,7 @@ class Components:
     optimizer: torch.optim.Optimizer
     parameters: dict[str, int]  # by part of the network
     trainable: int
+    flops: ModelFlops
 
 
 def build_components(config: RunConfig, engine: Engine) -> Components:
@@ -121,6 +172,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         optimizer=build_optimizer(model, config.optim, engine.launch.offloads_optimizer, sharded=engine.name == FSDP2),
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
+        flops=ModelFlops.from_model(model),
     )
 
 

@@ -31,6 +31,11 @@ class SignalRequests:
             leaving = number in STOP_SIGNALS and handler == signal.SIG_DFL and self.stop is not None
             signal.signal(number, _do_nothing if leaving else handler)
 
+    def agree_to_stop(self) -> str:
+        """Have this rank stop, since one of them has been asked to; return what has asked for it."""
+        self.stop = self.stop or "a signal on another rank"
+        return self.stop
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save = True

@@ -9,14 +9,15 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmldlm.config import RunConfig, write_config
+from mmldlm.config import RunConfig, with_absolute_paths, write_config
 from mmldlm.data.store import Store
 from mmldlm.data.store_writer import publish, write_description
 from mmldlm.distributed.engine import Engine
@@ -26,10 +27,49 @@ from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
 from mmldlm.run.load import DESCRIPTION
+from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.resources import memory_limits
+from mmldlm.telemetry.tracker import Tracker
+from mmldlm.telemetry.tracker_bridges import start_bridges
+from mmldlm.trainer.checkpointer import checkpoint_record
+from mmldlm.trainer.restore import RestoredRun
 from mmldlm.trainer.setup import Components
-from mmldlm.utils.cpu import processor_name
+from mmldlm.utils.cpu import choose_threads, processor_name
 from mmldlm.utils.files import write_atomically
+
+
+def open_records(
+    config: RunConfig,
+    components: Components,
+    engine: Engine,
+    restored: RestoredRun,
+    fingerprint: Mapping[str, str],
+    notes: Sequence[str],
+    run_dir: Path,
+    end: ExitStack,
+) -> tuple[Tracker, dict[str, Any]]:
+    """Open the records of a run, write its start-up report, and print it with `notes` (collective).
+
+    Return the tracker, which is closed at the `end`, and the report.
+    """
+    state = restored.state
+    threads_reason = choose_threads(state.threads) if engine.world_size == 1 else "the launcher's choice"
+    state.threads = torch.get_num_threads()
+    report = startup_report(engine, config, components, fingerprint, threads_reason) | {"init": restored.origin}
+    # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
+    resumed = config.resume != "never" and (run_dir / "metrics.jsonl").exists()
+    tracker = end.enter_context(
+        Tracker(run_dir, config.train.steps, state.step, resumed, engine.is_main, config.log.tensorboard)
+    )
+    if engine.is_main:
+        write_run_files(run_dir, config, components.store, report)
+        samples = {name: split.samples for name, split in components.store.manifest.splits.items()}
+        start = {"samples": samples, "resumed_from": restored.path and checkpoint_record(restored.path)}
+        tracker.start({**report, **start}, dump(with_absolute_paths(config)))
+        lines = [*restored.notes, *notes, *start_bridges(run_dir, config.log.trackers)]
+        lines += [f"run {run_dir}: steps {state.step} to {config.train.steps}"]
+        print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
+    return tracker, report
 
 
 def startup_report(

@@ -15,25 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.config import GuardConfig
-from mmldlm.data.dataset import Split
 from mmldlm.distributed.grad_scaler import MIN_SCALE
 from mmldlm.errors import NumericalError
 from mmldlm.telemetry.metrics import MetricsFile
-from mmldlm.telemetry.step_stats import StepNumbers
 
 MicroBatchRecords = list[dict[str, Any]]  # samples and loss of each micro-batch of a rank
 
 SKIPS_FILE = "skipped_steps.jsonl"
 MIN_ACCEPTED_NORMS = 20  # accepted norms before spikes are detected: norms fall fast in a run's first steps
-
-
-def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """Return `loss` such that its gradients are all NaN if it is non-finite: the factor is NaN then and 1 otherwise."""
-    return loss * (1 + 0 * loss.detach())
 
 
 @dataclass(frozen=True)
@@ -56,12 +47,6 @@ class Skip:
         if loss_scale > MIN_SCALE and not math.isfinite(norm):
             return cls(step, norm, "overflow", loss_scale)
         return cls(step, norm, "spike" if math.isfinite(norm) else "norm")
-
-
-def micro_batch_records(numbers: StepNumbers, split: Split) -> MicroBatchRecords:
-    """Return samples and loss of each of this rank's micro-batches of a step; samples are rows of `split`."""
-    pairs = zip(numbers.sample_ids, numbers.losses.tolist(), strict=True)
-    return [{"samples": split.group_by_source(sample_ids), "loss": loss} for sample_ids, loss in pairs]
 
 
 class StepGuard:

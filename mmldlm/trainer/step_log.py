@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,31 +16,89 @@ from torch import Tensor
 from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.distributed.collectives import PendingSum
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
-from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.telemetry.rank_times import RankTimes
 from mmldlm.telemetry.resources import memory_metrics
-from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
-from mmldlm.trainer.step_guard import Skip, StepGuard, micro_batch_records
+from mmldlm.trainer.step_guard import Skip, StepGuard, open_skips_file
 from mmldlm.utils.cpu import cores_used_by_others, cpu_times
 
 
 @dataclass(frozen=True)
-class _Record:
-    """What a record says of its step that is known without the device."""
+class StepTotals:
+    """Totals of an optimizer step over all ranks, the same on each; the first access waits for their exchange.
+
+    Attributes:
+        counts: Denominators of the losses, by entry of `Objective.__call__`, followed by the values of `names` (see
+            `Trainer.sync`), and by seconds and FLOPs of each rank's last steps.
+        samples: Samples of the global batch.
+        flops: FLOPs of this rank in this step.
+    """
+
+    counts: PendingSum
+    names: tuple[str, ...]
+    ranks: int
+    samples: int
+    flops: float
+
+    def __getitem__(self, name: str) -> int:
+        return int(self.counts[self.names.index(name) - len(self.names) - 2 * self.ranks])
+
+    def work(self) -> np.ndarray:
+        """Return seconds and FLOPs of the steps that each rank has measured since the last step, [2, ranks]."""
+        return np.array(self.counts[-2 * self.ranks :]).reshape(2, -1)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an optimizer step."""
+
+    lr: float
+    grad_norm: Tensor  # [], on the device: before clipping
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A finished step; its numbers are on the device until they are fetched."""
 
     step: int
-    seconds: float  # since the record before, as is the next
-    data_wait_s: float
-    values: Mapping[str, float]
+    numbers: Tensor  # [2 + micro-batches * (1 + S)]: `norm`, `loss_scale`, `losses` and `sums`
+    counts: Tensor  # float64 [micro-batches, S], on the host
+    sample_ids: list[list[int]]  # by micro-batch of this rank
+    tokens: int  # over all ranks, as are FLOPs and samples
+    flops: float
+    samples: int
+
+    @property
+    def norm(self) -> Tensor:
+        """Gradient norm before clipping: 0-d."""
+        return self.numbers[0]
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale in fp16, else 1."""
+        return float(self.numbers[1])
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses of the micro-batches, [micro-batches]."""
+        return self.numbers[2 : 2 + len(self.counts)]
+
+    @property
+    def sums(self) -> Tensor:
+        """Loss sums of `Objective`, [micro-batches, S]."""
+        return self.numbers[2 + len(self.counts) :].view_as(self.counts)
 
 
 class StepLog:
-    """Numbers of the steps, on the device until something depends on them; updates the counters of `state`."""
+    """Numbers of the steps, on the device until something depends on them; updates the counters of `state`.
+
+    `report` is the start-up report, and `end` what is closed at the end of the run.
+    """
 
     def __init__(
         self,
@@ -47,49 +107,88 @@ class StepLog:
         components: Components,
         state: TrainState,
         tracker: Tracker,
+        report: Mapping[str, Any],
         run_dir: Path,
-        skips_file: MetricsFile | None,
-        hosts: Sequence[str],
+        end: ExitStack,
     ):
         self.config, self.engine, self.components, self.state = config, engine, components, state
-        self.tracker, self.run_dir, self.hosts = tracker, run_dir, hosts
-        self.guard = StepGuard(config.guard, state, skips_file)
+        self.tracker, self.run_dir = tracker, run_dir
+        self.hosts = hosts = [rank["host"] for rank in report["ranks"]]
+        skips = open_skips_file(run_dir, state.step, tracker.resumed) if engine.is_main else nullcontext()
+        self.guard = StepGuard(config.guard, state, end.enter_context(skips))
         self.plateau = _create_plateau(config, state)
-        self.stats = StepStats()
         self.rank_times = RankTimes(len(hosts)) if engine.is_main and len(hosts) > 1 else None
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
+        self.pending: list[_Step] = []
+        self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []  # of the present step
         self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
-        self._norms: list[float] = []  # of all steps since the last record
-        self.norm = self._loss_scale = 1.0  # of the last step that was fetched
-        self._due: _Record | None = None  # not written yet, since the device had not finished its step
+        self._norm = self._loss_scale = 1.0  # of the last step that was fetched
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
         self._peak_flops = peak_flops(name, config.precision)
+        self._norms: list[float] = []  # of all steps since the last record
+        self._clear()
+        self.start_interval()
+
+    def _clear(self) -> None:
+        """Clear the sums over the accepted steps since the last record."""
+        self._sums: Tensor | float = 0.0
+        self._counts: Tensor | float = 0.0
+        self._tokens = self._samples = self._steps = 0
+        self._flops = 0.0
+
+    def start_interval(self) -> None:
+        """Start the time of the next record."""
+        self._data_wait_s = 0.0
+        self._cpu_times = cpu_times()
+        self._start_time = time.perf_counter()
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Count the time that a step has waited for its micro-batches."""
+        self._data_wait_s += seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time in this context from that of the steps."""
+        started = time.perf_counter()
+        yield
+        # Not in a `finally`: an error in the body ends the run.
+        self._start_time += time.perf_counter() - started
 
     def add(self, loss: Tensor, sums: Tensor, batch: NoisedBatch) -> None:
         """Record the loss and the loss sums of a micro-batch of the current step."""
-        self.stats.add(loss, sums, batch.counts, batch.sample_ids)
+        self._micro_batches.append((loss.detach(), sums, batch.counts, batch.sample_ids.tolist()))
 
-    def end_step(self, step: int, grad_norm: Tensor, tokens: int, flops: float, samples: int) -> None:
-        """Complete the current step; its numbers are fetched now only if the next step depends on them.
+    def end_step(self, step: int, totals: StepTotals, result: StepResult, flops: float) -> None:
+        """Complete the current step, the `step`-th, and write a record if it is due (collective).
 
         Args:
-            step: Number of steps so far.
-            grad_norm: Gradient norm before clipping: 0-d, on the device.
-            tokens, flops, samples: Work of the step over all ranks.
+            flops: FLOPs of the step over all ranks.
+
+        Raises:
+            NumericalError: A skipped step ends the run by the settings of `guard`.
         """
         scale = self._unit_scale if self.engine.loss_scale is None else self.engine.loss_scale.last_scale
-        self.stats.end_step(step, grad_norm, scale, tokens, flops, samples)
-        # The limit of the next step's gradient norm depends on the norm of this step.
-        fetch_now = not self.defer_fetch or self.config.guard.grad_norm_spike is not None
-        # At these steps the plateau may cut the learning rate of the next one.
-        fetch_now = fetch_now or (self.plateau is not None and self.plateau.due(step))
-        if self._due is not None or len(self.stats.pending) >= self.config.guard.max_consecutive:
-            # All steps but this one, which the device still works on: it never waits for the host.
-            self.fetch(keep=1)
-        if fetch_now:
+        losses, sums, counts, sample_ids = zip(*self._micro_batches, strict=True)
+        self._micro_batches.clear()
+        numbers = torch.cat([part.reshape(-1) for part in (result.grad_norm, scale, *losses, *sums)])
+        work = totals["tokens"], flops, totals.samples
+        self.pending.append(_Step(step, numbers, torch.stack(counts), list(sample_ids), *work))
+        self._compare_ranks(step, totals.work())
+        config, log_due = self.config, self.config.train.is_due(step, self.config.log.every)
+        # The host waits for the device only where something depends on the numbers: a record, the limit of the next
+        # gradient norm, a reduction of the learning rate, the end of the run by skipped steps.
+        if (
+            log_due
+            or not self.defer_fetch
+            or config.guard.grad_norm_spike is not None
+            or (self.plateau is not None and self.plateau.due(step))
+            or len(self.pending) >= config.guard.max_consecutive
+        ):
             self.fetch()
+        if log_due:
+            self._write(step, result.lr)
 
-    def compare_ranks(self, step: int, work: np.ndarray) -> None:
+    def _compare_ranks(self, step: int, work: np.ndarray) -> None:
         """Record which ranks became slow or have recovered, by seconds and FLOPs of each (see `RankTimes.add`)."""
         for rank, slow, slowdown in self.rank_times.add(work) if self.rank_times is not None else ():
             name = f"rank {rank} on {self.hosts[rank]}"
@@ -97,103 +196,98 @@ class StepLog:
             values = {"rank": rank, "host": self.hosts[rank], "slow": slow, "slowdown": slowdown}
             self.tracker.event("slow_rank", step, values, f"{name} is {by} the median of the other ranks")
 
-    def fetch(self, keep: int = 0) -> None:
-        """Fetch the steps since the last call, count each as accepted or skipped, and write what is due (collective).
+    def fetch(self) -> None:
+        """Wait for the device, and count each step since the last call as accepted or skipped (collective).
 
-        The last `keep` steps are left for the next call, since the device works on them. Without `keep`, the host waits
-        for the device: call it before reading counters, curves or the guard's state.
+        Call it before reading counters, curves or the guard's state.
 
         Raises:
             NumericalError: A skipped step ends the run by the settings of `guard`.
         """
-        due, self._due = self._due, None
-        if len(self.stats.pending) > keep:
-            with self.engine.in_collective("numbers of the last steps"):
-                steps = self.stats.fetch(keep)
-            self._count(steps)
-        if due is not None:
-            self._write(due)
-
-    def _count(self, steps: Sequence[StepNumbers]) -> None:
-        """Count fetched steps as accepted or skipped (collective)."""
-        for numbers, loss in zip(steps, self._plateau_losses(steps), strict=True):
-            norm, self._loss_scale = float(numbers.norm), float(numbers.loss_scale)
-            self._norms.append(norm)
-            accepted = is_accepted(numbers.norm, self.guard.norm_limit)
+        pending, self.pending = self.pending, []
+        if not pending:
+            return
+        with self.engine.in_collective("numbers of the last steps"):
+            steps = [replace(step, numbers=step.numbers.to("cpu", torch.float64)) for step in pending]
+        for step, loss in zip(steps, self._plateau_losses(steps), strict=True):
+            self._norm, self._loss_scale = float(step.norm), step.loss_scale
+            self._norms.append(self._norm)
+            accepted = bool(is_accepted(step.norm, self.guard.norm_limit))
             if self.plateau is not None and self.plateau.uses_training_loss:
-                self.plateau.observe_training_loss(numbers.step, loss if accepted else None)
+                self.plateau.observe_training_loss(step.step, loss if accepted else None)
             if not accepted:
-                self._skip(numbers, norm)
+                self._skip(step)
                 continue
-            # `propagate_nonfinite` makes the norm NaN with any non-finite loss.
-            assert numbers.losses.isfinite().all(), f"step {numbers.step}: {numbers.losses}, but a norm of {norm}"
-            self.guard.record_accepted(norm)
-            self.stats.accumulate(numbers)
-            self.state.samples_seen += numbers.samples
-            self.state.tokens_seen += numbers.tokens
-        self.norm = norm
+            # `Trainer.backward` makes the norm NaN with any non-finite loss.
+            assert step.losses.isfinite().all(), f"step {step.step}: {step.losses}, but a norm of {self._norm}"
+            self.guard.record_accepted(self._norm)
+            self._add_accepted(step)
 
-    def _plateau_losses(self, steps: Sequence[StepNumbers]) -> list[float | None]:
+    def _add_accepted(self, step: _Step) -> None:
+        """Count a step in the means of the next record; skipped steps enter none."""
+        for micro_sums, micro_counts in zip(step.sums, step.counts, strict=True):
+            self._sums = self._sums + micro_sums
+            self._counts = self._counts + micro_counts
+        self._tokens += step.tokens
+        self._flops += step.flops
+        self._samples += step.samples
+        self._steps += 1
+        self.state.samples_seen += step.samples
+        self.state.tokens_seen += step.tokens
+
+    def _plateau_losses(self, steps: Sequence[_Step]) -> Sequence[float | None]:
         """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
         if self.plateau is None or not self.plateau.uses_training_loss:
             return [None] * len(steps)
         # [steps, 2, S]: sums and counts over this rank's micro-batches.
-        local = torch.stack([torch.stack([numbers.sums.sum(0), numbers.counts.sum(0)]) for numbers in steps])
+        local = torch.stack([torch.stack([step.sums.sum(0), step.counts.sum(0)]) for step in steps])
         totals = self.engine.sum(local, "all-reduce of the losses that the learning rate follows")
         return [self.components.objective.stats.summary(sums, counts)["loss/total"] for sums, counts in totals]
 
-    def _skip(self, numbers: StepNumbers, norm: float) -> None:
+    def _skip(self, step: _Step) -> None:
         """Record a skipped step with the samples of all ranks; end the run if the guard says so (collective)."""
-        records = micro_batch_records(numbers, self.components.store.split("train"))
+        split = self.components.store.split("train")
+        pairs = zip(step.sample_ids, step.losses.tolist(), strict=True)
+        records = [{"samples": split.group_by_source(ids), "loss": loss} for ids, loss in pairs]
         ranks = self.engine.gather(records, "gather of the skipped step's samples")
-        skip = Skip.classify(numbers.step, norm, ranks, self._loss_scale)
+        skip = Skip.classify(step.step, self._norm, ranks, self._loss_scale)
         self.tracker.event("skip", skip.step, self.guard.skip(skip, ranks))
         self.guard.check(skip, self.run_dir)
 
-    def write(self, lr: float, batch_sizes: Mapping[str, int]) -> None:
-        """Write a record of the steps since the last one, as soon as the device has finished them (collective)."""
-        stats, samples_drawn, now = self.stats, self.state.samples_drawn, cpu_times()
+    def _write(self, step: int, lr: float) -> None:
+        """Write a record of the accepted steps since the last one (collective)."""
+        seconds, components, state = time.perf_counter() - self._start_time, self.components, self.state
+        if not self._steps:  # every step since the last record was skipped: there is no loss to log
+            return
+        assert isinstance(self._sums, Tensor) and isinstance(self._counts, Tensor)
+        totals = self.engine.sum(torch.stack([self._sums, self._counts]), "all-reduce of the losses to log")
+        batch_sizes = asdict(components.loader.batch_at(step - 1))
         values = {
+            **components.objective.stats.summary(*totals),
+            "optim/grad_norm": self._norm,
+            **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
+            "speed/tokens_per_s": self._tokens / seconds,
+            "speed/samples_per_s": self._samples / seconds,
+            **self._flop_rates(self._flops / seconds),
+            "speed/step_s": seconds / self._steps,
+            "speed/data_wait_s": self._data_wait_s / self._steps,
+            "data/tokens": state.tokens_seen,
+            "data/tokens_per_step": self._tokens / self._steps,
+            "health/skipped_steps": state.skipped_steps,
             "optim/lr": lr,
             **(self.rank_times.record() if self.rank_times is not None else {}),
-            "speed/cores_of_others": cores_used_by_others(stats.cpu_times, now),
-            "data/epoch": samples_drawn / len(self.components.loader.order),
-            **self._epochs(samples_drawn),
+            "speed/cores_of_others": cores_used_by_others(self._cpu_times, cpu_times()),
+            "data/epoch": state.samples_drawn / len(components.loader.order),
+            **self._epochs(),
             **{f"data/{name}": size for name, size in batch_sizes.items() if size},
             **memory_metrics(),
         }
-        self._due = _Record(self.state.step, time.perf_counter() - stats.start_time, stats.data_wait_s, values)
-        stats.start_interval(now)
-        if not stats.pending:
-            self.fetch()
-
-    def _write(self, record: _Record) -> None:
-        stats, components = self.stats, self.components
-        seconds = record.seconds
-        if not stats.steps:  # every step since the last record was skipped: there is no loss to log
-            stats.start_time, stats.data_wait_s = stats.start_time - seconds, stats.data_wait_s + record.data_wait_s
-            return
-        assert isinstance(stats.sums, Tensor) and isinstance(stats.counts, Tensor)
-        totals = self.engine.sum(torch.stack([stats.sums, stats.counts]), "all-reduce of the losses to log")
-        values = {
-            **components.objective.stats.summary(*totals),
-            "optim/grad_norm": self.norm,
-            **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
-            "speed/tokens_per_s": stats.tokens / seconds,
-            "speed/samples_per_s": stats.samples / seconds,
-            **self._flop_rates(stats.flops / seconds),
-            "speed/step_s": seconds / stats.steps,
-            "speed/data_wait_s": record.data_wait_s / stats.steps,
-            "data/tokens": self.state.tokens_seen,
-            "data/tokens_per_step": stats.tokens / stats.steps,
-            "health/skipped_steps": self.state.skipped_steps,
-            **record.values,
-        }
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)
-        self.tracker.train(record.step, {**values, "grad_norms": self._norms})
+        self.tracker.train(step, {**values, "grad_norms": self._norms})
         self._norms = []
-        stats.clear()
+        self._clear()
+        self.start_interval()
 
     def _flop_rates(self, flops_per_s: float) -> dict[str, float]:
         """Return the rate of useful FLOPs over all ranks, and the MFU if the peak of the device is known."""
@@ -202,10 +296,9 @@ class StepLog:
             rates["speed/mfu"] = flops_per_s / (self._peak_flops * self.engine.world_size)
         return rates
 
-    def _epochs(self, samples_drawn: int) -> dict[str, float]:
+    def _epochs(self) -> dict[str, float]:
         """Return the epoch of each store of a mixture; a mixture has no common epoch."""
-        sources = self.components.store.sources
-        epochs = self.components.loader.order.epochs(samples_drawn)
+        sources, epochs = self.components.store.sources, self.components.loader.order.epochs(self.state.samples_drawn)
         values = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
         return values if len(values) > 1 else {}
 

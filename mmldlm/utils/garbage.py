@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import gc
 
+from mmldlm.utils.callback import Callback
+
 COLLECT_EVERY = 50  # steps; what a step leaves in reference cycles waits as long
 
 
-class ScheduledCollection:
-    """Context in which garbage is collected at the same steps on all ranks and at no other time.
+class ScheduledCollection(Callback):
+    """Garbage is collected at the same steps on all ranks and at no other time, until `close`.
 
     What exists after the first step, among it everything that was imported, is no garbage before the end of the run:
     later collections leave it out and thus take milliseconds.
     """
 
-    def __enter__(self) -> ScheduledCollection:
+    def __init__(self) -> None:
         self._was_enabled, self._is_first_step = gc.isenabled(), True
         gc.disable()
-        return self
 
-    def end_step(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """Collect garbage if it is due after `step` steps."""
         if self._is_first_step or step % COLLECT_EVERY == 0:
             gc.collect()
@@ -27,7 +28,8 @@ class ScheduledCollection:
             gc.freeze()
             self._is_first_step = False
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Leave it to Python again."""
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()

@@ -144,3 +144,13 @@ def test_the_length_loss_is_a_mean_over_samples() -> None:
     summary = bound.stats.summary(sums, noised.counts)
     assert summary["loss/length"] == pytest.approx(math.log(9), rel=1e-5)
     assert "loss/text" not in summary and "loss/latent_t2l" in summary
+
+
+@pytest.mark.quick
+def test_a_weight_is_limited_before_its_importance() -> None:
+    """So that the limit does not depend on how often a time is drawn."""
+    text = MaskedDiffusion(mask_id=1, loss="elbo", masks="independent")
+    t, lengths, importance = torch.tensor([0.01, 0.5]), torch.tensor([8, 8]), torch.tensor([3.0, 3.0])
+    plain = text.weights(t, lengths, torch.ones(2))
+    limited = text.weights(t, lengths, importance, limit=5.0)
+    assert plain[0] > 5 > plain[1] and limited.tolist() == pytest.approx([15.0, 3 * float(plain[1])])

@@ -25,7 +25,8 @@ from mmldlm.errors import DataError
 from mmldlm.run.compatibility import identity
 from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
-from mmldlm.trainer.checkpointer import metadata_files, restore_checkpoint
+from mmldlm.trainer.checkpointer import metadata_files
+from mmldlm.trainer.restore import restore_checkpoint
 from tests.helpers.hostile_checkpoints import HASH, manifest_body, read_or_refused, replace_file, seal
 from tests.helpers.save_checkpoint import save_checkpoint
 

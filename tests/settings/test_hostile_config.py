@@ -18,8 +18,7 @@ from mmldlm.settings.declaration import dump, leaves
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import MAX_BYTES
 from mmldlm.tools.config import config_schema
-from mmldlm.trainer.checkpointer import check_resume
-from mmldlm.trainer.setup import step_plan
+from mmldlm.trainer.setup import check_resume, step_plan
 
 SHARED = "run: {dir: r}\nmode: &m {l2t: 1, joint: 3}\nmode_schedule: {10: *m, 20: {<<: *m, l2t: 5}}\n"
 

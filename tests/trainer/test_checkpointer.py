@@ -22,7 +22,7 @@ from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer import checkpointer as saving
-from mmldlm.trainer.step import StepTotals
+from mmldlm.trainer.step_log import StepTotals
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.files import FileInfo
 from tests.helpers.engine_runs import difference, exit_record, records, run, wait_for_step

@@ -16,6 +16,7 @@ import torch
 from mmldlm import train
 from mmldlm.checkpoint.state import NORM_WINDOW, TrainState
 from mmldlm.config import GuardConfig
+from mmldlm.distributed.grad_scaler import MIN_SCALE
 from mmldlm.errors import DataError, NumericalError
 from mmldlm.trainer.step_guard import MIN_ACCEPTED_NORMS, SKIPS_FILE, Skip, StepGuard
 from mmldlm.trainer.trainer import Trainer
@@ -181,3 +182,21 @@ def test_accepted_norms_are_read_strictly() -> None:
     for bad in ([math.nan], [math.inf], [-1.0], ["1"], [True], 1.0, None, [1.0] * (NORM_WINDOW + 1)):
         with pytest.raises(DataError, match="accepted_norms"):
             TrainState.from_json(json.dumps({**good, "accepted_norms": bad}))
+
+
+@pytest.mark.quick
+def test_an_overflow_of_fp16_is_no_skip_in_a_row(tmp_path: Path) -> None:
+    """A run whose loss scale falls is not ended by it, and goes on counting real skips from where it was."""
+    guard = StepGuard(GuardConfig(max_consecutive=2), state := TrainState())
+    ranks = [[{"samples": {"train": [0]}, "loss": 1.0}]]
+    for step, scale in enumerate((1024.0, 512.0, 256.0), 1):
+        skip = Skip.classify(step, math.inf, ranks, scale)
+        assert skip.reason == "overflow"
+        guard.skip(skip, ranks)
+        guard.check(skip, tmp_path)
+    assert (state.skipped_steps, state.skipped_in_a_row) == (3, 0)
+    guard.skip(Skip.classify(4, math.nan, ranks, MIN_SCALE), ranks)
+    last = Skip.classify(5, math.nan, ranks, MIN_SCALE)
+    guard.skip(last, ranks)
+    with pytest.raises(NumericalError, match="skipped in a row: 2"):
+        guard.check(last, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,11 @@ class Cycle:
 def test_garbage_is_collected_at_its_steps_alone() -> None:
     Cycle.freed = 0
     freed = []
-    with ScheduledCollection() as collection:
+    with closing(ScheduledCollection()) as collection:
         for step in range(1, COLLECT_EVERY + 2):
             for _ in range(3000):  # more than Python waits for by itself
                 Cycle()
-            collection.end_step(step)
+            collection.after_step(step)
             freed.append(Cycle.freed)
         assert gc.get_freeze_count() > 0
     assert set(freed[:-2]) == {3000} and set(freed[-2:]) == {3000 * COLLECT_EVERY}

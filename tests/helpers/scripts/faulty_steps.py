@@ -25,8 +25,7 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import exit_process
-from mmldlm.telemetry.step_stats import StepNumbers, StepStats
-from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.step_log import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -71,20 +70,19 @@ def poison(module: torch.nn.Module, inputs: Any) -> None:
     fault["calls"] += 1
 
 
-class WatchedStats(StepStats):
-    def fetch(self, keep: int = 0) -> list[StepNumbers]:
-        steps = super().fetch(keep)
-        facts["fetched"].append(steps[-1].step)
-        return steps
-
-
 class FaultyTrainer(Trainer):
     def __enter__(self) -> FaultyTrainer:
         super().__enter__()
         facts["digests"].append(digest(self.engine))
         self.engine.unwrapped_model.text_out.register_forward_pre_hook(poison)
         self.log.defer_fetch = LATE
-        self.log.stats = WatchedStats()
+        fetch = self.log.fetch
+
+        def watched_fetch() -> None:
+            facts["fetched"] += [step.step for step in self.log.pending][-1:]
+            fetch()
+
+        self.log.fetch = watched_fetch  # type: ignore[method-assign]
         return self
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 
 from mmldlm.distributed import grad_scaler
-from mmldlm.trainer.step import StepResult
+from mmldlm.trainer.step_log import StepResult
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from mmldlm.trainer.step import StepResult, StepTotals
+from mmldlm.trainer.step_log import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 

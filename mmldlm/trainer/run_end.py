@@ -1,0 +1,91 @@
+"""`RunEnd`: what has to be closed at the end of a run, and the record of how it ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from mmldlm.config import TrainConfig
+from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.exit_files import write_exit
+from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.distributed.memory_probe import is_out_of_memory
+from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StorageError, exit_code_and_cause
+from mmldlm.utils.files import is_at
+from mmldlm.utils.short_repr import truncate
+
+
+class RunEnd(ExitStack):
+    """The open parts of a run, closed in reverse; a start may fail before any of them exists."""
+
+    def __init__(self, run_dir: Path, launch: LauncherEnv):
+        super().__init__()
+        self._run_dir, self._launch = run_dir, launch
+        self._engine: Engine | None = None
+        self._owned_dir: int | None = None  # descriptor of the run folder
+        self._fetch: Callable[[], None] | None = None
+        self._finish: Callable[[], None] | None = None
+
+    def own_engine(self, engine: Engine) -> None:
+        """Close the engine at the end, and ask it what caused an error."""
+        self._engine = engine
+        self.callback(engine.close)
+
+    def own_folder(self) -> None:
+        """Write `exit.json` to the run folder at the end: rank 0 holds its lock, and all ranks see it."""
+        self._owned_dir = os.open(self._run_dir, os.O_RDONLY)
+        self.callback(os.close, self._owned_dir)
+        if self._engine is not None and self._engine.watchdog is not None:
+            self._engine.watchdog.folder = self._run_dir
+
+    def own_records(self, fetch: Callable[[], None], finish: Callable[[], None]) -> None:
+        """At the end, `fetch` what the device has computed, and `finish` the checkpoint in progress."""
+        self._fetch, self._finish = fetch, finish
+
+    def end(self, error: BaseException | None, train: TrainConfig, step: int) -> None:
+        """Close all parts, and write `exit.json` if this run owns its folder, since launchers collapse exit codes.
+
+        Raises:
+            MmldlmError: The cause of `error`: the loss of a peer, memory that ran out, or a run folder that is gone.
+        """
+        engine = self._engine
+        lost: MmldlmError | None = None
+        if engine is not None and isinstance(error, Exception):
+            lost = _out_of_memory(error, train, step, self._launch) if is_out_of_memory(error) else None
+            lost = engine.diagnose(lost or error) or lost
+        owns_dir = self._owned_dir is not None and is_at(self._owned_dir, self._run_dir)
+        if isinstance(error, FileNotFoundError) and self._owned_dir is not None and not owns_dir:
+            lost = StorageError(f"{self._run_dir} was moved or deleted while the run wrote to it")
+        code, cause = exit_code_and_cause(lost or error)
+        single = self._launch.world_size == 1 and code != ExitCode.INTERRUPTED
+        if self._fetch is not None and single:
+            with suppress(Exception):  # a device that has failed has no numbers
+                self._fetch()
+        if self._finish is not None and (code == ExitCode.NUMERICAL or single):
+            # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
+            with suppress(MmldlmError):
+                self._finish()
+        if engine is not None and engine.watchdog is not None:
+            if not owns_dir:
+                engine.watchdog.folder = None
+            if code not in (ExitCode.DONE, ExitCode.STOPPED):
+                engine.watchdog.fail(code, cause)
+        if owns_dir:
+            write_exit(self._run_dir, self._launch.rank, step, code, cause)
+        # Last, since it releases the lock: another run may own the folder from then on.
+        self.close()
+        if lost is not None:
+            raise lost from error
+
+
+def _out_of_memory(error: Exception, train: TrainConfig, step: int, launch: LauncherEnv) -> ConfigError:
+    size = train.batch_at(step, launch.world_size)
+    key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
+    auto = "" if train.auto_micro_batch else " or set train.auto_micro_batch=true"
+    return ConfigError(
+        f"train.{key}: rank {launch.rank} ran out of memory after step {step:,}; expected less than "
+        f"{getattr(size, key):,}, which changes no curve: lower it{auto}, or memory.activation_checkpointing=full "
+        f"({truncate(' '.join(str(error).split()))})"
+    )

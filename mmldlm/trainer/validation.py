@@ -1,0 +1,101 @@
+"""Evaluation of a run on held-out samples while it trains: losses, figures, texts, and metrics of generations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from mmldlm.config import RunConfig
+from mmldlm.distributed.engine import Engine
+from mmldlm.evaluation.quality import quality
+from mmldlm.evaluation.validate import validation_ids, validation_losses
+from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
+from mmldlm.run.load import LoadedRun
+from mmldlm.trainer.setup import Components
+from mmldlm.trainer.step_log import StepLog
+from mmldlm.utils.callback import Callback
+
+
+@contextmanager
+def _eval_mode(
+    config: RunConfig, components: Components, engine: Engine, log: StepLog, activity: str
+) -> Iterator[LoadedRun]:
+    """Yield the network for evaluation: no dropout, no gradients, EMA weights if `ema.eval_weights` says so.
+
+    The time spent here is not counted as time of a step; heartbeats report `activity`.
+    """
+    log.fetch()
+    with log.paused():
+        log.tracker.heartbeat(log.state.step, activity)
+        engine.unwrapped_model.eval()
+        with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
+            yield LoadedRun(
+                folder=log.run_dir,
+                config=config,
+                store=components.store,
+                tokenizer=components.tokenizer,
+                model=engine.eval_forward,
+                objective=components.objective,
+                device=engine.device,
+                step=log.state.step,
+                weights=config.ema.eval_weights,
+                has_ema=config.ema.decay > 0,
+            )
+        # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
+        engine.unwrapped_model.train()
+
+
+class Validation(Callback):
+    """Losses on the validation split, with figures and samples; the best checkpoints are kept by them."""
+
+    def __init__(
+        self, config: RunConfig, components: Components, engine: Engine, log: StepLog, save: Callable[..., None]
+    ):
+        self.config, self.components, self.engine, self.log, self.save = config, components, engine, log, save
+
+    def after_step(self, step: int) -> None:
+        """Validate if it is due, and save a checkpoint if the loss is among the best (collective)."""
+        config, components, engine, log = self.config, self.components, self.engine, self.log
+        if not config.train.is_due(step, config.validation.every):
+            return
+        tracker, state = log.tracker, log.state
+        with _eval_mode(config, components, engine, log, "validation") as run:
+            losses = validation_losses(
+                components.objective, components.store, components.validation_ids, config, engine
+            )
+            figure_data = collect_figure_data(run, engine) if figures_due(step, config) else None
+            texts = text_samples(run, engine, figure_data)
+            values = {**losses.values, **(figure_metrics(figure_data) if figure_data else {})}
+            tracker.validation(step, {**values, "weights": config.ema.eval_weights}, losses.bin_losses)
+            for tag, rows in texts.items():
+                tracker.samples(step, rows, tag)
+            if figure_data:
+                decode = components.tokenizer.decode_batch
+                projector_texts = decode([ids.tolist() for ids in figure_data.tokens]) if config.log.projector else None
+                tracker.log_figures(step, figure_data, losses.bin_losses, projector_texts)
+        loss, keep_best = values["validation/total"], config.checkpoint.keep_best
+        if log.plateau is not None:
+            log.plateau.observe(step, loss)
+        if math.isfinite(loss):
+            state.best_validations = sorted([*state.best_validations, loss])[: max(1, keep_best)]
+            if loss in state.best_validations[:keep_best]:
+                self.save(validation_loss=loss)
+
+
+class Quality(Callback):
+    """Metrics of texts and latents generated with the present weights."""
+
+    def __init__(self, config: RunConfig, components: Components, engine: Engine, log: StepLog):
+        self.config, self.components, self.engine, self.log = config, components, engine, log
+
+    def after_step(self, step: int) -> None:
+        """Evaluate and log if it is due (collective)."""
+        config, components = self.config, self.components
+        if not config.train.is_due(step, config.validation.quality_every):
+            return
+        ids = validation_ids(components.store.split("validation"), config.validation.quality_samples)
+        with _eval_mode(config, components, self.engine, self.log, "quality") as run:
+            self.log.tracker.quality(step, quality(run, ids, self.engine))
