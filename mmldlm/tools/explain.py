@@ -34,7 +34,7 @@ def explain(run: RecordedRun, step: int, scratch_in: Path | None = None) -> tupl
     for trainer, _, stop, _ in replay(run, step, step, launch, scratch_in):
         advance(trainer, min(stop, step - 1))
         if stop >= step:
-            result = explain_step(trainer, step - 1, trainer.state.samples_drawn, run.grad_norm(step))
+            result = explain_step(trainer, step - 1, trainer.state.samples_drawn, run.grad_norms().get(step))
             return result, _report(trainer, step - 1, result)
         trainer.save(wait=True)
     raise AssertionError(f"no stretch has step {step}")
