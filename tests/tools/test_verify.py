@@ -20,8 +20,8 @@ from mmldlm import cli, train
 from mmldlm.distributed.launcher import read_launcher_env
 from mmldlm.errors import MmldlmError
 from mmldlm.tools import verify
-from mmldlm.tools.explain import main as explain_main
 from mmldlm.tools.replay import RecordedRun, advance, replay
+from mmldlm.tools.spikes import explain_main
 from tests.helpers.engine_runs import records, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.hostile_checkpoints import manifest_body, replace_file, seal
