@@ -35,6 +35,8 @@ from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
+Difference = tuple[float, str]  # of a recorded and a recomputed value: relative, and a line about it
+
 # Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/trust.md.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -154,15 +156,16 @@ def recompute(
         report = read_json(trainer.run_dir / "startup.json")
         is_exact = (is_exact or is_fresh) and _round_alike(report, start)
         tolerance = 0.0 if is_exact else TOLERANCE[trainer.config.precision]
-        differences = Differences(tolerance)
         scratch = RecordedRun.read(trainer.run_dir)
-        _compare_records(run, scratch, begin, stop, differences)
+        differences = [*_record_differences(run, scratch, begin, stop)]
         if stop in run.checkpoints:
-            _compare_checkpoints(run.checkpoints[stop], scratch.checkpoints[stop], differences)
-        result = "bitwise the same" if is_exact else f"the same within {differences.largest:.1e}"
-        if differences.problems:
+            differences += _checkpoint_differences(run.checkpoints[stop], scratch.checkpoints[stop])
+        problems = [line for size, line in differences if size > tolerance]
+        largest = max((size for size, _ in differences), default=0.0)
+        result = "bitwise the same" if is_exact else f"the same within {largest:.1e}"
+        if problems:
             result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
-        yield f"steps {begin + 1} to {stop}: {result}", differences.problems
+        yield f"steps {begin + 1} to {stop}: {result}", problems
 
 
 def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -173,34 +176,21 @@ def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return on_cpus and ranks == others and all(first.get(key) == second.get(key) for key in _NUMERICS)
 
 
-class Differences:
-    """Recorded values that differ from recomputed ones by more than a relative `tolerance`; 0 demands the same bits."""
-
-    def __init__(self, tolerance: float):
-        self.tolerance, self.largest = tolerance, 0.0
-        self.problems: list[str] = []
-
-    def add(self, name: str, recorded: Any, recomputed: Any) -> None:
-        """Compare two values; what is no number differs by more than any tolerance, or not at all."""
-        if isinstance(recorded, list) and isinstance(recomputed, list) and len(recorded) == len(recomputed):
-            for index, pair in enumerate(zip(recorded, recomputed, strict=True)):
-                self.add(f"{name}[{index}]", *pair)
-            return
-        numbers = [value for value in (recorded, recomputed) if isinstance(value, int | float)]
-        if recorded == recomputed or (len(numbers) == 2 and all(map(math.isnan, numbers))):
-            return
-        size = abs(recorded - recomputed) / max(map(abs, numbers)) if len(numbers) == 2 else math.inf
-        self.add_size(name, size, f"{recorded} recorded, {recomputed} recomputed")
-
-    def add_size(self, name: str, size: float, text: str) -> None:
-        """Count a relative difference; one that is not finite is larger than any."""
-        size = size if math.isfinite(size) else math.inf
-        self.largest = max(self.largest, size)
-        if size > self.tolerance:
-            self.problems.append(f"{name}: {text}")
+def _differences(name: str, recorded: Any, recomputed: Any) -> Iterator[Difference]:
+    """Yield what differs between two values; what is no number differs without bound, if it does."""
+    if isinstance(recorded, list) and isinstance(recomputed, list) and len(recorded) == len(recomputed):
+        for index, pair in enumerate(zip(recorded, recomputed, strict=True)):
+            yield from _differences(f"{name}[{index}]", *pair)
+        return
+    size, numbers = math.inf, [value for value in (recorded, recomputed) if isinstance(value, int | float)]
+    if recorded == recomputed or (len(numbers) == 2 and all(map(math.isnan, numbers))):
+        return
+    if len(numbers) == 2:
+        size = abs(recorded - recomputed) / max(map(abs, numbers))
+    yield size if math.isfinite(size) else math.inf, f"{name}: {recorded} recorded, {recomputed} recomputed"
 
 
-def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: int, differences: Differences) -> None:
+def _record_differences(run: RecordedRun, scratch: RecordedRun, begin: int, end: int) -> Iterator[Difference]:
     def chosen(records: Sequence[Record]) -> dict[tuple[int, str], Record]:
         between = (record for record in records if begin < record["step"] <= end)
         return {(record["step"], record["kind"]): record for record in between if record["kind"] in COMPARED_KINDS}
@@ -209,7 +199,7 @@ def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: in
     for place in sorted({*recorded, *recomputed}):
         name = f"{place[1]} record of step {place[0]}"
         if place not in recorded or place not in recomputed:
-            differences.add_size(name, math.inf, f"only {'recorded' if place in recorded else 'recomputed'}")
+            yield math.inf, f"{name}: only {'recorded' if place in recorded else 'recomputed'}"
             continue
         ours, theirs = recorded[place], recomputed[place]
         # The first record after a checkpoint, or after a start, may be about fewer steps.
@@ -217,23 +207,23 @@ def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: in
         for key in sorted(ours.keys() | theirs.keys()):
             is_compared = key in COMPARED_KEYS or key.partition("/")[0] in COMPARED_GROUPS
             if is_compared and (is_whole or not key.startswith(INTERVAL_MEANS)):
-                differences.add(f"{name}: {key}", ours.get(key), theirs.get(key))
+                yield from _differences(f"{name}: {key}", ours.get(key), theirs.get(key))
     norms, others = run.grad_norms(), scratch.grad_norms()
     for step in range(begin + 1, end + 1):
         if step in norms and step in others:
-            differences.add(f"gradient norm of step {step}", norms[step], others[step])
+            yield from _differences(f"gradient norm of step {step}", norms[step], others[step])
 
 
-def _compare_checkpoints(recorded: Path, recomputed: Path, differences: Differences) -> None:
-    """Compare all tensors and the state of two checkpoints; the config was compared with the records."""
+def _checkpoint_differences(recorded: Path, recomputed: Path) -> Iterator[Difference]:
+    """Yield what differs between tensors and states of two checkpoints; the config was compared with the records."""
     result = diff_checkpoints(recorded, recomputed)
     for name, values in result["tensors"].items():
         # Zeros have no relative difference.
         size = values.get("relative", math.inf) or values.get("largest", math.inf) or sys.float_info.min
-        differences.add_size(f"{recorded.name}: {name}", size, f"differs by {size:.1e} of its norm")
+        yield size, f"{recorded.name}: {name}: differs by {size:.1e} of its norm"
     for key, values in result["state"].items():
         if key != "threads":  # a replay may have others, which `_round_alike` knows
-            differences.add(f"{recorded.name}: state.json: {key}", *values)
+            yield from _differences(f"{recorded.name}: state.json: {key}", *values)
 
 
 # --- command -------------------------------------------------------------------------------------------------------
