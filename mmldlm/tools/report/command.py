@@ -101,7 +101,7 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
         # Values from a run's files may be of types that JSON lacks.
         metrics = json.dumps(replace_nonfinite(final_metrics(content)), indent=1, allow_nan=False, default=str)
         write_atomically(out / METRICS, f"{metrics}\n")
-        write_atomically(out / PAGE, render_page(content))
+        write_atomically(out / PAGE, render_page(content, out))
     except OSError as error:
         raise StorageError(f"--out: cannot write {error.filename or out}: {error.strerror}") from error
     return content

@@ -1,4 +1,4 @@
-"""Figures of a report, drawn with matplotlib: each as a PNG file and as SVG for the page.
+"""Figures of a report, drawn with matplotlib as PNG files.
 
 They are those that TensorBoard does not draw: runs of several seeds in one color, with their events, and the paired
 difference with its interval.
@@ -6,8 +6,6 @@ difference with its interval.
 
 from __future__ import annotations
 
-import io
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +46,6 @@ _RC_PARAMS: Any = {
     "grid.alpha": 0.4,
     "axes.formatter.limits": (-4, 6),
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,
     "savefig.dpi": 150,
 }
@@ -68,50 +65,26 @@ class Panel:
     held_out_tag: str = ""
 
 
-@dataclass(frozen=True)
-class RenderedFigure:
-    """A figure as SVG, with the titles of the panels that it has no room for."""
+def draw_figures(groups: Sequence[RunGroup], comparisons: Sequence[Comparison], folder: Path) -> dict[str, list[str]]:
+    """Draw all figures for which the runs have data, as `NAME.png` in `folder`.
 
-    name: str
-    caption: str
-    svg: str
-    omitted_panels: Sequence[str] = ()
-
-    @property
-    def file_name(self) -> str:
-        """Name of the PNG file."""
-        return f"{self.name}.png"
-
-
-def draw_figures(groups: Sequence[RunGroup], comparisons: Sequence[Comparison], folder: Path) -> list[RenderedFigure]:
-    """Draw all figures for which the runs have data, and write their PNGs into `folder`."""
+    Returns:
+        By name of each figure, the titles of the panels that it has no room for.
+    """
     import matplotlib
 
-    figures = []
-
-    def render(name: str, caption: str, figure: Figure, omitted: Sequence[str] = ()) -> None:
-        figure.savefig(folder / f"{name}.png")
-        figure.set_layout_engine("none")  # the layout has been computed; the SVG has the same
-        figures.append(RenderedFigure(name, caption, _render_svg(figure, name), omitted))
-
-    losses, quality = plan_panels([run for group in groups for run in group.runs])
+    losses, others = plan_panels([run for group in groups for run in group.runs])
+    omitted: dict[str, list[str]] = {}
     with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # in the name of a run
-        for name, panels, caption in (
-            ("loss", losses, "Solid: training. Dashed, with dots: validation."),
-            (
-                "quality",
-                quality,
-                "Metrics on held-out documents, with the training loss of the same mode if there is one.",
-            ),
-        ):
+        for name, panels in (("loss", losses), ("quality", others)):
             if panels:
-                omitted = [panel.title for panel in panels[_MAX_PANELS:]]
-                render(name, caption, build_figure(groups, panels[:_MAX_PANELS]), omitted)
+                build_figure(groups, panels[:_MAX_PANELS]).savefig(folder / f"{name}.png")
+                omitted[name] = [panel.title for panel in panels[_MAX_PANELS:]]
         if any(comparison.pairs for comparison in comparisons):
-            caption = "Mean difference of loss/total from the baseline over the records up to a step, and its interval."
-            render("paired", caption, build_paired_figure(comparisons))
-    return figures
+            build_paired_figure(comparisons).savefig(folder / "paired.png")
+            omitted["paired"] = []
+    return omitted
 
 
 def plan_panels(runs: Sequence[RunSummary]) -> tuple[list[Panel], list[Panel]]:
@@ -230,18 +203,3 @@ def bin_curve(curve: Curve, max_bins: int) -> tuple[np.ndarray, np.ndarray, np.n
     steps, values = (np.array_split(np.asarray(data, float), num_bins) for data in curve)
     mean, low, high = (np.array([reduce(part) for part in values]) for reduce in (np.mean, np.min, np.max))
     return np.array([part.mean() for part in steps]), mean, low, high
-
-
-def _render_svg(figure: Figure, name: str) -> str:
-    """Return an <svg> to embed in the page, as wide as its container, without URLs and with ids that are unique."""
-    import matplotlib
-
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # ids of clip paths and markers are hashes with this salt
-        figure.savefig(file, format="svg", transparent=True)
-    svg = file.getvalue()
-    view_box = re.search(r'viewBox="[^"]*"', svg)
-    assert view_box is not None
-    body = svg[svg.index("</metadata>") + len("</metadata>") :]
-    # Names of runs are text between tags, where matplotlib has escaped "<". No reference uses the ids of groups.
-    return f"<svg {view_box[0]}>" + re.sub(r'<g id="[^"]*">|<!--.*?-->', lambda tag: "<g>" * (tag[0][1] == "g"), body)

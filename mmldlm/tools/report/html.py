@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -11,14 +12,10 @@ from pathlib import Path
 
 from mmldlm import __version__
 from mmldlm.tools.report.comparison import Comparison, RunGroup, setting_differences
-from mmldlm.tools.report.figures import COLORS, RenderedFigure
+from mmldlm.tools.report.figures import COLORS
 from mmldlm.tools.report.paired import pairing
 from mmldlm.tools.report.run_summary import (
     BEST,
-    BEST_RULE,
-    EVALUATION,
-    EVALUATION_RULE,
-    SUMMARY_RULES,
     Event,
     RunSummary,
     better_direction,
@@ -40,7 +37,7 @@ class ReportContent:
         groups: Groups of runs, the baseline first.
         branches: Branches that the runs have left, each alone; they are drawn, and not compared.
         comparisons: Of each other group with the baseline, up to `max_step`.
-        figures: Rendered figures, in the order of the page.
+        figures: By name of each figure, the titles of the panels that it has no room for.
         created_at: Creation time, in UTC.
     """
 
@@ -48,7 +45,7 @@ class ReportContent:
     branches: Sequence[RunGroup]
     comparisons: Sequence[Comparison]
     max_step: int
-    figures: Sequence[RenderedFigure]
+    figures: Mapping[str, Sequence[str]]
     created_at: datetime
 
     @property
@@ -62,8 +59,8 @@ class ReportContent:
         return [run for group in self.drawn for run in group.runs]
 
 
-def render_page(content: ReportContent) -> str:
-    """Return the HTML of the whole page; text from the files of runs is escaped."""
+def render_page(content: ReportContent, folder: Path) -> str:
+    """Return the HTML of the whole page, with the figures in `folder`; text from the files of runs is escaped."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -72,7 +69,6 @@ def render_page(content: ReportContent) -> str:
     environment.filters.update(
         number=format_number, duration=human_duration, utc=_format_time, json=partial(json.dumps, default=str)
     )
-    figures = {figure.name: figure for figure in content.figures}
     evaluated = [run for group in content.groups for run in group.runs if run.evaluation_metrics]
     keys = dict.fromkeys(key for run in evaluated for key in run.evaluation_metrics)
     headings = {
@@ -80,19 +76,17 @@ def render_page(content: ReportContent) -> str:
         "comparison": "Comparison" if content.comparisons else "",
         "differences": "What differs" if len(content.groups) > 1 else "",
         "loss": "Loss",
-        "quality": "Quality" if evaluated or "quality" in figures else "",
+        "quality": "Quality" if evaluated or "quality" in content.figures else "",
         "events": "Events",
-        "method": "How these numbers are computed",
     }
     events, num_omitted_events = _shown_events(content.runs)
-    rules = {f"{group}/…": description for group, (_, _, description) in SUMMARY_RULES.items()}
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         content=content,
         title=", ".join(group.title for group in content.groups),
         version=__version__,
         colors=COLORS,
         sections={name: heading for name, heading in headings.items() if heading},
-        figures=figures,
+        images={name: b64encode((folder / f"{name}.png").read_bytes()).decode() for name in content.figures},
         best_validation=BEST,
         better_direction=better_direction,
         pairing=pairing,
@@ -104,7 +98,6 @@ def render_page(content: ReportContent) -> str:
         events=events,
         num_omitted_events=num_omitted_events,
         confidence=CONFIDENCE,
-        rules=rules | {BEST: BEST_RULE, f"{EVALUATION}…": EVALUATION_RULE},
     )
 
 

@@ -19,7 +19,7 @@ TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
 HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
 
-_NO_EVENTS = ("train", "validation", "quality", "heartbeat")  # kinds of records
+_NO_EVENTS = ("train", "validation", "quality", "update", "heartbeat")  # kinds of records
 _START_KEYS = ("engine", "world_size", "sharding", "total_steps")
 _HIDDEN_KEYS = {"kind", "step", "time", "sha256"}
 
@@ -66,21 +66,19 @@ def _last(curve: Curve) -> float:
     return float(curve.values[-1])
 
 
-# Per group: kinds of records, function that reduces a curve to one value, and its description.
-SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Curve], float], str]] = {
-    "loss": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
-    "accuracy": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
-    "validation": (HELD_OUT_KINDS, _last, "last validation"),
-    "quality": (HELD_OUT_KINDS, _last, "last measurement of what the run generates"),
-    "speed": (("train",), lambda curve: float(np.median(curve.values)), "median of the training records"),
-    "memory": (("train",), lambda curve: float(curve.values.max()), "highest of the training records, of rank 0"),
-    "data": (("train",), _last, "last training record"),
-    "health": (("train",), _last, "last training record"),
+# Per group: kinds of records, and the final value of their curve.
+SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Curve], float]]] = {
+    "loss": (("train",), _tail_mean),
+    "accuracy": (("train",), _tail_mean),
+    "validation": (HELD_OUT_KINDS, _last),
+    "quality": (HELD_OUT_KINDS, _last),
+    "speed": (("train",), lambda curve: float(np.median(curve.values))),
+    "memory": (("train",), lambda curve: float(curve.values.max())),
+    "data": (("train",), _last),
+    "health": (("train",), _last),
 }
-BEST = "validation/total/best"
-BEST_RULE = "lowest validation/total"
-EVALUATION = "evaluation/"
-EVALUATION_RULE = "evaluation.json, as written by mmldlm evaluate"
+BEST = "validation/total/best"  # its lowest value
+EVALUATION = "evaluation/"  # metrics of evaluation.json
 
 
 def _name(key: str) -> str:
@@ -157,7 +155,7 @@ class RunSummary:
     def final_values(self, max_step: float = math.inf) -> dict[str, float]:
         """Return the value of each curve at `max_step` by `SUMMARY_RULES`, by tag."""
         result: dict[str, float] = {}
-        for group, (kinds, reduce, _) in SUMMARY_RULES.items():
+        for group, (kinds, reduce) in SUMMARY_RULES.items():
             for tag in self.history.tags(*kinds):
                 curve = self.curve(tag, *kinds, max_step=max_step) if tag.startswith(f"{group}/") else None
                 if curve is None or not len(curve.steps):
