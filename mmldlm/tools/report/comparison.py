@@ -43,7 +43,6 @@ _MEANINGS: dict[Decision, str] = {
     "equal": "B differs from A by less than {:g} %",
     "open": "open whether B differs from A by {:g} %, and in which direction",
 }
-_FIRST_GROUPS = ("validation", "quality", "loss", "accuracy", "evaluation")  # of metrics, in the order of the rows
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Comparison:
             for arm in arms
         ]
         differences = []
-        for tag in sorted(values[0][0], key=_row_order):
+        for tag in values[0][0]:
             if not better_direction(tag) or not all(tag in run for arm in values for run in arm):
                 continue
             a, b = (np.array([run[tag] for run in arm]) for arm in values)
@@ -167,12 +166,6 @@ class Comparison:
         over_seeds = [one.to_dict() for one in self.over_seeds]
         head = {"loss": self.loss, "at_least": self.at_least, "decision": self.decision}
         return {**head, "pairs": pairs, "over_seeds": over_seeds}
-
-
-def _row_order(tag: str) -> tuple[int, bool]:
-    """Return the rank of a metric's row; metrics of equal rank keep their order."""
-    group = tag.partition("/")[0]
-    return _FIRST_GROUPS.index(group) if group in _FIRST_GROUPS else len(_FIRST_GROUPS), "/total" not in tag
 
 
 def group_runs(runs: Sequence[RunSummary], baseline: RunSummary) -> list[RunGroup]:

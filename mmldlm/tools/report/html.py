@@ -16,7 +16,6 @@ from mmldlm.tools.report.figures import COLORS
 from mmldlm.tools.report.paired import pairing
 from mmldlm.tools.report.run_summary import (
     BEST,
-    Event,
     RunSummary,
     better_direction,
     is_metric_baseline,
@@ -25,7 +24,7 @@ from mmldlm.utils.format import format_number, human_duration
 from mmldlm.utils.intervals import CONFIDENCE
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
-_MAX_EVENTS = 20  # per kind and run
+_MAX_EVENTS = 300
 _MAX_TEXTS = 8
 
 
@@ -79,7 +78,7 @@ def render_page(content: ReportContent, folder: Path) -> str:
         "quality": "Quality" if evaluated or "quality" in content.figures else "",
         "events": "Events",
     }
-    events, num_omitted_events = _shown_events(content.runs)
+    events = sorted(((run, event) for run in content.runs for event in run.events), key=lambda row: row[1].time)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         content=content,
         title=", ".join(group.title for group in content.groups),
@@ -95,19 +94,10 @@ def render_page(content: ReportContent, folder: Path) -> str:
         evaluation_keys=[key for key in keys if not is_metric_baseline(key)],
         evaluation_baseline_keys=[key for key in keys if is_metric_baseline(key)],
         max_texts=_MAX_TEXTS,
-        events=events,
-        num_omitted_events=num_omitted_events,
+        events=events[-_MAX_EVENTS:],
+        num_omitted_events=max(0, len(events) - _MAX_EVENTS),
         confidence=CONFIDENCE,
     )
-
-
-def _shown_events(runs: Sequence[RunSummary]) -> tuple[list[tuple[RunSummary, Event]], int]:
-    """Return the last events of each kind and run, in order of time, and the number of earlier ones."""
-    shown: list[tuple[RunSummary, Event]] = []
-    for run in runs:
-        for kind in dict.fromkeys(event.kind for event in run.events):
-            shown += [(run, event) for event in run.events if event.kind == kind][-_MAX_EVENTS:]
-    return sorted(shown, key=lambda row: row[1].time), sum(len(run.events) for run in runs) - len(shown)
 
 
 def _format_time(time: float) -> str:

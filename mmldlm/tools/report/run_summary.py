@@ -66,12 +66,12 @@ def _last(curve: Curve) -> float:
     return float(curve.values[-1])
 
 
-# Per group: kinds of records, and the final value of their curve.
+# Per group, in the order of tables: kinds of records, and the final value of their curve.
 SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Curve], float]]] = {
-    "loss": (("train",), _tail_mean),
-    "accuracy": (("train",), _tail_mean),
     "validation": (HELD_OUT_KINDS, _last),
     "quality": (HELD_OUT_KINDS, _last),
+    "loss": (("train",), _tail_mean),
+    "accuracy": (("train",), _tail_mean),
     "speed": (("train",), lambda curve: float(np.median(curve.values))),
     "memory": (("train",), lambda curve: float(curve.values.max())),
     "data": (("train",), _last),
