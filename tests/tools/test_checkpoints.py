@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from mmldlm import cli, train
+from tests.helpers.hostile_checkpoints import manifest_body, replace_file, seal
 from tests.helpers.user_errors import assert_user_error
 
 
@@ -47,6 +48,23 @@ def test_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     shutil.rmtree(folder)
     assert_user_error((cli.main(["checkpoints", "diff", str(run), str(run)]), capsys.readouterr().err), 65, "expected")
+
+
+@pytest.mark.quick
+def test_a_difference_is_relative_to_the_first(
+    short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = max((short_run_dir / "checkpoints").glob("step-*"))
+    second = tmp_path / "second"
+    shutil.copytree(first, second)
+    layout, tensors = manifest_body(second)["tensors"], load_file(second / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2 and tensor.norm() > 0)
+    replace_file(second, "model.safetensors", save(tensors | {name: 3 * tensors[name]}))
+    seal(second, {**manifest_body(second), "tensors": layout})
+    for pair, relative in (((first, second), 2), ((second, first), 2 / 3)):
+        found = json.loads(show(capsys, "diff", *pair, "--json"))
+        assert found["tensors"].keys() == {f"model/{name}"} and found["state"] == found["config"] == {}
+        assert found["tensors"][f"model/{name}"]["relative"] == pytest.approx(relative)
 
 
 def test_age_and_loss_are_those_of_the_records(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
