@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -136,14 +137,11 @@ class RunSummary:
 
     @cached_property
     def duration_s(self) -> float:
-        """Sum over sessions of the seconds between the first and the last record."""
-        total, session_start, last = 0.0, None, 0.0
-        for record in self.history.records:
-            if record["kind"] in ("start", "resume") or session_start is None:
-                total += last - session_start if session_start is not None else 0.0
-                session_start = record["time"]
-            last = record["time"]
-        return total + (last - session_start if session_start is not None else 0.0)
+        """Seconds from record to record, without those between the sessions."""
+        steps = pairwise(self.history.records)
+        return sum(
+            (after["time"] - before["time"] for before, after in steps if after["kind"] not in ("start", "resume")), 0.0
+        )
 
     def curve(self, tag: str, *kinds: str, max_step: float = math.inf) -> Curve:
         """Return the finite values of `tag` in records of `kinds` up to `max_step`."""
