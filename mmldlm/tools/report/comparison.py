@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.tools.report.paired import (
-    Decision,
-    Difference,
-    pairing,
-    record_difference,
-    record_differences,
-)
+from mmldlm.tools.report.paired import Decision, Difference, pairing, record_difference, record_differences
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.utils.nested import flatten
 
@@ -26,16 +20,8 @@ ABSENT = "(absent)"
 
 # Keys of the start-up report that influence a run besides its config.
 _ENVIRONMENT_KEYS = (
-    "engine",
-    "sharding",
-    "world_size",
-    "nodes",
-    "optimizer",
-    "attention",
-    "compile",
-    "git",
-    "data_manifest",
-    "versions",
+    *("engine", "sharding", "world_size", "nodes", "optimizer", "attention", "compile"),
+    *("git", "data_manifest", "versions"),
 )
 _MEANINGS: dict[Decision, str] = {
     "lower": "B is below A",

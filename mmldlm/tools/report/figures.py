@@ -28,9 +28,7 @@ COLORS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a
 
 EVENT_MARKERS = {"resume": ("^", "resumed"), "skip": ("x", "skipped step"), "failure": ("X", "failed or killed")}
 _MODE_SUFFIXES = ("_l2t", "_t2l", "_joint")  # of the names of losses of one mode
-_FIRST_LOSSES = ("total", "text", "latent", "length")
 _MAX_PANELS = 12
-_MAX_MARKERS = 200  # per kind of event and curve
 _MAX_BINS = 200  # of a curve; longer ones are binned
 _MAX_DOTS = 60  # of a held-out curve
 _MAX_SHADED_RUNS = 3  # with more runs, the lowest and highest values of bins are not shaded
@@ -53,16 +51,11 @@ _RC_PARAMS: Any = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; a tag that a run lacks is not drawn.
-
-    Attributes:
-        train_tag: Tag in training records, or "".
-        held_out_tag: Tag in records of held-out documents, or "".
-    """
+    """One pair of axes: a tag of training records, and one of held-out documents; what a run lacks is not drawn."""
 
     title: str
-    train_tag: str = ""
-    held_out_tag: str = ""
+    train_tag: str
+    held_out_tag: str
 
 
 def draw_figures(groups: Sequence[RunGroup], comparisons: Sequence[Comparison], folder: Path) -> dict[str, list[str]]:
@@ -89,30 +82,14 @@ def draw_figures(groups: Sequence[RunGroup], comparisons: Sequence[Comparison], 
 
 def plan_panels(runs: Sequence[RunSummary]) -> tuple[list[Panel], list[Panel]]:
     """Return the panels of losses of all modes, and those of losses of one mode and of other held-out metrics."""
-    train = dict.fromkeys(tag for run in runs for tag in run.history.tags("train"))
+    train = dict.fromkeys(tag for run in runs for tag in run.history.tags("train") if tag.startswith("loss/"))
     held_out = dict.fromkeys(tag for run in runs for tag in run.history.tags(*HELD_OUT_KINDS))
-    names = dict.fromkeys(
-        [tag.removeprefix("loss/") for tag in train if tag.startswith("loss/")]
-        + [tag.removeprefix("validation/") for tag in held_out if not is_metric_baseline(tag)]
-    )
-    losses: list[Panel] = []
-    others: list[Panel] = []
-    for name in sorted(names, key=lambda name: _FIRST_LOSSES.index(name) if name in _FIRST_LOSSES else len(names)):
-        held_out_tag = name if name in held_out else f"validation/{name}"  # quality/... is a full tag already
-        panel = Panel(
-            _title(name),
-            f"loss/{name}" if f"loss/{name}" in train else "",
-            held_out_tag if held_out_tag in held_out else "",
-        )
-        (others if "/" in name or name.endswith(_MODE_SUFFIXES) else losses).append(panel)
-    return losses, others
-
-
-def _title(name: str) -> str:
-    if name.startswith("quality/"):
-        return name.removeprefix("quality/").replace("_", " ")
-    loss, _, mode = name.partition("_") if name.endswith(_MODE_SUFFIXES) else (name, "", "")
-    return f"{loss} loss, {mode}" if mode else name if "/" in name else f"{name} loss"
+    others = [tag for tag in held_out if not tag.startswith("validation/")]
+    names = dict.fromkeys(tag.partition("/")[2] for tag in (train | held_out) if tag not in others)
+    panels = [Panel(name, f"loss/{name}", f"validation/{name}") for name in names]
+    panels += [Panel(tag, tag, tag) for tag in others if not is_metric_baseline(tag)]
+    losses = [panel for panel in panels if "/" not in panel.title and not panel.title.endswith(_MODE_SUFFIXES)]
+    return losses, [panel for panel in panels if panel not in losses]
 
 
 def build_paired_figure(comparisons: Sequence[Comparison]) -> Figure:
@@ -142,7 +119,7 @@ def build_figure(groups: Sequence[RunGroup], panels: Sequence[Panel]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    columns = len(panels) if len(panels) < 4 else 2 if len(panels) == 4 else 3
+    columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(10, 0.9 + 2.5 * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -181,9 +158,7 @@ def _draw_run(axis: Axes, panel: Panel, run: RunSummary, color: str, is_shaded: 
     if is_shaded and len(steps) < len(train.steps):
         axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     for kind, (marker, _) in EVENT_MARKERS.items():
-        marked = [event.step for event in run.events if event.kind == kind]
-        marked = marked[:: max(1, -(-len(marked) // _MAX_MARKERS))]
-        if marked:
+        if marked := [event.step for event in run.events if event.kind == kind]:
             axis.plot(marked, np.interp(marked, steps, mean), color=color, linestyle="", marker=marker, clip_on=False)
 
 

@@ -235,7 +235,7 @@ def test_events_are_marked_and_listed(tmp_path: Path) -> None:
         assert printed in page, printed
     alone = RunSummary(run)
     losses, others = figures.plan_panels([alone])
-    assert [panel.title for panel in losses + others] == ["total loss", "l2t bleu"]
+    assert [panel.title for panel in losses + others] == ["total", "quality/l2t_bleu"]
     figure = figures.build_figure(group_runs([alone], alone), losses[:1])
     assert [text.get_text() for text in figure.legends[1].texts] == ["resumed", "skipped step", "failed or killed"]
     (axis,) = figure.axes
