@@ -13,7 +13,7 @@ from mmldlm.utils.malloc import configure_cuda_allocator
 from mmldlm.utils.process import start_process
 from mmldlm.utils.versions import check_versions
 
-COMMANDS = {
+COMMANDS = {  # the module, with its function unless that is `main`, and what it does
     "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
     "convert": ("mmldlm.tools.convert.command", "data and run configs of the LGDLM trainer"),
@@ -24,10 +24,10 @@ COMMANDS = {
     "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
-    "checkpoints": ("mmldlm.tools.checkpoints", "list, verify and compare the checkpoints of runs"),
-    "verify": ("mmldlm.tools.verify", "check a run by its hashes, and compute its steps again"),
-    "explain": ("mmldlm.tools.explain", "find the samples that caused a step's gradient norm"),
-    "rewind": ("mmldlm.tools.rewind", "go back before a step, and leave samples out"),
+    "checkpoints": ("mmldlm.tools.checkpoints", "list the checkpoints of a run, or compare two"),
+    "verify": ("mmldlm.tools.verify", "check a run or a checkpoint by its hashes, and compute steps again"),
+    "explain": ("mmldlm.tools.spikes:explain_main", "find the samples that caused a step's gradient norm"),
+    "rewind": ("mmldlm.tools.spikes:rewind_main", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
     "track": ("mmldlm.tools.track", "send the records of a run to wandb, trackio or mlflow"),
@@ -68,9 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         configure_cuda_allocator(os.environ)  # before the module imports torch
     if status := run_command(check_versions):
         return status
-    module = importlib.import_module(COMMANDS[name][0])
+    module, _, function = COMMANDS[name][0].partition(":")
+    command = getattr(importlib.import_module(module), function or "main")
     try:
-        status = run_command(lambda: module.main(rest))
+        status = run_command(lambda: command(rest))
         sys.stdout.flush()
     except BrokenPipeError:
         if argv is not None or outlives_terminal:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import cosine, length_buckets, share_interval
-from mmldlm.utils.ratio import ratio_of_sums
+from mmldlm.utils.intervals import ratio_of_sums
 
 BOOTSTRAPS = 1000
 NUM_SHOWN_SAMPLES = 20  # in samples.md

@@ -17,7 +17,7 @@ from mmldlm.diffusion.noise import MODES, SampleStreams, draw_noise, mode_weight
 from mmldlm.evaluation.controls import bag_of_words_nats
 from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins
-from mmldlm.utils.ratio import ratio_of_sums
+from mmldlm.utils.intervals import ratio_of_sums
 
 MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed, by as many passes
 _ORDERED = len(MODES) + 2  # key of the random stream of its noise latents, see `Evaluation`

@@ -16,7 +16,7 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.evaluation.controls import ridge_latents
 from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_interval
-from mmldlm.utils.ratio import ratio_of_sums
+from mmldlm.utils.intervals import ratio_of_sums
 
 
 def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from mmldlm.inference.conditions import check_latents, encode_or_raise, load_run
 from mmldlm.inference.generate import sample, tokenize_texts
 from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.settings.declaration import dump, restore
-from mmldlm.utils.ratio import Ratio, ratio_of_sums
+from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
 if TYPE_CHECKING:
     _HubMixin: Any = object

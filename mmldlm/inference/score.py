@@ -24,7 +24,7 @@ from mmldlm.inference.batch import (
 )
 from mmldlm.inference.model import check_scored_mode, draw_bounds
 from mmldlm.run.load import add_run_options
-from mmldlm.utils.ratio import Ratio, mean_of_draws, ratio_of_sums
+from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
 
 OWN = "own"
 

@@ -1,20 +1,15 @@
 """`metrics.jsonl`: the machine-readable history of a run, one JSON object per line.
 
-A record is `{"kind", "step", "time", ...values, "hash"}`; `time` is in unix seconds. JSON has no NaN, so a
-value that is not finite becomes null and its key is listed under `nonfinite`.
-
-The hashes are a chain: each is the SHA-256 of the hash of the record before and of the record's own text, so that no
-record can be changed, removed or moved without changing all later hashes. `mmldlm verify` checks them.
+A record is `{"kind", "step", "time", ...values}`; `time` is in unix seconds. JSON has no NaN, so a value that is not
+finite becomes null and its key is listed under `nonfinite`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,8 +33,7 @@ Kind = Literal[
     "end",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
-RESERVED = frozenset({"kind", "step", "time", "nonfinite", "hash"})
-_HASH = re.compile(rb'(.*), "hash": "([0-9a-f]{64})"}\n?')
+RESERVED = frozenset({"kind", "step", "time", "nonfinite"})
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +50,11 @@ class MetricsFile:
     def __init__(self, path: Path | str, resume_step: int | None):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._hash = ""  # of the last record
         if self.path.exists():
             if resume_step is None:
                 self.path.replace(self.path.with_name(self.path.name + ".old"))
             else:
-                self._hash = _drop_after(self.path, resume_step)
+                _drop_after(self.path, resume_step)
         self._file = self.path.open("ab")
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
@@ -78,9 +71,7 @@ class MetricsFile:
         record |= {key: _plain(value, key, nonfinite) for key, value in values.items()}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        text = json.dumps(record, allow_nan=False).encode()
-        self._hash = _link(self._hash, text)
-        self._file.write(_with_hash(text, self._hash))
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     @property
@@ -106,61 +97,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if is_record else None
 
 
-def check_chain(path: Path) -> list[str]:
-    """Return a line about each record of a metrics file that does not follow from the one before it."""
-    problems, previous = [], ""
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        text, digest = _split_hash(line)
-        record = _parse(line) or {}
-        name = f"{path.name}, line {number} ({record.get('kind')}, step {record.get('step')})"
-        if digest and digest != _link(previous, text):
-            problems.append(f"{name} is not what was written after the line before: one of them was changed or moved")
-        elif not digest and (previous or not record):
-            problems.append(f"{name} has no hash")
-        previous = digest or previous
-    return problems if previous else [*problems, f"{path.name}: no record has a hash"]
-
-
-def _link(previous: str, text: bytes) -> str:
-    """Return the hash of a record, given as its JSON without the hash, after the record with the hash `previous`."""
-    return hashlib.sha256(previous.encode() + text).hexdigest()
-
-
-def _with_hash(text: bytes, digest: str) -> bytes:
-    return text[:-1] + f', "hash": "{digest}"}}\n'.encode()
-
-
-def _split_hash(line: bytes) -> tuple[bytes, str]:
-    """Return the JSON of a record without its hash, and the hash; "" in files from before there were hashes."""
-    match = _HASH.fullmatch(line)
-    return (match[1] + b"}", match[2].decode()) if match else (line, "")
-
-
-def _drop_after(path: Path, step: int) -> str:
-    """Rewrite `path` with the records up to `step`; return the hash of the last one. Damaged lines cause a warning.
-
-    Records of earlier steps after the first dropped one, such as that of a checkpoint, are linked again.
-    """
-    lines = path.read_bytes().splitlines(keepends=True)
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite `path` with the records up to `step`; damaged lines are dropped with a warning."""
+    lines = path.read_bytes().splitlines()
     records = [_parse(line) for line in lines]
-    kept, previous, has_dropped = [], "", False
-    for line, record in zip(lines, records, strict=True):
-        if record is None or record["step"] > step:
-            has_dropped |= record is not None
-            continue
-        text, digest = _split_hash(line)
-        if has_dropped and digest:
-            digest = _link(previous, text)
-            line = _with_hash(text, digest)
-        previous = digest
-        # A complete last line without its newline gets one: the next record would be appended to that line.
-        kept.append(line.rstrip(b"\n") + b"\n")
+    # A complete last line without its newline gets one: the next record would be appended to that line.
+    kept = [line + b"\n" for line, record in zip(lines, records, strict=True) if record and record["step"] <= step]
     # A torn last line is what a kill leaves, and no damage.
-    damaged = sum(record is None for record in records[:-1])
-    if damaged:
+    if damaged := sum(record is None for record in records[:-1]):
         log.warning("%s: %d damaged lines dropped", path, damaged)
     write_atomically(path, b"".join(kept))
-    return previous
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""`mmldlm checkpoints list|verify|diff`: the checkpoints of a run, whether they are intact, how two differ."""
+"""`mmldlm checkpoints list|diff`: the checkpoints of a run, and how two differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import load_config
-from mmldlm.errors import DataError, ExitCode
+from mmldlm.errors import DataError, ExitCode, UsageError
 from mmldlm.run.load import run_config
 from mmldlm.tools.config import config_diff
 from mmldlm.tools.run_history import MetricsReader
@@ -41,55 +41,35 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
     reader.refresh()
     validations = {one["step"]: one.get("validation/total") for one in reader.by_kind["validation"]}
     times = {one["step"]: one["time"] for one in reader.by_kind["checkpoint"]}
-    bodies = {path: read_manifest(path) for path in CheckpointStore(folder, retention).paths()}
-    losses = {body["step"]: body["info"].get("validation_loss") for body in bodies.values() if body}
+    paths = CheckpointStore(folder, retention).paths()
+    bodies = {path: body for path in paths if (body := read_manifest(path))}
+    losses = {body["step"]: body["info"].get("validation_loss") for body in bodies.values()}
     best = Retention(last=1, best=retention.best).steps_to_keep(-1, (), losses)
-    rows = [_row(path, body, retention, best) for path, body in bodies.items()]
-    others = [path for path in sorted(folder.glob("*")) if path.name.startswith(_SET_ASIDE)]
-    rows += [_row(path, read_manifest(path), retention, set()) for path in others]
-    for row in rows:
-        if "step" in row and not row["name"].startswith(_SET_ASIDE):
-            if row["validation_loss"] is None:  # it chooses checkpoints only with checkpoint.keep_best
-                row["validation_loss"] = validations.get(row["step"])
-            if row["step"] in times:  # files are as old as their copy
-                row["age_s"] = max(0.0, time.time() - times[row["step"]])
+    rows: list[dict[str, Any]] = []
+    for path in [*paths, *(path for path in sorted(folder.glob("*")) if path.name.startswith(_SET_ASIDE))]:
+        body = bodies.get(path) or read_manifest(path)
+        if not body:
+            rows.append({"name": path.name, "notes": ["no valid manifest"]})
+            continue
+        step, info, loss = body["step"], body["info"], body["info"].get("validation_loss")
+        saved_at, notes = (path / MANIFEST).stat().st_mtime, []
+        if path in bodies:
+            loss = validations.get(step) if loss is None else loss  # only with checkpoint.keep_best it has its own
+            saved_at = times.get(step, saved_at)  # files are as old as their copy
+            notes += ["best"] if step in best else []
+        rows.append(
+            {
+                "name": path.name,
+                "step": step,
+                "bytes": sum(file["bytes"] for file in body["files"].values()),
+                "age_s": max(0.0, time.time() - saved_at),
+                "engine": info.get("engine"),
+                "world_size": info.get("world_size"),
+                "validation_loss": loss,
+                "notes": [*(["permanent"] if retention.is_permanent(step) else []), *notes],
+            }
+        )
     return rows
-
-
-def _row(path: Path, body: dict[str, Any], retention: Retention, best: set[int]) -> dict[str, Any]:
-    if not body:
-        return {"name": path.name, "notes": ["no valid manifest"]}
-    step, info = body["step"], body["info"]
-    notes = [*(["permanent"] if retention.is_permanent(step) else []), *(["best"] if step in best else [])]
-    return {
-        "name": path.name,
-        "step": step,
-        "bytes": sum(file["bytes"] for file in body["files"].values()),
-        "age_s": max(0.0, time.time() - (path / MANIFEST).stat().st_mtime),
-        "engine": info.get("engine"),
-        "world_size": info.get("world_size"),
-        "validation_loss": info.get("validation_loss"),
-        "notes": notes,
-    }
-
-
-def verify_all(target: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Verify the hashes of a checkpoint, or of all checkpoints of a run, and that each tensor is there exactly once.
-
-    Return name and, if it is damaged, problem of each; `progress` counts them.
-    """
-    paths = _checkpoints(target)
-    return [{"name": path.name, "problem": _problem(path)} for path in progress.track(paths, "checkpoints", len(paths))]
-
-
-def _problem(path: Path) -> str | None:
-    try:
-        checkpoint = verify_checkpoint(path)
-        for files in filter(None, (TensorFiles.find(checkpoint, group) for group in GROUPS)):
-            files.check()
-    except DataError as error:
-        return str(error)
-    return None
 
 
 def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
@@ -103,7 +83,7 @@ def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
     Raises:
         DataError: A checkpoint is damaged or missing.
     """
-    checkpoints = [verify_checkpoint(_checkpoints(path)[0]) for path in (first, second)]
+    checkpoints = [verify_checkpoint(_newest(path)) for path in (first, second)]
     tensors, equal = {}, 0
     for group in GROUPS:
         before, after = (TensorFiles.find(checkpoint, group) or TensorFiles({}) for checkpoint in checkpoints)
@@ -143,14 +123,14 @@ def _difference(before: TensorFiles, after: TensorFiles, name: str) -> dict[str,
     return {"largest": largest, "relative": length / norm if norm else None}
 
 
-def _checkpoints(target: Path) -> list[Path]:
-    """Return `target` if it is a checkpoint, else the checkpoints of the run `target`, newest first."""
+def _newest(target: Path) -> Path:
+    """Return `target` if it is a checkpoint, else the newest checkpoint of the run `target`."""
     if (target / MANIFEST).is_file():
-        return [target]
+        return target
     paths = CheckpointStore(target / "checkpoints", Retention()).paths()
     if not paths:
         raise DataError(f"{target}: expected a checkpoint's folder, or a run folder with checkpoints")
-    return paths
+    return paths[0]
 
 
 def _print_list(rows: Sequence[dict[str, Any]]) -> None:
@@ -186,32 +166,22 @@ def _print_diff(found: dict[str, Any]) -> None:
         print(f"and {len(ranked) - MAX_PRINTED} more")
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm checkpoints`; a `DataError` propagates."""
     parser = argparse.ArgumentParser("mmldlm checkpoints", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="step, size, age, engine, validation loss, and why it is kept")
     listing.add_argument("run", type=Path, help="run folder")
-    verify = commands.add_parser("verify", help="verify all hashes, and that each tensor is there exactly once")
-    verify.add_argument("target", type=Path, help="run folder, or a checkpoint's")
     diff = commands.add_parser("diff", help="tensors, settings and state in which two checkpoints differ")
     for name in ("first", "second"):
         diff.add_argument(name, type=Path, help="a checkpoint's folder, or a run folder for its newest")
-    for command in (listing, verify, diff):
+    for command in (listing, diff):
         command.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm checkpoints`; return 0, or 65 if a verified checkpoint is damaged. A `DataError` propagates."""
-    options = _parser().parse_args(argv)
-    status = ExitCode.DONE
+    if argv and argv[0] == "verify":
+        raise UsageError("checkpoints verify: gone, use `mmldlm verify FOLDER` with the folder of a run or checkpoint")
+    options = parser.parse_args(argv)
     if options.command == "list":
         result: Any = list_checkpoints(options.run)
-    elif options.command == "verify":
-        with Progress() as progress:
-            progress.phase("verifying", announce=False)
-            result = verify_all(options.target, progress)
-        status = ExitCode.DATA if any(row["problem"] for row in result) else ExitCode.DONE
     else:
         with Progress() as progress:
             progress.phase("verifying and comparing", announce=False)
@@ -220,8 +190,6 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(replace_nonfinite(result), indent=1, allow_nan=False))
     elif options.command == "list":
         _print_list(result)
-    elif options.command == "verify":
-        print("\n".join(printable(f"{row['name']}: {row['problem'] or 'intact'}") for row in result))
     else:
         _print_diff(result)
-    return status
+    return ExitCode.DONE

@@ -31,12 +31,8 @@ _MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
 def to_flow_yaml(value: Any) -> str:
     """Return `value` as YAML on one line."""
     # As the element of a list: YAML would end a bare scalar with a line "...".
-    return _one_line([value])[1:-1]
-
-
-def _one_line(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
-    return text.rstrip("\n")
+    text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
+    return text.rstrip("\n")[1:-1]
 
 
 def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
@@ -50,7 +46,7 @@ def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
             if open_groups[: depth + 1] != groups[: depth + 1]:
                 lines.append(("  " * depth + f"{group}:", ""))
         open_groups = groups
-        lines.append(("  " * len(groups) + _one_line({name: value})[1:-1], origins[key]))
+        lines.append(("  " * len(groups) + to_flow_yaml({name: value})[1:-1], origins[key]))
     width = max((len(line) for line, origin in lines if origin and len(line) <= _MAX_ALIGNED_COLUMNS), default=0)
     return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]
 
@@ -73,8 +69,15 @@ def config_file(path: str) -> Path:
     return target / CONFIG_NAME
 
 
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; a number of configs that does not fit the options is a `UsageError`."""
+def config_schema() -> dict[str, Any]:
+    """Return the JSON schema of config files: the settings of a run, and `extends`."""
+    schema = json_schema(RunConfig)
+    schema["properties"] = {**json_schema(ExtendsConfig)["properties"], **schema["properties"]}
+    return schema
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mmldlm config`; a number of configs that does not fit the options is a `UsageError`."""
     parser = argparse.ArgumentParser(
         prog="mmldlm config",
         usage="%(prog)s [--changed] [--json] CONFIG [key.sub=value ...] | %(prog)s --diff [--json] CONFIG CONFIG | "
@@ -89,60 +92,33 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of config files, for editors")
     options = parser.parse_intermixed_args(argv)
-    options.files, options.overrides = split_arguments(options.arguments)
+    files, overrides = split_arguments(options.arguments)
+    unused = [*overrides, *(["--changed"] if options.changed else [])]
     if options.schema:
-        flags = [f"--{name}" for name in ("diff", "changed", "json") if getattr(options, name)]
-        if others := [*options.arguments, *flags]:
+        if others := [*files, *unused, *(["--diff"] if options.diff else [])]:
             raise UsageError(f"--schema: expected no other argument, found {' '.join(others)}")
-        return options
-    expected = 2 if options.diff else 1
-    if len(options.files) != expected:
-        result = f"found {len(options.files)}: {' '.join(options.files) or 'none'}"
-        raise UsageError(f"expected {'two configs' if options.diff else 'one config'} (file or run folder), {result}")
-    if options.diff and (options.overrides or options.changed):
-        raise UsageError(f"--diff: expected two configs alone, found {(options.overrides or ['--changed'])[0]}")
-    return options
-
-
-def config_schema() -> dict[str, Any]:
-    """Return the JSON schema of config files: the settings of a run, and `extends`."""
-    schema = json_schema(RunConfig)
-    schema["properties"] = {**json_schema(ExtendsConfig)["properties"], **schema["properties"]}
-    return schema
-
-
-def print_difference(paths: Sequence[str], as_json: bool) -> None:
-    """Print the settings in which the two configs at `paths` differ."""
-    first, second = (load_config(config_file(path)) for path in paths)
-    differences = config_diff(first, second)
-    if as_json:
-        print(json.dumps(differences, indent=1))
-        return
-    for key, (first_value, second_value) in differences.items():
-        print(printable(f"{key}: {to_flow_yaml(first_value)} -> {to_flow_yaml(second_value)}"))
-
-
-def print_config(path: str, overrides: Sequence[str], changed_only: bool, as_json: bool) -> None:
-    """Print the config at `path` with the origin of each value."""
-    config, origins = load_with_provenance(config_file(path), overrides)
-    settings = flat_settings(config)
-    if changed_only:
-        defaults = flat_settings(RunConfig())
-        settings = {key: value for key, value in settings.items() if value != defaults[key]}
-    if as_json:
-        entries = {key: {"value": value, "origin": origins[key]} for key, value in settings.items()}
-        print(json.dumps(entries, indent=1))
-    else:
-        print("\n".join(map(printable, annotate(settings, origins))))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm config`; an `MmldlmError` propagates."""
-    options = parse_options(argv)
-    if options.schema:
         print(json.dumps(config_schema(), indent=1))
-    elif options.diff:
-        print_difference(options.files, options.json)
+        return ExitCode.DONE
+    if len(files) != 1 + options.diff:
+        expected = f"expected {'two configs' if options.diff else 'one config'} (file or run folder)"
+        raise UsageError(f"{expected}, found {len(files)}: {' '.join(files) or 'none'}")
+    paths = [config_file(file) for file in files]
+    if options.diff:
+        if unused:
+            raise UsageError(f"--diff: expected two configs alone, found {unused[0]}")
+        differences = config_diff(load_config(paths[0]), load_config(paths[1]))
+        lines = [f"{key}: {' -> '.join(map(to_flow_yaml, values))}" for key, values in differences.items()]
+        printed: Mapping[str, Any] = differences
     else:
-        print_config(options.files[0], options.overrides, options.changed, options.json)
+        config, origins = load_with_provenance(paths[0], overrides)
+        settings = flat_settings(config)
+        if options.changed:
+            defaults = flat_settings(RunConfig())
+            settings = {key: value for key, value in settings.items() if value != defaults[key]}
+        lines = annotate(settings, origins)
+        printed = {key: {"value": value, "origin": origins[key]} for key, value in settings.items()}
+    if options.json:
+        print(json.dumps(printed, indent=1))
+    elif lines:
+        print("\n".join(map(printable, lines)))
     return ExitCode.DONE

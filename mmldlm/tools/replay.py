@@ -78,15 +78,16 @@ class RecordedRun:
         paths = CheckpointStore(self.folder / "checkpoints", Retention()).paths()
         return {found[0]: path for path in reversed(paths) if (found := step_and_revision(path.name))}
 
-    def grad_norm(self, step: int) -> float | None:
-        """Return the recorded gradient norm of a step; None if its record was never written."""
+    def grad_norms(self) -> dict[int, float]:
+        """Return the recorded gradient norm of each step, without steps whose record was never written."""
+        norms: dict[int, float] = {}
         for record in self.records:
-            norms, back = record.get("grad_norms", []), record["step"] - step
-            norms = [record["optim/grad_norm"]] if record["kind"] == "skip" else norms
-            if 0 <= back < len(norms):
-                norm = norms[-1 - back]
-                return math.inf if norm is None else norm  # JSON has no infinity
-        return None
+            recorded = record.get("grad_norms", [])
+            if record["kind"] == "skip":
+                recorded = [record.get("optim/grad_norm")]
+            for step, norm in zip(range(record["step"], 0, -1), reversed(recorded), strict=False):
+                norms[step] = math.inf if norm is None else norm  # JSON has no infinity
+        return norms
 
     def start_before(self, step: int) -> Record:
         """Return the start that computed the steps after `step`."""

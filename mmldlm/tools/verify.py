@@ -1,9 +1,9 @@
-"""`mmldlm verify RUN`: whether a run's records, config, data and checkpoints are those that it wrote, and whether its
-steps, computed again, give them.
+"""`mmldlm verify FOLDER`: whether a run's config, data and checkpoints are those that its records name, and whether its
+steps, computed again, give its numbers; or whether a checkpoint is intact.
 
-The first takes seconds. Records form a chain of hashes (`telemetry/metrics.py`), and have the config, the hashes of the
-data and of each checkpoint, and the gradient norm of every step. The second needs the run's own time for the steps that
-are asked for: each segment between two checkpoints is trained again from the first of them in a scratch folder.
+The first takes seconds: records have the config, the hashes of the data and of each checkpoint, and the gradient norm
+of every step. The second needs the run's own time for the steps that are asked for: each segment between two
+checkpoints is trained again from the first of them in a scratch folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
+from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
@@ -25,15 +26,16 @@ from mmldlm.distributed.exit_files import CLEAN_EXIT_CODES
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.declaration import dump
-from mmldlm.telemetry.metrics import check_chain
-from mmldlm.tools.checkpoints import diff_checkpoints
+from mmldlm.tools.checkpoints import GROUPS, diff_checkpoints
 from mmldlm.tools.records import Record
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.tools.run_status import read_exits, read_json
 from mmldlm.trainer.consistency import code_hash
-from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
+from mmldlm.utils.progress import Progress
+
+Difference = tuple[float, str]  # of a recorded and a recomputed value: relative, and a line about it
 
 # Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/trust.md.
@@ -54,20 +56,16 @@ _NUMERICS = (
 # --- what the folder says ------------------------------------------------------------------------------------------
 
 
-def check_chains(folder: Path) -> Iterator[str]:
-    """Yield a line about each record of a run folder that is not what was written after the one before."""
-    for name in ("metrics.jsonl", SKIPS_FILE):
-        if (folder / name).is_file() and (folder / name).stat().st_size:
-            yield from check_chain(folder / name)
-
-
-def check(run: RecordedRun) -> Iterator[str]:
+def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
     """Yield a line about everything in the run folder and the store that is not as the run's records say."""
     yield from run.damaged
     yield from _check_config(run)
-    yield from _check_end(run)
+    exits = [report for report in read_exits(run.folder) if report.code in CLEAN_EXIT_CODES]
+    last = run.records[-1]["kind"]
+    if exits and last != "end":
+        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), but its last record is {last}, expected end"
     yield from _check_data(run)
-    yield from _check_checkpoints(run)
+    yield from _check_checkpoints(run, progress)
 
 
 def _check_config(run: RecordedRun) -> Iterator[str]:
@@ -78,13 +76,6 @@ def _check_config(run: RecordedRun) -> Iterator[str]:
         return
     lines = diff_configs(run.starts[-1]["config"], json.loads(json.dumps(found)))
     yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
-
-
-def _check_end(run: RecordedRun) -> Iterator[str]:
-    exits = [report for report in read_exits(run.folder) if report.code in CLEAN_EXIT_CODES]
-    last = run.records[-1]["kind"]
-    if exits and last != "end":
-        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), but its last record is {last}, expected end"
 
 
 def _check_data(run: RecordedRun) -> Iterator[str]:
@@ -102,7 +93,7 @@ def _check_data(run: RecordedRun) -> Iterator[str]:
             yield str(error)
 
 
-def _check_checkpoints(run: RecordedRun) -> Iterator[str]:
+def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     recorded: dict[int, str] = {}
     for record in run.records:
         source: Record = record if record["kind"] == "checkpoint" else record.get("resumed_from") or {}
@@ -112,15 +103,23 @@ def _check_checkpoints(run: RecordedRun) -> Iterator[str]:
         if recorded.setdefault(step, digest) != digest and record["kind"] == "resume":
             yield f"the checkpoint of step {step} was changed between its writing and the resume from it"
         recorded[step] = digest
-    for step, path in run.checkpoints.items():
+    for step, path in progress.track(run.checkpoints.items(), "checkpoints", len(run.checkpoints)):
         try:
-            verify_checkpoint(path)
+            check_checkpoint(path)
             if step not in recorded:
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded[step]:
                 yield f"{path}: is not the checkpoint that the run has written at step {step}"
         except DataError as error:
             yield str(error)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Verify the hashes of a checkpoint, and that each tensor is there exactly once; a damaged one is a `DataError`."""
+    checkpoint = verify_checkpoint(path)
+    for group in GROUPS:
+        if files := TensorFiles.find(checkpoint, group):
+            files.check()
 
 
 # --- what its steps give -------------------------------------------------------------------------------------------
@@ -157,15 +156,16 @@ def recompute(
         report = read_json(trainer.run_dir / "startup.json")
         is_exact = (is_exact or is_fresh) and _round_alike(report, start)
         tolerance = 0.0 if is_exact else TOLERANCE[trainer.config.precision]
-        differences = Differences(tolerance)
         scratch = RecordedRun.read(trainer.run_dir)
-        _compare_records(run, scratch, begin, stop, differences)
+        differences = [*_record_differences(run, scratch, begin, stop)]
         if stop in run.checkpoints:
-            _compare_checkpoints(run.checkpoints[stop], scratch.checkpoints[stop], differences)
-        result = "bitwise the same" if is_exact else f"the same within {differences.largest:.1e}"
-        if differences.problems:
+            differences += _checkpoint_differences(run.checkpoints[stop], scratch.checkpoints[stop])
+        problems = [line for size, line in differences if size > tolerance]
+        largest = max((size for size, _ in differences), default=0.0)
+        result = "bitwise the same" if is_exact else f"the same within {largest:.1e}"
+        if problems:
             result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
-        yield f"steps {begin + 1} to {stop}: {result}", differences.problems
+        yield f"steps {begin + 1} to {stop}: {result}", problems
 
 
 def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -176,75 +176,54 @@ def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return on_cpus and ranks == others and all(first.get(key) == second.get(key) for key in _NUMERICS)
 
 
-class Differences:
-    """Comparison of recorded with recomputed numbers, up to a relative `tolerance`; 0 demands the same bits."""
-
-    def __init__(self, tolerance: float):
-        self.tolerance, self.largest = tolerance, 0.0
-        self.problems: list[str] = []
-
-    def add(self, name: str, recorded: Any, recomputed: Any) -> None:
-        """Compare two values."""
-        if isinstance(recorded, list) and isinstance(recomputed, list) and len(recorded) == len(recomputed):
-            for index, pair in enumerate(zip(recorded, recomputed, strict=True)):
-                self.add(f"{name}[{index}]", *pair)
-            return
-        is_number = isinstance(recorded, int | float) and isinstance(recomputed, int | float)
-        size = _relative(recorded, recomputed) if is_number else float(recorded != recomputed)
-        self.add_size(name, size, f"{recorded} recorded, {recomputed} recomputed")
-
-    def add_size(self, name: str, size: float, text: str) -> None:
-        """Count a relative difference; one that is not finite is larger than any."""
-        size = size if math.isfinite(size) else math.inf
-        self.largest = max(self.largest, size)
-        if size > self.tolerance:
-            self.problems.append(f"{name}: {text}")
+def _differences(name: str, recorded: Any, recomputed: Any) -> Iterator[Difference]:
+    """Yield what differs between two values; what is no number differs without bound, if it does."""
+    if isinstance(recorded, list) and isinstance(recomputed, list) and len(recorded) == len(recomputed):
+        for index, pair in enumerate(zip(recorded, recomputed, strict=True)):
+            yield from _differences(f"{name}[{index}]", *pair)
+        return
+    size, numbers = math.inf, [value for value in (recorded, recomputed) if isinstance(value, int | float)]
+    if recorded == recomputed or (len(numbers) == 2 and all(map(math.isnan, numbers))):
+        return
+    if len(numbers) == 2:
+        size = abs(recorded - recomputed) / max(map(abs, numbers))
+    yield size if math.isfinite(size) else math.inf, f"{name}: {recorded} recorded, {recomputed} recomputed"
 
 
-def _relative(first: float, second: float) -> float:
-    if first == second or (math.isnan(first) and math.isnan(second)):
-        return 0.0
-    return abs(first - second) / max(abs(first), abs(second))
-
-
-def _compare_records(run: RecordedRun, scratch: RecordedRun, begin: int, end: int, differences: Differences) -> None:
-    def chosen(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
+def _record_differences(run: RecordedRun, scratch: RecordedRun, begin: int, end: int) -> Iterator[Difference]:
+    def chosen(records: Sequence[Record]) -> dict[tuple[int, str], Record]:
         between = (record for record in records if begin < record["step"] <= end)
-        return {(record["kind"], record["step"]): record for record in between if record["kind"] in COMPARED_KINDS}
+        return {(record["step"], record["kind"]): record for record in between if record["kind"] in COMPARED_KINDS}
 
     recorded, recomputed = chosen(run.records), chosen(scratch.records)
-    for kind, step in sorted({*recorded, *recomputed}, key=lambda place: (place[1], place[0])):
-        name, place = f"{kind} record of step {step}", (kind, step)
+    for place in sorted({*recorded, *recomputed}):
+        name = f"{place[1]} record of step {place[0]}"
         if place not in recorded or place not in recomputed:
-            where = "recorded" if place in recorded else "recomputed"
-            differences.add_size(name, math.inf, f"only {where}")
+            yield math.inf, f"{name}: only {'recorded' if place in recorded else 'recomputed'}"
             continue
         ours, theirs = recorded[place], recomputed[place]
-        norms = [record.get("grad_norms", []) for record in (ours, theirs)]
         # The first record after a checkpoint, or after a start, may be about fewer steps.
-        common = min(map(len, norms))
-        is_whole = len(norms[0]) == len(norms[1])
-        for index in range(-common, 0):
-            differences.add(f"gradient norm of step {step + 1 + index}", norms[0][index], norms[1][index])
+        is_whole = len(ours.get("grad_norms", [])) == len(theirs.get("grad_norms", []))
         for key in sorted(ours.keys() | theirs.keys()):
-            if _is_compared(key) and (is_whole or not key.startswith(INTERVAL_MEANS)):
-                differences.add(f"{name}: {key}", ours.get(key), theirs.get(key))
+            is_compared = key in COMPARED_KEYS or key.partition("/")[0] in COMPARED_GROUPS
+            if is_compared and (is_whole or not key.startswith(INTERVAL_MEANS)):
+                yield from _differences(f"{name}: {key}", ours.get(key), theirs.get(key))
+    norms, others = run.grad_norms(), scratch.grad_norms()
+    for step in range(begin + 1, end + 1):
+        if step in norms and step in others:
+            yield from _differences(f"gradient norm of step {step}", norms[step], others[step])
 
 
-def _is_compared(key: str) -> bool:
-    return key in COMPARED_KEYS or key.partition("/")[0] in COMPARED_GROUPS
-
-
-def _compare_checkpoints(recorded: Path, recomputed: Path, differences: Differences) -> None:
-    """Compare all tensors and the state of two checkpoints; the config was compared with the chain."""
+def _checkpoint_differences(recorded: Path, recomputed: Path) -> Iterator[Difference]:
+    """Yield what differs between tensors and states of two checkpoints; the config was compared with the records."""
     result = diff_checkpoints(recorded, recomputed)
     for name, values in result["tensors"].items():
         # Zeros have no relative difference.
         size = values.get("relative", math.inf) or values.get("largest", math.inf) or sys.float_info.min
-        differences.add_size(f"{recorded.name}: {name}", size, f"differs by {size:.1e} of its norm")
+        yield size, f"{recorded.name}: {name}: differs by {size:.1e} of its norm"
     for key, values in result["state"].items():
         if key != "threads":  # a replay may have others, which `_round_alike` knows
-            differences.add(f"{recorded.name}: state.json: {key}", *values)
+            yield from _differences(f"{recorded.name}: state.json: {key}", *values)
 
 
 # --- command -------------------------------------------------------------------------------------------------------
@@ -253,11 +232,12 @@ def _compare_checkpoints(recorded: Path, recomputed: Path, differences: Differen
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mmldlm verify",
-        usage="%(prog)s RUN [--all | --from STEP --to STEP] [key.sub=value ...]",
-        description="Check records, config, data and checkpoints of a run by their hashes, and compute steps again.",
+        usage="%(prog)s RUN [--all | --from STEP --to STEP] [key.sub=value ...] | %(prog)s CHECKPOINT",
+        description="Check config, data and checkpoints of a run by their hashes, and compute its steps again; or "
+        "check one checkpoint, by its folder.",
         epilog="Settings such as data.path=NEW or train.micro_batch_size=8 apply to the steps that are computed again.",
     )
-    parser.add_argument("arguments", nargs="+", metavar="RUN | key.sub=value")
+    parser.add_argument("arguments", nargs="+", metavar="FOLDER | key.sub=value")
     parser.add_argument("--all", action="store_true", help="compute all steps again")
     parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
     parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
@@ -271,38 +251,41 @@ def run(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(argv)
     folders, overrides = split_arguments(options.arguments)
     if len(folders) != 1:
-        raise UsageError(f"expected one run folder, found {len(folders)}: {' '.join(folders) or 'none'}")
-    folder, lines = Path(folders[0]), []
+        raise UsageError(f"expected one folder, found {len(folders)}: {' '.join(folders) or 'none'}")
+    folder, is_recomputed = Path(folders[0]), options.all or options.first is not None or options.last is not None
+    if (folder / MANIFEST).is_file():
+        if is_recomputed:
+            raise UsageError(f"--all, --from, --to: expected a run folder, found the checkpoint {folder}")
+        check_checkpoint(folder)
+        print(printable(f"{folder}: verified"))
+        return ExitCode.DONE
     launch = read_launcher_env(os.environ, None, options.accelerate_config)
-    problems = list(check_chains(folder)) if launch.rank == 0 else []
-    try:
-        recorded = RecordedRun.read(folder, overrides)
-    except DataError as error:
-        if not problems and not (folder / "metrics.jsonl").is_file():
-            raise
-        return _print_result(folder, [], [*problems, str(error)]) if launch.rank == 0 else ExitCode.DATA
+    recorded = RecordedRun.read(folder, overrides)
     begin, end = recorded.starts[0]["step"] + 1, recorded.last_step
     first = begin if options.first is None else options.first
     last = end if options.last is None else options.last
-    if (options.first or options.last is not None) and not begin <= first <= last <= end:
+    if is_recomputed and not begin <= first <= last <= end:
         raise UsageError(f"--from {first} --to {last}: expected steps from {begin} to {end}, in this order")
+    lines: list[str] = []
+    problems: list[str] = []
     if launch.rank == 0:
-        problems += check(recorded)
+        with Progress() as progress:
+            progress.phase("verifying", announce=False)
+            problems += check(recorded, progress)
         lines.append(f"{len(recorded.records)} records, {len(recorded.checkpoints)} checkpoints, config and data")
         if (codes := {str(start["versions"].get("code")) for start in recorded.starts}) != {code_hash()}:
             lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
     if recorded.damaged:
         lines.append("no step is computed again: there are damaged records")
-    elif options.all or options.first is not None or options.last is not None:
+    elif is_recomputed:
         for line, differences in recompute(recorded, first, last, launch, options.scratch):
             lines.append(line)
             problems += [f"recomputed {difference}" for difference in differences]
-    return ExitCode.DONE if launch.rank else _print_result(folder, lines, problems)
-
-
-def _print_result(folder: Path, lines: Sequence[str], problems: Sequence[str]) -> ExitCode:
-    result = f"{folder}: {f'{len(problems)} problems' if problems else 'verified'}"
-    print(*map(printable, [*lines, *(f"PROBLEM {line}" for line in problems[:MAX_PRINTED]), result]), sep="\n")
+    if launch.rank:
+        return ExitCode.DONE
+    lines += [f"PROBLEM {problem}" for problem in problems[:MAX_PRINTED]]
+    lines.append(f"{folder}: {f'{len(problems)} problems' if problems else 'verified'}")
+    print(*map(printable, lines), sep="\n")
     return ExitCode.DATA if problems else ExitCode.DONE
 
 

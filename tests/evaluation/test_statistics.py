@@ -25,7 +25,7 @@ from mmldlm.evaluation.statistics import (
     spearman,
     token_entropy,
 )
-from mmldlm.utils.ratio import Ratio, ratio_of_sums
+from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
 pytestmark = pytest.mark.quick
 

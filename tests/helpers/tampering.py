@@ -18,7 +18,6 @@ from mmldlm.checkpoint.manifest import _seal
 from mmldlm.config import load_config
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
-from mmldlm.telemetry.metrics import _link, _with_hash
 
 Records = list[dict[str, Any]]
 # Changes the folder `run`, whose data are in `store`; returns what the report must name.
@@ -29,63 +28,40 @@ def read_records(run: Path) -> Records:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def write_records(run: Path, records: Records, rehash: bool = False) -> None:
-    previous, lines = "", []
-    for record in records:
-        text = json.dumps({key: value for key, value in record.items() if key != "hash"}).encode()
-        previous = _link(previous, text) if rehash else record.get("hash", "")
-        lines.append(_with_hash(text, previous) if previous else text + b"\n")
-    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+def write_records(run: Path, records: Records) -> None:
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
-def change_metric(run: Path, rng: random.Random, rehash: bool = False) -> str:
+def change_metric(run: Path, store: Path, rng: random.Random) -> str:
     records = read_records(run)
     record = rng.choice([record for record in records if record["kind"] in ("train", "validation")])
     key = rng.choice([key for key in record if key.split("/")[0] in ("loss", "validation") and record[key]])
     record[key] *= 1 - 10.0 ** -rng.randint(2, 12)
-    write_records(run, records, rehash)
-    return f"{record['kind']} record of step {record['step']}: {key}" if rehash else f"step {record['step']}"
+    write_records(run, records)
+    return f"{record['kind']} record of step {record['step']}: {key}"
 
 
 def change_norm(run: Path, store: Path, rng: random.Random) -> str:
     records = read_records(run)
     record = rng.choice([record for record in records if record["kind"] == "train"])
     record["grad_norms"][-1] *= 1 + 1e-9
-    write_records(run, records, rehash=True)
+    write_records(run, records)
     return f"gradient norm of step {record['step']}"
 
 
-def remove_record(run: Path, rng: random.Random, rehash: bool = False) -> str:
+def remove_record(run: Path, store: Path, rng: random.Random) -> str:
     records = read_records(run)
-    places = [place for place, record in enumerate(records[:-1]) if record["kind"] == "train"]
-    place = rng.choice(places)
-    removed = records.pop(place)
-    write_records(run, records, rehash)
-    return f"train record of step {removed['step']}: only recomputed" if rehash else f"line {place + 1} "
-
-
-def swap_records(run: Path, store: Path, rng: random.Random) -> str:
-    records = read_records(run)
-    place = rng.randrange(1, len(records) - 1)
-    records[place : place + 2] = records[place : place + 2][::-1]
+    removed = records.pop(rng.choice([place for place, record in enumerate(records) if record["kind"] == "train"]))
     write_records(run, records)
-    return f"line {place + 1} "
+    return f"train record of step {removed['step']}: only recomputed"
 
 
-def repeat_record(run: Path, store: Path, rng: random.Random) -> str:
-    records = read_records(run)
-    place = rng.randrange(1, len(records))
-    records.insert(place, records[place])
-    write_records(run, records)
-    return f"line {place + 2} "
-
-
-def strip_hash(run: Path, store: Path, rng: random.Random) -> str:
-    records = read_records(run)
-    place = rng.randrange(len(records))
-    del records[place]["hash"]
-    write_records(run, records)
-    return f"line {max(2, place + 1)} "
+def damage_record(run: Path, store: Path, rng: random.Random) -> str:
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    place = rng.randrange(1, len(lines))
+    lines[place] = lines[place][: rng.randrange(1, len(lines[place]) - 2)] + b"\n"
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    return f"line {place + 1}: "
 
 
 def cut_records(run: Path, store: Path, rng: random.Random) -> str:
@@ -132,7 +108,7 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
     for record in records:
         if "data_manifest" in record:
             record["data_manifest"] = identity
-    write_records(run, records, rehash=True)
+    write_records(run, records)
     return "recomputed"
 
 
@@ -180,7 +156,7 @@ def change_weight(run: Path, rng: random.Random, rehash: bool = False, by: float
     for record in records:
         if record["kind"] == "checkpoint" and record["step"] == int(folder.name[5:]):
             record["sha256"] = digest
-    write_records(run, records, rehash=True)
+    write_records(run, records)
     return f"{folder.name}: model/{name}"
 
 
@@ -224,18 +200,14 @@ def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
     for record in records:
         if "config" in record:
             record["config"]["optim"]["lr"] = new
-    write_records(run, records, rehash=True)
+    write_records(run, records)
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.003", f"lr: {new!r}"))
     return "optim/lr"
 
 
 FOUND_BY_HASHES: dict[str, Tampering] = {
-    "metric": lambda run, store, rng: change_metric(run, rng),
-    "removed record": lambda run, store, rng: remove_record(run, rng),
-    "swapped records": swap_records,
-    "repeated record": repeat_record,
-    "record without hash": strip_hash,
+    "damaged record": damage_record,
     "cut records": cut_records,
     "setting": change_setting,
     "sample": change_sample,
@@ -246,11 +218,11 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
     "swapped checkpoints": swap_checkpoints,
     "checkpoint of no step": copy_checkpoint,
 }
-# All hashes are consistent, so only the recomputation finds these.
+# Hashes and records are consistent, so only the recomputation finds these.
 FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
-    "metric": lambda run, store, rng: change_metric(run, rng, rehash=True),
+    "metric": change_metric,
     "gradient norm": change_norm,
-    "removed record": lambda run, store, rng: remove_record(run, rng, rehash=True),
+    "removed record": remove_record,
     "setting": change_recorded_setting,
     "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),

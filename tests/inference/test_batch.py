@@ -18,7 +18,7 @@ import torch
 import mmldlm
 from mmldlm import cli
 from mmldlm.inference import sample
-from mmldlm.utils.ratio import mean_of_draws
+from mmldlm.utils.intervals import mean_of_draws
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error

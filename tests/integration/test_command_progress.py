@@ -32,7 +32,7 @@ def folder(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sample {folder}/run --mode joint --count 2", r"generating: \d+s"),
         ("sample {folder}/run --mode joint --count 2", r"loading the run: \d+s"),
         ("evaluate {folder}/run --samples 8 --texts 2 --times 2", r".*: \d+ of \d+ .*, \d+s"),
-        ("checkpoints verify {folder}/run", r"verifying: (\d) of \1 checkpoints, \d+s"),
+        ("verify {folder}/run", r"verifying: (\d) of \1 checkpoints, \d+s"),
         ("checkpoints diff {folder}/run {folder}/run", r"verifying and comparing: \d+s"),
         ("report {folder}/run --out {folder}/report", r"reading the runs and drawing figures: \d+s"),
         ("data verify {store}", r"verifying: (\d+) of \1 shards and files, \d+s"),

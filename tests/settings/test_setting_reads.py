@@ -26,7 +26,6 @@ FILES = (
     "settings/fields.py",
     "settings/layers.py",
     "tools/config.py",
-    "tools/settings_doc.py",
     "trainer/consistency.py",
 )
 FUNCTIONS = ("__post_init__", "require_paths", "with_absolute_paths", "trained_modes")

@@ -122,7 +122,7 @@ def test_a_whole_config_is_valid() -> None:
     assert not is_valid({"extends": 5})
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["--diff"], ["configs/tiny.yaml"], ["optim.lr=1"]])
+@pytest.mark.parametrize("arguments", [["--changed"], ["--diff"], ["configs/tiny.yaml"], ["optim.lr=1"]])
 def test_the_schema_takes_no_other_argument(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--schema", *arguments]) == 2
     assert f"--schema: expected no other argument, found {arguments[0]}" in capsys.readouterr().err

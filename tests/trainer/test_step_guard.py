@@ -114,8 +114,7 @@ def test_a_resumed_run_knows_the_same_spikes(tiny_config: Path, tmp_path: Path) 
     again = records(folder)
     assert list(again) == list(whole)
     assert all(again[step][key] == whole[step][key] for step in whole for key in CURVE)
-    anew = {key: skipped_steps(folder)[34][key] for key in ("time", "hash")}
-    assert skipped_steps(folder) == {34: {**spikes[34], **anew}}
+    assert skipped_steps(folder) == {34: {**spikes[34], "time": skipped_steps(folder)[34]["time"]}}
     assert len((folder / SKIPS_FILE).read_text().splitlines()) == 1
     assert (last / "state.json").read_text() == end
 

@@ -1,4 +1,4 @@
-"""`mmldlm compare A B`: the paired difference of two runs, or of two configs that it trains."""
+"""`mmldlm compare A B`: the difference of two runs or two configs, or of two configs that it trains."""
 
 from __future__ import annotations
 
@@ -9,32 +9,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mmldlm.errors import ExitCode, UsageError
-from mmldlm.tools.report.comparison import group_runs
-from mmldlm.tools.report.paired import Decision, Difference, PairedComparison, PairedRuns
+from mmldlm.tools.report.comparison import Comparison, RunGroup, group_runs
+from mmldlm.tools.report.paired import Difference, pairing
 from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
 
-_MEANINGS: dict[Decision, str] = {
-    "lower": "B is below A",
-    "higher": "B is above A",
-    "equal": "B differs from A by less than {:g} %",
-    "open": "open whether B differs from A by {:g} %, and in which direction",
-}
 
-
-def table_lines(comparison: PairedComparison) -> list[str]:
+def table_lines(comparison: Comparison) -> list[str]:
     """Return the tables and the decision for the terminal."""
     lines = []
-    for pair in comparison.pairs:
-        rows = pair.differences
+    for a, b in comparison.pairs:
+        rows = comparison.over_records((a, b))
         last = f"mean over the records up to step {rows[0].steps[-1]:,}" if rows else "no common records"
-        lines += [f"A {pair.a.path}, B {pair.b.path}: {last}", pair.pairing, *_table(rows)]
-    if rows := comparison.over_seeds:
-        lines += [f"final values, mean over {len(rows[0].steps)} pairs", *_table(rows)]
-    about = "over seeds" if comparison.is_over_seeds else "of these two runs alone"
-    meaning = _MEANINGS[comparison.decision].format(100 * comparison.at_least)
-    return [*lines, f"{comparison.loss} {about}: {meaning}"]
+        lines += [f"A {a.path}, B {b.path}: {last}", pairing(a.history, b.history), *_table(rows)]
+    if comparison.is_over_seeds and (rows := comparison.over_seeds):
+        lines += [f"final values, mean over {len(rows[0].steps)} {rows[0].unit}", *_table(rows)]
+    return [*lines, comparison.conclusion]
 
 
 def _table(rows: Sequence[Difference]) -> list[str]:
@@ -75,52 +66,52 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.until is not None and len(options.runs) != 2:
         raise UsageError(f"--until: expected two configs, found {len(options.runs)}")
     options.over_seeds = len(options.runs) > 2 or options.seeds is not None
-    if options.over_seeds and options.steps < math.inf:
-        raise UsageError("--steps: pairs of several seeds are compared at their ends")
     if not options.over_seeds and not options.loss.startswith(("loss/", "accuracy/")):
         raise UsageError(f"--loss: one pair has intervals of loss/... and accuracy/... only, found {options.loss}")
     return options
 
 
-def _read(options: argparse.Namespace) -> Sequence[PairedRuns]:
-    """Return the two runs as a pair, or the pairs of equal seed of more runs of two configs."""
+def _read(options: argparse.Namespace) -> Comparison:
+    """Return the comparison of two runs, or of the runs of two configs."""
     runs = [RunSummary(path) for path in options.runs]
-    if len(runs) == 2:
-        return [PairedRuns(runs[0], runs[1], options.steps)]
-    groups = group_runs(runs, runs[0])
-    if len(groups) != 2 or not (pairs := PairedComparison.of_groups(*groups).pairs):
+    groups = [RunGroup((run,)) for run in runs] if len(runs) == 2 else group_runs(runs, runs[0])
+    if len(groups) != 2:
         names = ", ".join(group.title for group in groups)
-        raise UsageError(f"expected two runs, or runs of two configs with equal seeds; found those of {names}")
-    return pairs
+        raise UsageError(f"expected two runs, or runs of two configs; found those of {len(groups)}: {names}")
+    return _comparison(options, groups[0].runs, groups[1].runs)
 
 
-def _train(options: argparse.Namespace) -> Iterator[list[PairedRuns]]:
-    """Train one pair after the other; yield all pairs so far after every round of turns."""
+def _train(options: argparse.Namespace) -> Iterator[Comparison]:
+    """Train one pair after the other; yield the comparison of all pairs so far after every round of turns."""
     from mmldlm.config import load_config
     from mmldlm.tools.compare.turns import train_in_turns
     from mmldlm.tools.config import config_file
 
     configs = [load_config(config_file(path)) for path in options.runs]
-    pairs: list[PairedRuns] = []
-    for seed in dict.fromkeys(options.seeds or [None]):
+    a: list[RunSummary] = []
+    b: list[RunSummary] = []
+    for number, seed in enumerate(dict.fromkeys(options.seeds or [None])):
         arms = configs
         if seed is not None:
             arms = [replace(arm, run=replace(arm.run, seed=seed, dir=f"{arm.run.dir}-seed{seed}")) for arm in configs]
-        for a, b in train_in_turns(arms, 10 * arms[0].log.every, options.steps):
-            yield [*pairs, pair := PairedRuns(RunSummary(a), RunSummary(b), options.steps)]
-        pairs.append(pair)
+        for folders in train_in_turns(arms, 10 * arms[0].log.every, options.steps):
+            a[number:], b[number:] = ([RunSummary(folder)] for folder in folders)
+            yield _comparison(options, a, b)
+
+
+def _comparison(options: argparse.Namespace, a: Sequence[RunSummary], b: Sequence[RunSummary]) -> Comparison:
+    arms = RunGroup(tuple(a)), RunGroup(tuple(b))
+    return Comparison(*arms, options.over_seeds, options.steps, options.loss, options.at_least)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm compare`; an `MmldlmError` propagates."""
     options = _parse(argv)
-    for pairs in _train(options) if options.until else [_read(options)]:
-        comparison = PairedComparison(pairs, options.over_seeds, options.loss, options.at_least)
+    for comparison in _train(options) if options.until else [_read(options)]:
         if options.until and not options.json:
-            step = min(pairs[-1].a.history.step, pairs[-1].b.history.step)
-            print(
-                printable(f"pair {len(pairs)}, step {step:,}: {comparison.deciding or pairs[-1].pairing}"), flush=True
-            )
+            a, b = (run.history for run in comparison.pairs[-1])
+            line = f"pair {len(comparison.pairs)}, step {min(a.step, b.step):,}: {comparison.deciding or pairing(a, b)}"
+            print(printable(line), flush=True)
         if options.until == "decided" and comparison.decision != "open":
             break
     if options.json:

@@ -60,16 +60,12 @@ def train_in_turns(configs: Sequence[RunConfig], turn: int, max_step: float) -> 
         stop_at = min(min(map(_step, (a, b))) // turn * turn + turn, max_step)
         for config in configs:
             if _step(Path(config.run.dir)) < min(stop_at, config.train.steps):
-                _train(config, stop_at)
+                # Standard output is for what the command itself prints.
+                with redirect_stdout(sys.stderr), suppress(TurnOver):
+                    train(config, trainer_cls=partial(TurnTrainer, stop_at=stop_at))  # type: ignore[arg-type]
         done = stop_at >= min(max_step, *(config.train.steps for config in configs))
         yield a, b
 
 
 def _step(run_dir: Path) -> int:
     return History(run_dir).step if (run_dir / "metrics.jsonl").exists() else 0
-
-
-def _train(config: RunConfig, stop_at: float) -> None:
-    # Standard output is for what the command itself prints.
-    with redirect_stdout(sys.stderr), suppress(TurnOver):
-        train(config, trainer_cls=partial(TurnTrainer, stop_at=stop_at))  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -17,27 +16,20 @@ from typing import Any
 
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, StorageError, UsageError
-from mmldlm.tools.report.comparison import (
-    MetricComparison,
-    RunGroup,
-    common_step,
-    compare_groups,
-    config_differences,
-    group_runs,
-)
+from mmldlm.tools.report.comparison import Comparison, RunGroup, common_step, group_runs, setting_differences
 from mmldlm.tools.report.figures import draw_figures
 from mmldlm.tools.report.html import ReportContent, render_page
-from mmldlm.tools.report.paired import PairedComparison
-from mmldlm.tools.report.run_summary import RunSummary, better_direction
+from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.tools.run_status import RunState
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import format_number
+from mmldlm.utils.intervals import CONFIDENCE
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
-from mmldlm.utils.ratio import CONFIDENCE, SEEDS_METHOD, Ratio, SeedStats
 
 PAGE, METRICS = "report.html", "final_metrics.json"
+_PRINTED_METRICS = ("loss/total", "validation/total", "speed/tokens_per_s")  # of comparisons, in the terminal
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunSummary]:
@@ -54,62 +46,37 @@ def read_runs(paths: Sequence[Path]) -> list[RunSummary]:
 
 def final_metrics(content: ReportContent) -> dict[str, Any]:
     """Return the machine-readable report; docs/review.md defines the keys."""
-    baseline = content.groups[0]
     return {
         "made_at": content.created_at.isoformat(timespec="seconds"),
         "mmldlm": __version__,
-        "baseline": baseline.name,
+        "baseline": content.groups[0].name,
         "compared_to_step": content.max_step,
         "confidence": CONFIDENCE,
-        "method": SEEDS_METHOD,
-        "runs": {run.name: _run(run, group) for group in content.drawn for run in group.runs},
+        "runs": {
+            run.name: {
+                "path": str(run.path.resolve()),
+                "group": group.name,
+                "seed": run.seed,
+                "state": run.state.name,
+                "exit_code": run.state.code,
+                "cause": run.state.cause,
+                "step": run.history.step,
+                "total_steps": run.history.total_steps,
+                "seconds": round(run.duration_s, 3),
+                "events": dict(Counter(event.kind for event in run.events)),
+                "metrics": {**run.final_values(), **run.evaluation_metrics},
+                "evaluated": run.evaluation_settings,
+            }
+            for group in content.drawn
+            for run in group.runs
+        },
         "groups": {group.name: [run.name for run in group.runs] for group in content.groups},
-        "comparison": [
-            _comparison(comparison, name) for comparison in content.comparisons for name in comparison.others
-        ],
-        "paired": [comparison.to_dict() for comparison in content.paired],
+        "comparison": {comparison.b.name: comparison.to_dict() for comparison in content.comparisons},
         "config_differences": {
             key: dict(zip((group.name for group in content.groups), values, strict=True))
-            for key, values in config_differences(content.groups).items()
+            for key, values in setting_differences(content.groups).items()
         },
     }
-
-
-def _run(run: RunSummary, group: RunGroup) -> dict[str, Any]:
-    state = run.state
-    return {
-        "path": str(run.path.resolve()),
-        "group": group.name,
-        "seed": run.seed,
-        "state": state.name,
-        "exit_code": state.code,
-        "cause": state.cause,
-        "step": run.history.step,
-        "total_steps": run.history.total_steps,
-        "seconds": round(run.duration_s, 3),
-        "events": dict(Counter(event.kind for event in run.events)),
-        "metrics": {**run.final_values(), **run.evaluation_metrics},
-        "evaluated": run.evaluation_settings,
-    }
-
-
-def _comparison(comparison: MetricComparison, name: str) -> dict[str, Any]:
-    stats, ratio = comparison.others[name]
-    return {
-        "metric": comparison.key,
-        "better": better_direction(comparison.key),
-        "group": name,
-        "baseline": _seed_stats(comparison.baseline),
-        "value": _seed_stats(stats),
-        "ratio": ratio.value,
-        "interval": None if ratio.no_interval_reason else ratio.interval,
-        "why_no_interval": ratio.no_interval_reason,
-        "significance": comparison.significance(name),
-    }
-
-
-def _seed_stats(stats: SeedStats) -> dict[str, Any]:
-    return {"mean": stats.mean, "standard_deviation": stats.std, "n": stats.n}
 
 
 def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportContent:
@@ -124,25 +91,24 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
         run.state = RunState("stopped", cause="left by mmldlm rewind")
     branches = [RunGroup((run,)) for run in left]
     first = next(run for run in runs if run.path.resolve() == (baseline or paths[0]).resolve())
-    groups = group_runs(runs, first)
+    a, *others = groups = group_runs(runs, first)
     max_step = common_step(groups)
+    comparisons = [Comparison(a, b, len(a.runs) > 1 or len(b.runs) > 1, max_step) for b in others]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        paired = [each for group in groups[1:] if (each := PairedComparison.of_groups(groups[0], group)).pairs]
-        figures = draw_figures([*groups, *branches], paired, out)
-        comparisons, now = compare_groups(groups, max_step), datetime.now(timezone.utc)
-        content = ReportContent(groups, branches, comparisons, max_step, figures, now, paired)
+        figures = draw_figures([*groups, *branches], comparisons, out)
+        content = ReportContent(groups, branches, comparisons, max_step, figures, datetime.now(timezone.utc))
         # Values from a run's files may be of types that JSON lacks.
         metrics = json.dumps(replace_nonfinite(final_metrics(content)), indent=1, allow_nan=False, default=str)
         write_atomically(out / METRICS, f"{metrics}\n")
-        write_atomically(out / PAGE, render_page(content))
+        write_atomically(out / PAGE, render_page(content, out))
     except OSError as error:
         raise StorageError(f"--out: cannot write {error.filename or out}: {error.strerror}") from error
     return content
 
 
 def summary_lines(content: ReportContent) -> list[str]:
-    """Return a short summary for the terminal: a line per run, and the ratios of validation loss and speed."""
+    """Return a short summary for the terminal: a line per run, and what it says of each group."""
     width = max(len(printable(run.name)) for run in content.runs)
     lines = []
     for run in content.runs:
@@ -151,29 +117,9 @@ def summary_lines(content: ReportContent) -> list[str]:
         progress = f"step {run.history.step:,}" + (f" of {total:,}" if total else "")
         lines.append("  ".join([f"{printable(run.name):<{width}}", f"{run.state.name:<8}", progress, *losses]))
     for comparison in content.comparisons:
-        if comparison.key in ("validation/total", "speed/tokens_per_s"):
-            lines += [
-                printable(f"{comparison.key} of {name}: {_format_ratio(ratio)} of {content.groups[0].name}'s")
-                for name, (_, ratio) in comparison.others.items()
-            ]
-    return lines
-
-
-def _format_ratio(ratio: Ratio) -> str:
-    if math.isnan(ratio.value):
-        return f"no ratio ({ratio.no_interval_reason})"
-    if ratio.no_interval_reason:
-        return f"{format_number(ratio.value)} times ({ratio.no_interval_reason})"
-    return f"{ratio.value:.4f} times [{ratio.interval[0]:.4f}, {ratio.interval[1]:.4f}]"
-
-
-def _require_libraries() -> None:
-    """Raise UsageError if a library of the extra `report` that every report needs is not installed."""
-    for name in ("matplotlib", "jinja2"):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            raise UsageError(f"the report needs {name}: pip install mmldlm[report]") from None
+        lines.append(f"A {comparison.a.title}, B {comparison.b.title}: {comparison.conclusion}")
+        lines += [f"    {one}" for one in comparison.over_seeds if one.tag in _PRINTED_METRICS]
+    return [printable(line) for line in lines]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -188,7 +134,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="folder to write into; default: report in the folder of the first run")
     options = parser.parse_args(argv)
-    _require_libraries()
+    for name in ("matplotlib", "jinja2"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise UsageError(f"the report needs {name}: pip install mmldlm[report]") from None
     out = options.out or options.runs[0] / "report"
     with Progress() as progress:
         progress.phase("reading the runs and drawing figures", announce=False)

@@ -1,33 +1,34 @@
-"""Comparison of runs: runs that differ only in their seed form a group, and each group is compared with a baseline."""
+"""Groups of runs that differ only in their seed, and the comparison of each with a baseline."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+
+from mmldlm.tools.report.paired import Decision, Difference, pairing, record_difference, record_differences
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.utils.nested import flatten
-from mmldlm.utils.ratio import Ratio, SeedStats, ratio_of_means
 
 PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
 ABSENT = "(absent)"
 
 # Keys of the start-up report that influence a run besides its config.
 _ENVIRONMENT_KEYS = (
-    "engine",
-    "sharding",
-    "world_size",
-    "nodes",
-    "optimizer",
-    "attention",
-    "compile",
-    "git",
-    "data_manifest",
+    *("engine", "sharding", "world_size", "nodes", "optimizer", "attention", "compile"),
+    *("git", "data_manifest", "versions"),
 )
-_FIRST_PREFIXES = ("validation/", "quality/", "loss/")  # metrics that are listed first, in this order
+_MEANINGS: dict[Decision, str] = {
+    "lower": "B is below A",
+    "higher": "B is above A",
+    "equal": "B differs from A by less than {:g} %",
+    "open": "open whether B differs from A by {:g} %, and in which direction",
+}
 
 
 @dataclass(frozen=True)
@@ -47,34 +48,110 @@ class RunGroup:
         return self.name if len(self.runs) == 1 else f"{self.name} and {len(self.runs) - 1} more"
 
     @property
-    def num_seeds(self) -> int:
-        """Number of different seeds."""
-        return len(self.by_seed())
-
-    def by_seed(self) -> list[list[RunSummary]]:
-        """Return one list of runs per seed, since runs of equal seed are not independent samples."""
-        seeds: dict[str, list[RunSummary]] = {}
+    def by_seed(self) -> dict[str, RunSummary]:
+        """The first run of each seed: runs of equal seed are not independent. Unknown seeds count as different ones."""
+        seeds: dict[str, RunSummary] = {}
         for run in self.runs:
-            # Runs of unknown seed count as different ones.
-            seeds.setdefault(f"of {run.path}" if run.seed is None else str(run.seed), []).append(run)
-        return list(seeds.values())
+            seeds.setdefault(f"of {run.path}" if run.seed is None else str(run.seed), run)
+        return seeds
 
 
 @dataclass(frozen=True)
-class MetricComparison:
-    """One metric: of the baseline, and by name of each other group, with its ratio to the baseline."""
+class Comparison:
+    """The difference of a group of runs, B, from a baseline, A, over the steps up to `max_step`.
 
-    key: str
-    baseline: SeedStats
-    others: Mapping[str, tuple[SeedStats, Ratio]]
+    Attributes:
+        is_over_seeds: The decision is about the mean over seeds, otherwise about the records of the only pair.
+        loss: The metric that the decision is about.
+        at_least: Smallest difference that matters, as a fraction.
+    """
 
-    def significance(self, name: str) -> Literal["better", "worse", ""]:
-        """Return "better" or "worse" if the interval of group `name`'s ratio is on one side of 1, otherwise ""."""
-        stats, ratio = self.others[name]
-        direction = better_direction(self.key)
-        if not direction or ratio.no_interval_reason or ratio.interval[0] <= 1 <= ratio.interval[1]:
-            return ""
-        return "better" if (stats.mean > self.baseline.mean) == (direction == "higher") else "worse"
+    a: RunGroup
+    b: RunGroup
+    is_over_seeds: bool
+    max_step: float = math.inf
+    loss: str = "loss/total"
+    at_least: float = 0.005
+
+    @cached_property
+    def pairs(self) -> list[tuple[RunSummary, RunSummary]]:
+        """The runs of equal seed, or the only two runs whatever their seeds."""
+        if len(self.a.runs) == len(self.b.runs) == 1:
+            return [(self.a.runs[0], self.b.runs[0])]
+        others = self.b.by_seed
+        return [(run, others[seed]) for seed, run in self.a.by_seed.items() if seed in others]
+
+    def over_records(self, pair: tuple[RunSummary, RunSummary]) -> list[Difference]:
+        """Return the differences of a pair's losses, accuracies and validation metrics."""
+        return record_differences(pair[0].history, pair[1].history, self.max_step)
+
+    @cached_property
+    def over_seeds(self) -> list[Difference]:
+        """Differences of all scored final values, between the runs that have reached the last step.
+
+        By pairs if several runs have a partner of their seed, otherwise between independent runs.
+        """
+        has_partners = len(self.pairs) > 1
+        if has_partners:
+            done = [pair for pair in self.pairs if all(map(self._is_done, pair))]
+            arms = [[pair[arm] for pair in done] for arm in (0, 1)]
+        else:
+            arms = [[run for run in group.by_seed.values() if self._is_done(run)] for group in (self.a, self.b)]
+        if not all(arms):
+            return []
+        evaluated = [run.evaluation_settings for arm in arms for run in arm]
+        is_comparable = bool(evaluated[0]) and all(settings == evaluated[0] for settings in evaluated)
+        values = [
+            [run.final_values(self.max_step) | (run.evaluation_metrics if is_comparable else {}) for run in arm]
+            for arm in arms
+        ]
+        differences = []
+        for tag in values[0][0]:
+            if not better_direction(tag) or not all(tag in run for arm in values for run in arm):
+                continue
+            a, b = (np.array([run[tag] for run in arm]) for arm in values)
+            if has_partners:
+                differences.append(Difference.of_paired(tag, "pairs", range(1, len(a) + 1), a, b))
+            else:
+                differences.append(Difference.of_independent(tag, a, b))
+        return differences
+
+    def _is_done(self, run: RunSummary) -> bool:
+        return run.history.step >= min(self.max_step, run.history.total_steps or math.inf)
+
+    @cached_property
+    def deciding(self) -> Difference | None:
+        """The difference that the decision is about, if there is any yet."""
+        if not self.is_over_seeds:
+            a, b = self.pairs[0]
+            return record_difference(a.history, b.history, self.loss, self.max_step)
+        return next((one for one in self.over_seeds if one.tag == self.loss), None)
+
+    @property
+    def decision(self) -> Decision:
+        """The decision, "open" without any difference."""
+        return "open" if self.deciding is None else self.deciding.decision(self.at_least)
+
+    @property
+    def conclusion(self) -> str:
+        """One line with the decision."""
+        about = "over seeds" if self.is_over_seeds else "of these two runs alone"
+        return f"{self.loss} {about}: {_MEANINGS[self.decision].format(100 * self.at_least)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of the comparison."""
+        pairs = [
+            {
+                "a": str(a.path),
+                "b": str(b.path),
+                "pairing": pairing(a.history, b.history),
+                "differences": [one.to_dict() for one in self.over_records((a, b))],
+            }
+            for a, b in self.pairs
+        ]
+        over_seeds = [one.to_dict() for one in self.over_seeds]
+        head = {"loss": self.loss, "at_least": self.at_least, "decision": self.decision}
+        return {**head, "pairs": pairs, "over_seeds": over_seeds}
 
 
 def group_runs(runs: Sequence[RunSummary], baseline: RunSummary) -> list[RunGroup]:
@@ -84,7 +161,7 @@ def group_runs(runs: Sequence[RunSummary], baseline: RunSummary) -> list[RunGrou
     """
     groups: dict[str, list[RunSummary]] = {}
     for run in [baseline, *(other for other in runs if other is not baseline)]:
-        shared = {key: value for key, value in run.config.items() if key not in PER_RUN_SETTINGS}
+        shared = _shared_settings(run)
         identity = json.dumps(shared, sort_keys=True, default=str) if shared else str(run.path)
         groups.setdefault(identity, []).append(run)
     return [RunGroup(tuple(members)) for members in groups.values()]
@@ -95,101 +172,25 @@ def common_step(groups: Sequence[RunGroup]) -> int:
     return min((run.last_step for group in groups for run in group.runs if run.last_step), default=0)
 
 
-def compare_groups(groups: Sequence[RunGroup], max_step: int) -> list[MetricComparison]:
-    """Compare every scored metric that the first group, the baseline, shares with another.
+def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
+    """Return what differs between the first runs of groups, as key -> value per group, without `PER_RUN_SETTINGS`.
 
-    Curves are compared over the steps up to `max_step`; evaluations only if they have the same settings and step.
+    Besides settings these are, as `start-up: KEY`, engine, processes, versions and data of their latest starts. A run
+    whose config or start is unknown makes no difference by itself.
     """
-    comparable = [
-        group
-        for group in groups
-        if _evaluation_settings(group) and _evaluation_settings(group) == _evaluation_settings(groups[0])
-    ]
-    curves = [
-        (group.name, _seed_stats(group, [_scored_metrics(run.final_values(max_step)) for run in group.runs]))
-        for group in groups
-    ]
-    evaluations = [
-        (group.name, _seed_stats(group, [_scored_metrics(run.evaluation_metrics) for run in group.runs]))
-        for group in comparable
-    ]
-    return _compare_metrics(curves) + _compare_metrics(evaluations)
+    settings = [_shared_settings(group.runs[0]) for group in groups]
+    starts = []
+    for group in groups:
+        report = group.runs[0].history.startup
+        starts.append(flatten({f"start-up: {key}": report[key] for key in _ENVIRONMENT_KEYS if key in report}))
+    rows: dict[str, list[Any]] = {}
+    for sources in (settings, starts):
+        known = [values for values in sources if values]
+        for key in dict.fromkeys(key for values in known for key in values):
+            if any(values.get(key, ABSENT) != known[0].get(key, ABSENT) for values in known):
+                rows[key] = [values.get(key, ABSENT) if values else "(unknown)" for values in sources]
+    return rows
 
 
-def _compare_metrics(groups: Sequence[tuple[str, Mapping[str, SeedStats]]]) -> list[MetricComparison]:
-    """Compare each metric that the first of the (name, metrics) pairs shares with another."""
-    if not groups:
-        return []
-    (_, baseline), *others = groups
-    comparisons = []
-    for key in sorted(baseline, key=_sort_key):
-        shared = {
-            name: (metrics[key], ratio_of_means(metrics[key], baseline[key]))
-            for name, metrics in others
-            if key in metrics
-        }
-        comparisons += [MetricComparison(key, baseline[key], shared)] if shared else []
-    return comparisons
-
-
-def _sort_key(key: str) -> tuple[int, bool]:
-    """Return the rank of a metric; metrics of equal rank keep their order."""
-    prefixes = [prefix for prefix in _FIRST_PREFIXES if key.startswith(prefix)]
-    return _FIRST_PREFIXES.index(prefixes[0]) if prefixes else len(_FIRST_PREFIXES), "/total" not in key
-
-
-def _scored_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if better_direction(key)}
-
-
-def _evaluation_settings(group: RunGroup) -> dict[str, Any] | None:
-    """Return the evaluation settings of a group; None if it has no evaluation or its runs disagree."""
-    settings = [run.evaluation_settings for run in group.runs if run.evaluation_metrics]
-    return settings[0] if settings and all(other == settings[0] for other in settings) else None
-
-
-def _seed_stats(group: RunGroup, values: Sequence[Mapping[str, float]]) -> dict[str, SeedStats]:
-    """Return the statistics of each key over the seeds of a group; `values` has one mapping per run."""
-    values_by_path = dict(zip((run.path for run in group.runs), values, strict=True))
-    keys = dict.fromkeys(key for run_values in values for key in run_values)
-    stats = {}
-    for key in keys:
-        per_seed = [
-            [values_by_path[run.path][key] for run in runs if key in values_by_path[run.path]]
-            for runs in group.by_seed()
-        ]
-        stats[key] = SeedStats.from_values([statistics.fmean(seed_values) for seed_values in per_seed if seed_values])
-    return stats
-
-
-def config_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
-    """Return the settings in which groups differ, as key -> value per group, without `PER_RUN_SETTINGS`."""
-    return _differing(
-        [{k: v for k, v in group.runs[0].config.items() if k not in PER_RUN_SETTINGS} for group in groups]
-    )
-
-
-def environment_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
-    """Return the differences in engine, processes, versions and data, by the latest start of each group's first run."""
-    return _differing([_environment(group.runs[0]) for group in groups])
-
-
-def _environment(run: RunSummary) -> dict[str, Any]:
-    report = run.history.startup
-    versions = report.get("versions")
-    environment: dict[str, Any] = {key: report[key] for key in _ENVIRONMENT_KEYS if key in report}
-    return flatten({**environment, "versions": versions} if isinstance(versions, Mapping) else environment)
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    # A group without a known config makes no difference by itself.
-    known = [values for values in settings if values]
-    if len(known) < 2:
-        return {}
-    keys = dict.fromkeys(key for values in known for key in values)
-    rows = {key: [values.get(key, ABSENT) if values else "(unknown)" for values in settings] for key in keys}
-    return {
-        key: row
-        for key, row in rows.items()
-        if any(values.get(key, ABSENT) != known[0].get(key, ABSENT) for values in known)
-    }
+def _shared_settings(run: RunSummary) -> dict[str, Any]:
+    return {key: value for key, value in run.config.items() if key not in PER_RUN_SETTINGS}

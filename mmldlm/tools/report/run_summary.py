@@ -1,114 +1,109 @@
-"""Summary of one run: the final value of each curve, by the rule of its group, and its events."""
+"""Summary of one run: the final value of each curve, by the rule of its group, its evaluation and its events."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from mmldlm.tools.run_history import History, Series
+import numpy as np
+
+from mmldlm.tools.records import Record
+from mmldlm.tools.run_history import History
 from mmldlm.tools.run_status import RunState, read_json
 from mmldlm.utils.nested import flatten
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
-EventKind = Literal["start", "resume", "skip", "checkpoint", "micro_batch", "slow_rank", "stop", "finish", "failure"]
-
 HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
+
+_NO_EVENTS = ("train", "validation", "quality", "update", "heartbeat")  # kinds of records
+_START_KEYS = ("engine", "world_size", "sharding", "total_steps")
+_HIDDEN_KEYS = {"kind", "step", "time", "sha256"}
 
 # Keys of evaluation.json that describe the evaluation, and other keys that are not metrics.
 _EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed", "sampling")
 _NON_METRICS = (*_EVALUATION_SETTINGS, "batch", "documents")
-# Substrings of keys: baselines of other metrics, metrics where higher is better, and metrics where lower is better.
-_METRIC_BASELINES = (
-    *("control", "shuffled", "mean_latent", "chance", "unigram", "_true", "_noise"),
-    *("standard_error", "texts", "candidates", "_needed"),
-)
-_HIGHER_IS_BETTER = (
-    "accuracy",
-    "bleu",
-    "chrf",
-    "exact_match",
-    "cosine",
-    "recall",
-    "spearman",
-    "distinct",
-    "tokens_per_s",
-    "samples_per_s",
-    "flops_per_s",
-    "mfu",
-    "host_free",
-)
-_LOWER_IS_BETTER = (
-    "loss",
-    "validation",
-    "bits_per",
-    "perplexity",
-    "frechet",
-    "repetition",
-    "step_s",
-    "wait_s",
-    "compute_s",
-    "memory",
-    "unencodable",
-    "median_rank",
-)
 
 Direction = Literal["higher", "lower", ""]
 
-
-def _tail_mean(series: Series) -> float:
-    begin = (1 - TAIL_FRACTION) * series.steps[-1]
-    values = [value for step, value in zip(series.steps, series.values, strict=True) if step > begin]
-    return statistics.fmean(values)
-
-
-def _last(series: Series) -> float:
-    return series.values[-1]
-
-
-# Per tag prefix: kinds of records, function that reduces the series to one value, and its description.
-SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Series], float], str]] = {
-    "loss/": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
-    "accuracy/": (("train",), _tail_mean, "mean of the training records of the last 10 % of the steps"),
-    "validation/": (HELD_OUT_KINDS, _last, "last validation"),
-    "quality/": (HELD_OUT_KINDS, _last, "last measurement of what the run generates"),
-    "speed/": (("train",), lambda series: statistics.median(series.values), "median of the training records"),
-    "memory/": (("train",), lambda series: max(series.values), "highest of the training records, of rank 0"),
-    "data/": (("train",), _last, "last training record"),
-    "health/": (("train",), _last, "last training record"),
+# Which values are better: by group for those of which all metrics are alike, else by name, without group and mode.
+# What is missing, such as a metric's baselines, its standard error or a count, only serves to judge other metrics.
+_GROUP_DIRECTIONS: dict[str, Direction] = {"loss": "lower", "validation": "lower", "accuracy": "higher"}
+_DIRECTIONS: dict[str, Direction] = {
+    **dict.fromkeys(("tokens_per_s", "samples_per_s", "tflops_per_s", "mfu", "host_free_mib"), "higher"),
+    **dict.fromkeys(("step_s", "data_wait_s", "compute_s", "compute_s_slowest", "resident_mib"), "lower"),
+    **dict.fromkeys(("cuda_allocated_mib", "cuda_reserved_mib"), "lower"),
+    **dict.fromkeys(("cuda_peak_allocated_mib", "cuda_peak_reserved_mib"), "lower"),
+    # quality/... and evaluation/...
+    **dict.fromkeys(("bits_per_token", "bits_per_character", "bits_per_token_novel"), "lower"),
+    **dict.fromkeys(("bits_per_token_by_confidence", "bits_per_token_with_length", "length_bits_per_token"), "lower"),
+    **dict.fromkeys(
+        ("generative_perplexity", "frechet_distance", "repetition_4", "unencodable", "median_rank"), "lower"
+    ),
+    **dict.fromkeys(("token_accuracy", "first_guess_accuracy", "exact_match", "bleu", "chrf"), "higher"),
+    **dict.fromkeys(("cosine", "reencoded_cosine", "recall_at_1", "recall_at_10", "sts_spearman"), "higher"),
+    **dict.fromkeys(("distinct_1", "distinct_2", "distinct_3"), "higher"),
+    **dict.fromkeys(("token_entropy", "training_similarity", "training_copies"), ""),
 }
-BEST = "validation/total/best"
-BEST_RULE = "lowest validation/total"
-EVALUATION = "evaluation/"
-EVALUATION_RULE = "evaluation.json, as written by mmldlm evaluate"
+_MODES = ("l2t", "t2l", "joint", "figures")
+
+
+class Curve(NamedTuple):
+    """Finite values over the steps."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def _tail_mean(curve: Curve) -> float:
+    return float(curve.values[curve.steps > (1 - TAIL_FRACTION) * curve.steps[-1]].mean())
+
+
+def _last(curve: Curve) -> float:
+    return float(curve.values[-1])
+
+
+# Per group, in the order of tables: kinds of records, and the final value of their curve.
+SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Curve], float]]] = {
+    "validation": (HELD_OUT_KINDS, _last),
+    "quality": (HELD_OUT_KINDS, _last),
+    "loss": (("train",), _tail_mean),
+    "accuracy": (("train",), _tail_mean),
+    "speed": (("train",), lambda curve: float(np.median(curve.values))),
+    "memory": (("train",), lambda curve: float(curve.values.max())),
+    "data": (("train",), _last),
+    "health": (("train",), _last),
+}
+BEST = "validation/total/best"  # its lowest value
+EVALUATION = "evaluation/"  # metrics of evaluation.json
+
+
+def _name(key: str) -> str:
+    """Return the name of a metric, without its group and mode."""
+    name = key.rpartition("/")[2].rpartition(".")[2]
+    while name.partition("_")[0] in _MODES:
+        name = name.partition("_")[2]
+    return name
 
 
 def better_direction(key: str) -> Direction:
-    """Return which values of a metric are better; "" for metrics that are not scored, such as baselines."""
-    if is_metric_baseline(key):
-        return ""
-    # Checked first: memory/host_free_mib also contains "memory".
-    if any(part in key for part in _HIGHER_IS_BETTER):
-        return "higher"
-    return "lower" if any(part in key for part in _LOWER_IS_BETTER) else ""
+    """Return which values of a metric are better; "" for what is not scored, such as baselines."""
+    return _GROUP_DIRECTIONS.get(key.partition("/")[0]) or _DIRECTIONS.get(_name(key), "")
 
 
 def is_metric_baseline(key: str) -> bool:
     """Return whether `key` only serves to judge other metrics, as a baseline, standard error or count does."""
-    return key.startswith((EVALUATION, "quality/")) and any(part in key for part in _METRIC_BASELINES)
+    return key.startswith((EVALUATION, "quality/")) and _name(key) not in _DIRECTIONS
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """An event of a run, at `time` in Unix seconds."""
 
-    kind: EventKind
+    kind: str
     step: int
     time: float
     text: str
@@ -121,7 +116,6 @@ class RunSummary:
         self.path = Path(path)
         self.history = History(path)
         self.name = self.history.name
-        self._curves: dict[tuple[str, ...], Series] = {}
         # There may be a validation and a save between two records.
         record_interval_s = (self.history.step_s or 0.0) * self.history.steps_per_record
         self.state: RunState = self.history.state(stall_timeout_s=max(600.0, 10 * record_interval_s))
@@ -139,45 +133,34 @@ class RunSummary:
     @property
     def last_step(self) -> int:
         """Last step with a training or validation record."""
-        steps = [record["step"] for record in self.history.by_kind("train", *HELD_OUT_KINDS)]
-        return max(steps, default=0)
+        return max((record["step"] for record in self.history.by_kind("train", *HELD_OUT_KINDS)), default=0)
 
     @cached_property
     def duration_s(self) -> float:
-        """Sum over sessions of the seconds between the first and the last record."""
-        total, session_start, last = 0.0, None, 0.0
-        for record in self.history.records:
-            if record["kind"] in ("start", "resume") or session_start is None:
-                total += last - session_start if session_start is not None else 0.0
-                session_start = record["time"]
-            last = record["time"]
-        return total + (last - session_start if session_start is not None else 0.0)
+        """Seconds from record to record, without those between the sessions."""
+        steps = pairwise(self.history.records)
+        return sum(
+            (after["time"] - before["time"] for before, after in steps if after["kind"] not in ("start", "resume")), 0.0
+        )
 
-    # --- values -----------------------------------------------------------------------------------------------
-
-    def curve(self, tag: str, *kinds: str, max_step: float = math.inf) -> Series:
+    def curve(self, tag: str, *kinds: str, max_step: float = math.inf) -> Curve:
         """Return the finite values of `tag` in records of `kinds` up to `max_step`."""
-        key = (tag, *kinds)
-        if key not in self._curves:
-            steps, values, times = series = self.history.series(tag, *kinds)
-            finite = [index for index, value in enumerate(series.values) if math.isfinite(value)]
-            self._curves[key] = Series(
-                [steps[i] for i in finite], [values[i] for i in finite], [times[i] for i in finite]
-            )
-        curve = self._curves[key]
-        # Steps ascend, as records that a resume superseded are left out.
-        end = bisect_right(curve.steps, max_step)
-        return Series(curve.steps[:end], curve.values[:end], curve.times[:end])
+        series = self.history.series(tag, *kinds)
+        steps, values = np.array(series.steps), np.array(series.values)
+        kept = np.isfinite(values) & (steps <= max_step)
+        return Curve(steps[kept], values[kept])
 
     def final_values(self, max_step: float = math.inf) -> dict[str, float]:
         """Return the value of each curve at `max_step` by `SUMMARY_RULES`, by tag."""
         result: dict[str, float] = {}
-        for prefix, (kinds, reduce, _) in SUMMARY_RULES.items():
+        for group, (kinds, reduce) in SUMMARY_RULES.items():
             for tag in self.history.tags(*kinds):
-                if tag.startswith(prefix) and (series := self.curve(tag, *kinds, max_step=max_step)).steps:
-                    result[tag] = reduce(series)
-                    if tag == "validation/total":
-                        result[BEST] = min(series.values)
+                curve = self.curve(tag, *kinds, max_step=max_step) if tag.startswith(f"{group}/") else None
+                if curve is None or not len(curve.steps):
+                    continue
+                result[tag] = reduce(curve)
+                if tag == "validation/total":
+                    result[BEST] = float(curve.values.min())
         return result
 
     @cached_property
@@ -206,12 +189,14 @@ class RunSummary:
     def _evaluation(self) -> Mapping[str, Any]:
         return read_json(self.path / "evaluation.json")
 
-    # --- events -----------------------------------------------------------------------------------------------
-
     @cached_property
     def events(self) -> list[Event]:
         """Events in order; a failed or killed run ends with an event of kind `failure`."""
-        events = [event for record in self.history.records if (event := _event(record)) is not None]
+        events = [
+            Event(record["kind"], record["step"], record["time"], _describe(record))
+            for record in self.history.records
+            if record["kind"] not in _NO_EVENTS
+        ]
         if self.state.name in ("failed", "killed"):
             exit_reports, last = self.history.exits[:1], self.history.last()
             step = exit_reports[0].step if exit_reports else self.history.step
@@ -221,33 +206,8 @@ class RunSummary:
         return events
 
 
-def _event(record: Mapping[str, Any]) -> Event | None:
-    kind, step, time = record["kind"], record["step"], record["time"]
-    get = record.get
-    if kind in ("start", "resume"):
-        processes = get("world_size", "?")
-        text = f"{get('engine', 'unknown engine')}, {processes} process{'es' * (processes != 1)}"
-        text += f", {get('sharding')}" if get("sharding") else ""
-        return Event(kind, step, time, text + (f" of steps up to {get('total_steps')}" if get("total_steps") else ""))
-    if kind == "skip":
-        norm = get("optim/grad_norm")
-        norm_text = f", gradient norm {norm:.4g}" if norm is not None and math.isfinite(norm) else ""
-        return Event("skip", step, time, f"step skipped, reason: {get('reason', 'unknown')}{norm_text}")
-    if kind == "checkpoint":
-        stall = get("stall_s")
-        stall_text = f", training waited {stall:.2g} s" if stall is not None else ""
-        return Event("checkpoint", step, time, f"{Path(str(get('path', ''))).name}{stall_text}")
-    if kind == "micro_batch":
-        after = (
-            f"{get('micro_batch_tokens')} tokens" if get("micro_batch_tokens") else f"{get('micro_batch_size')} samples"
-        )
-        return Event("micro_batch", step, time, f"out of memory: {get('before')} -> {after}")
-    if kind == "slow_rank":
-        by = f"{get('slowdown'):.0%} slower than" if get("slow") else "as fast again as"
-        return Event("slow_rank", step, time, f"rank {get('rank')} on {get('host')} is {by} the median of the others")
-    if kind == "end":
-        stopped_by = get("stopped_by")
-        if stopped_by:
-            return Event("stop", step, time, f"stopped by {stopped_by}, saved")
-        return Event("finish", step, time, "finished")
-    return None
+def _describe(record: Record) -> str:
+    """Return the plain values of the record of an event; of a start, which has its whole report, a few."""
+    keys = _START_KEYS if record["kind"] in ("start", "resume") else record.keys() - _HIDDEN_KEYS
+    values = {key: record[key] for key in record if key in keys and isinstance(record[key], str | int | float)}
+    return ", ".join(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in values.items())

@@ -18,6 +18,7 @@ from mmldlm.tools.compare import command
 from mmldlm.tools.report.paired import Difference
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
+from tests.helpers.written_runs import write_run
 
 
 def config(folder: Path, name: str, store: Path, **changes: str) -> Path:
@@ -91,7 +92,7 @@ def test_until_decided_stops_early(tiny_store: Path, tmp_path: Path, capsys: pyt
 
 
 def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A decision over seeds takes several pairs, and is the same from the folders alone."""
+    """A decision over seeds takes several pairs, and is the same from the folders alone, and in a report."""
     paths = [config(tmp_path, "a", tiny_store, steps="20"), config(tmp_path, "b", tiny_store, lr="1e-5", steps="20")]
     options = ("--loss", "validation/total", "--at-least", "1%")
     result = compared(capsys, *paths, "--until", "end", "--seeds", "1", "2", "3", *options)
@@ -104,12 +105,26 @@ def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
     out = tmp_path / "report"
     assert cli.main(["report", *map(str, runs), f"--out={out}"]) == 0
-    (paired,) = json.loads((out / "final_metrics.json").read_text())["paired"]
-    assert paired["over_seeds"] == result["over_seeds"] and paired["pairs"] == result["pairs"]
+    (comparison,) = json.loads((out / "final_metrics.json").read_text())["comparison"].values()
+    assert comparison["over_seeds"] == result["over_seeds"] and comparison["pairs"] == result["pairs"]
     page = (out / "report.html").read_text()
-    assert '<section id="paired">' in page and (out / "paired.png").stat().st_size > 5000
+    assert (out / "paired.png").stat().st_size > 5000
     low, high = row["relative_interval"]
     assert f"[{100 * low:+.3g}, {100 * high:+.3g}]" in page
+
+
+@pytest.mark.quick
+def test_runs_without_partners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of other seeds are compared as independent ones; runs of three configs are not compared."""
+    a = [write_run(tmp_path / f"a{seed}", seed) for seed in (1, 2, 3)]
+    b = [write_run(tmp_path / f"b{seed}", seed, shift=1, lr=2e-3) for seed in (4, 5, 6)]
+    assert command.main([*map(str, a + b)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "final values, mean over 6 runs" and lines[-1] == "loss/total over seeds: B is above A"
+    (row,) = [row for row in compared(capsys, *a, *b)["over_seeds"] if row["metric"] == "loss/total"]
+    assert (row["of"], row["n"], row["verdict"]) == ("runs", 6, "worse") and row["relative_interval"][0] > 0
+    with pytest.raises(UsageError, match="found those of 3: a1 and 2 more, b4 and 2 more, c"):
+        command.main([*map(str, a + b), str(write_run(tmp_path / "c", 1, lr=3e-3))])
 
 
 @pytest.mark.quick
@@ -118,11 +133,11 @@ def test_decisions() -> None:
 
     def decision(shift: float, at_least: float = 0.005, scale: float = 1e-3) -> str:
         steps = range(1, 201)
-        return Difference.between("x", "records", steps, np.ones(200), 1 + shift + scale * noise).decision(at_least)
+        return Difference.of_paired("x", "records", steps, np.ones(200), 1 + shift + scale * noise).decision(at_least)
 
     assert decision(0.01) == "higher" and decision(-0.01) == "lower"
     assert decision(0) == "equal" and decision(0, at_least=0) == "open" and decision(0.004, scale=0.1) == "open"
-    short = Difference.between("x", "records", [1, 2], np.ones(2), np.zeros(2))
+    short = Difference.of_paired("x", "records", [1, 2], np.ones(2), np.zeros(2))
     assert short.decision(0.5) == "open" and math.isinf(short.half_widths[-1])
 
 
@@ -134,7 +149,6 @@ def test_decisions() -> None:
         (("{a}", "--until", "end"), UsageError, "--until"),
         (("{a}", "{b}", "--seeds", "1"), UsageError, "--seeds"),
         (("{a}", "{b}", "--until", "end", "--loss", "validation/total"), UsageError, "--loss"),
-        (("{a}", "{b}", "--until", "end", "--seeds", "1", "--steps", "5"), UsageError, "--steps"),
     ],
 )
 @pytest.mark.quick

@@ -1,11 +1,12 @@
-"""Intervals that hold at all times together, on sequences whose mean is known."""
+"""Intervals of known means: those that hold at all times together, and Welch's."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from mmldlm.utils.confidence_sequence import confidence_sequence
+from mmldlm.utils.intervals import confidence_sequence, welch_half_width
 
 pytestmark = pytest.mark.quick
 SEQUENCES = 1000
@@ -46,3 +47,25 @@ def test_shape() -> None:
     scaled = confidence_sequence(1e6 + 1e-3 * values, 0.08)[1]
     np.testing.assert_allclose(scaled[50:], 1e-3 * half_widths[50:], rtol=1e-5)
     assert confidence_sequence(np.full(50, 2.5), 0.08)[1][-1] == 0, "two runs of one config and seed"
+
+
+@pytest.mark.parametrize(("n", "m", "scale"), [(4, 5, 0.5), (3, 3, 1.0), (2, 2, 3.0), (3, 8, 1.0), (12, 9, 0.1)])
+def test_welch(n: int, m: int, scale: float) -> None:
+    """The interval is scipy's with its degrees of freedom rounded down, and holds the truth as often as it says."""
+    rng = np.random.default_rng(3)
+    held = []
+    for _ in range(SEQUENCES):
+        a, b = rng.normal(10, 1, n), rng.normal(8, scale, m)
+        half_width = welch_half_width(a, b)
+        held.append(abs(b.mean() - a.mean() + 2) <= half_width)
+        degrees = stats.ttest_ind(b, a, equal_var=False).df
+        error = np.sqrt(a.var(ddof=1) / n + b.var(ddof=1) / m)
+        assert half_width == pytest.approx(stats.t.ppf(0.975, np.floor(degrees + 1e-9)) * error, rel=0.01)
+        assert half_width >= 0.99 * stats.t.ppf(0.975, degrees) * error
+    assert np.mean(held) >= 0.935
+
+
+def test_welch_without_spread_or_values() -> None:
+    assert welch_half_width(np.array([2.0, 2.0]), np.array([1.0, 1.0, 1.0])) == 0
+    for a, b in ((1, 5), (5, 1), (1, 1)):
+        assert np.isinf(welch_half_width(np.ones(a), np.arange(b)))

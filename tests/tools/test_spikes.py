@@ -14,10 +14,10 @@ import torch
 from mmldlm import train
 from mmldlm.checkpoint.manifest import verify_checkpoint
 from mmldlm.checkpoint.tensors import TensorFiles
-from mmldlm.tools import explain as explain_command
-from mmldlm.tools import rewind, verify
+from mmldlm.tools import verify
 from mmldlm.tools.replay import RecordedRun
 from mmldlm.tools.report.command import main as report
+from mmldlm.tools.spikes import explain, explain_main, rewind_main
 from tests.helpers.engine_runs import records
 from tests.helpers.spikes import SPIKY, drawn_at, spoil, spoiled_copy
 from tests.helpers.user_errors import assert_user_error
@@ -68,10 +68,10 @@ def test_explain_rewind_and_go_on(planted: Planted, tiny_store: Path, capsys: py
     run = planted.train("run")
     assert [record["step"] for record in records(run, "skip").values()] == [SPIKE]
     capsys.readouterr()
-    assert explain_command.main([str(run), str(SPIKE)]) == 0
+    assert explain_main([str(run), str(SPIKE)]) == 0
     output = capsys.readouterr().out
     assert f"{planted.names[0]}: " in output and "they caused it" in output and f"{MAX_REPLAYS} replays" in output
-    assert rewind.main([str(run), "--before", str(SPIKE), "--skip", *planted.names]) == 0
+    assert rewind_main([str(run), "--before", str(SPIKE), "--skip", *planted.names]) == 0
     assert "continues from step 20" in capsys.readouterr().out
     left = curve(run, 0)
     assert planted.train("run") == run  # the usual command
@@ -96,9 +96,9 @@ def output_of_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_pair_and_none(tmp_path: Path, tiny_store: Path) -> None:
     planted = Planted(tmp_path, tiny_store, drawn_at(tiny_store, SPIKE)[2:4])
     run = RecordedRun.read(planted.train("run"))
-    pair, lines = explain_command.explain(run, SPIKE)
+    pair, lines = explain(run, SPIKE)
     assert pair.is_found and {line.split(": ")[0] for line in lines if line.startswith("own:")} == set(planted.names)
-    usual, lines = explain_command.explain(run, SPIKE - 1)
+    usual, lines = explain(run, SPIKE - 1)
     assert "no spike" in lines[0] and "above limit" not in lines[0]
     assert usual.norm < run_limit(run, SPIKE) and usual.replays == 2 * MAX_REPLAYS
 
@@ -131,7 +131,7 @@ def test_a_hundred_planted_samples(tmp_path: Path, tiny_store: Path) -> None:
         planted = Planted(folder, tiny_store, [rng.choice(drawn_at(tiny_store, step)) for step in steps])
         run = RecordedRun.read(planted.train("run", "train.steps=48", "checkpoint.every_steps=4"))
         for step, name in zip(steps, planted.names, strict=True):
-            result, lines = explain_command.explain(run, step)
+            result, lines = explain(run, step)
             assert result.is_found and result.replays <= MAX_REPLAYS and lines[1].startswith(f"{name}: "), lines
             found += 1
     assert found == 100
