@@ -39,7 +39,6 @@ from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import StepProfiler, phase
 from mmldlm.telemetry.tracker import Tracker
-from mmldlm.telemetry.tracker_bridges import start_bridges
 from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.checkpointer import Checkpointer, checkpoint_record
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
@@ -204,9 +203,9 @@ class Trainer:
         self.checkpointer.describe(report, store)
         # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
         resumed = config.resume != "never" and (self.run_dir / "metrics.jsonl").exists()
-        self.tracker = self._stack.enter_context(
-            Tracker(self.run_dir, config.train.steps, self.state.step, resumed, engine.is_main, config.log.tensorboard)
-        )
+        outputs = config.log.tensorboard, config.log.trackers
+        tracker = Tracker(self.run_dir, config.train.steps, self.state.step, resumed, engine.is_main, *outputs)
+        self.tracker = self._stack.enter_context(tracker)
         skips = open_skips_file(self.run_dir, self.state.step, resumed) if engine.is_main else nullcontext()
         skips_file = self._stack.enter_context(skips)
         hosts = [rank["host"] for rank in report["ranks"]]
@@ -223,7 +222,6 @@ class Trainer:
             samples = {name: split.samples for name, split in store.manifest.splits.items()}
             start = {"samples": samples, "resumed_from": checkpoint and checkpoint_record(checkpoint)}
             self.tracker.start({**report, **start}, dump(with_absolute_paths(config)))
-            notes = [*notes, *start_bridges(self.run_dir, config.log.trackers)]
             lines = [*notes, f"run {self.run_dir}: steps {self.state.step} to {config.train.steps}"]
             print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
         self._warm_up()
