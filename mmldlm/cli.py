@@ -16,7 +16,7 @@ from mmldlm.utils.versions import check_versions
 COMMANDS = {
     "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
-    "convert": ("mmldlm.tools.convert.command", "data and run configs of the LGDLM trainer"),
+    "convert": ("mmldlm.contrib.lgdlm.command", "data and run configs of the LGDLM trainer"),
     "data": ("mmldlm.data.inspect_command", "inspect or verify a data store"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),

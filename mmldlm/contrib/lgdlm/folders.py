@@ -4,7 +4,7 @@
 |---|---|---|
 | pairs | `tokens/train/X_tokens.npz` of `input_ids` and `attention_mask`, `latents/train/X.npy` | by name |
 | batches | `tokens/train/*.npy` [n, 2, L] of ids and mask, `latents/train/*.npy` | by the rows of `*_meta.json` |
-| dat | `*_tokens.dat`, `*_latents.dat` | by row (`lgdlm_dat`) |
+| dat | `*_tokens.dat`, `*_latents.dat` | by row (`dat`) |
 | texts | `train_data.json` (or `_with_tokens`), `texts/train/*.txt`, `latents/train/*.npy` | by the paths in the JSON |
 
 `train/` may be absent or have another name. Nothing is unpickled.
@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.errors import DataError
-from mmldlm.tools.convert.lgdlm_dat import DatContents, read_dat
-from mmldlm.tools.convert.samples import (
+from mmldlm.contrib.lgdlm.dat import DatContents, read_dat
+from mmldlm.contrib.lgdlm.samples import (
     Sample,
     SourceSample,
     UnusableSample,
@@ -34,6 +33,7 @@ from mmldlm.tools.convert.samples import (
     read_token_archive,
     remove_padding,
 )
+from mmldlm.errors import DataError
 
 LAYOUTS = ("pairs", "batches", "dat", "texts")
 _JSON_NAMES = ("train_data.json", "validation_data.json", "val_data.json", "test_data.json")

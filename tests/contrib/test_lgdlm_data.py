@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mmldlm import cli
+from mmldlm.contrib.lgdlm.command import write_parquet
+from mmldlm.contrib.lgdlm.folders import read_samples
+from mmldlm.contrib.lgdlm.samples import Sample
 from mmldlm.data.store import Store
-from mmldlm.tools.convert.command import write_parquet
-from mmldlm.tools.convert.lgdlm import read_samples
-from mmldlm.tools.convert.samples import Sample
 from tests.helpers.lgdlm_folders import (
     Samples,
     make_samples,

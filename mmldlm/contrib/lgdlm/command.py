@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mmldlm.config import split_arguments
+from mmldlm.contrib.lgdlm.config import convert_config, to_config_text
+from mmldlm.contrib.lgdlm.dat import INDEX, DatContents, row_type
+from mmldlm.contrib.lgdlm.folders import LAYOUTS, find_layout, read_samples
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, UnusableSample
 from mmldlm.data.prepare.readers.tables import pyarrow
 from mmldlm.errors import DataError, ExitCode, UsageError
-from mmldlm.tools.convert.lgdlm import LAYOUTS, find_layout, read_samples
-from mmldlm.tools.convert.lgdlm_config import convert_config, summary_lines, to_config_text, to_table
-from mmldlm.tools.convert.lgdlm_dat import INDEX, DatContents, row_type
-from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress, print_status
+from mmldlm.utils.short_repr import display_name
 
 GROUP_BYTES = 1 << 24  # of a row group, which is held in memory until it is written
 
@@ -106,19 +108,18 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
 
 
 def convert_lgdlm_config(source: Path, out: Path, assignments: Sequence[str]) -> None:
-    """Write a run config of LGDLM as `out/NAME.yaml`, and what became of each of its keys as `out/NAME.md`.
-
-    If one of the files exists already, that is a `UsageError`.
-    """
-    converted = convert_config(source, assignments)
-    config, table = out / f"{source.stem}.yaml", out / f"{source.stem}.md"
-    for path in (config, table):
-        if path.exists():
-            raise UsageError(f"{path}: exists already; expected another folder")
+    """Write a run config of LGDLM as `out/NAME.yaml`; a file that exists already is a `UsageError`."""
+    settings, left = convert_config(source, assignments)
+    path = out / f"{source.stem}.yaml"
+    if path.exists():
+        raise UsageError(f"{path}: exists already; expected another folder")
     out.mkdir(parents=True, exist_ok=True)
-    table.write_text(to_table(converted, source), encoding="utf-8")
-    config.write_text(to_config_text(converted, source), encoding="utf-8")
-    print(f"{config}, and what became of each key in {table}", *summary_lines(converted), sep="\n")
+    path.write_text(to_config_text(settings, left, source), encoding="utf-8")
+    names = ", ".join(printable(display_name(key)) for key in left) or "nothing"
+    print(f"{path}: {len(settings)} settings", f"not converted, see docs/migration.md: {names}", sep="\n")
+    for key, advice in (("train.steps", "epochs x training samples / global batch"), ("mode", "l2t, t2l or joint")):
+        if key not in settings:
+            print(f"to choose: {key} ({advice}), which is at its default")
 
 
 def main(argv: list[str]) -> int:
@@ -128,7 +129,7 @@ def main(argv: list[str]) -> int:
         "lgdlm",
         help="a data folder or a run config of the LGDLM trainer",
         description="Convert a data folder of the LGDLM trainer to a Parquet file of tokens or texts with latents, or "
-        "a YAML file of it to a run config and a table of what became of each key.",
+        "a YAML file of it to a run config; docs/migration.md has a table of all keys.",
     )
     lgdlm.add_argument(
         "source", metavar="SOURCE", type=Path, help="the folder with tokens/, latents/ or .dat files, or a YAML file"

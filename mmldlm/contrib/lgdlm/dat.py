@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, UnusableSample, check_latents, remove_padding
 from mmldlm.errors import DataError, UsageError
-from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample, check_latents, remove_padding
 
 INDEX = "global_index.json"
 
