@@ -11,7 +11,7 @@ from mmldlm.config import split_arguments
 from mmldlm.contrib.lgdlm.config import convert_config, to_config_text
 from mmldlm.contrib.lgdlm.dat import INDEX, DatContents, row_type
 from mmldlm.contrib.lgdlm.folders import LAYOUTS, find_layout, read_samples
-from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, UnusableSample
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample
 from mmldlm.data.prepare.readers.tables import pyarrow
 from mmldlm.errors import DataError, ExitCode, UsageError
 from mmldlm.utils.printable import printable
@@ -63,7 +63,7 @@ def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> It
         try:
             sample = read()
             f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot hold
-        except (UnusableSample, UnicodeEncodeError) as error:
+        except (DataError, UnicodeEncodeError) as error:
             if not skip:
                 raise DataError(f"{location}: {error}; --on-problem skip leaves such samples out") from None
             print_status(f"{location}: {error}")

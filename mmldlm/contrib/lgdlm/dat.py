@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, UnusableSample, check_latents, remove_padding
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, check_latents, remove_padding
 from mmldlm.errors import DataError, UsageError
 
 INDEX = "global_index.json"
@@ -123,5 +123,5 @@ def _read_row(id: str, tokens: np.ndarray, latents: np.ndarray, pad_id: int | No
     # Up to the last other id, as the pad id may also occur within a text.
     used = np.flatnonzero(tokens != pad_id)
     if not len(used):
-        raise UnusableSample(f"no tokens: all are the pad id {pad_id}")
+        raise DataError(f"no tokens: all are the pad id {pad_id}")
     return Sample(id, check_latents(latents), tokens[: used[-1] + 1].astype(np.int64))

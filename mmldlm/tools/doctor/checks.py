@@ -7,8 +7,8 @@ import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,13 +21,13 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
 from mmldlm.distributed.environment import disabled_guards
-from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError
+from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.factory import attention_backend, build_meta_model
 from mmldlm.run.warm_start import find_source, warm_start
+from mmldlm.trainer.consistency import writable_run_folder
 from mmldlm.trainer.dry_run import estimate
-from mmldlm.utils.files import probe_file
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -276,23 +276,10 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
 def check_folder(run_dir: Path) -> Finding:
     """Check that a file can be written into run.dir; nothing is left behind."""
     try:
-        with temporary_folder(run_dir), probe_file(run_dir):
+        with writable_run_folder(run_dir):
             return ok("run.dir", f"{run_dir.resolve()} can be written")
-    except OSError as error:
-        return fail("run.dir", f"cannot write {run_dir.resolve()}: {error.strerror}", "set run.dir to another folder")
-
-
-@contextmanager
-def temporary_folder(path: Path) -> Iterator[None]:
-    """Create the folder `path` and its parents; on exit remove those that were created, unless they are in use."""
-    created = [folder for folder in [path, *path.parents] if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            for folder in created:
-                folder.rmdir()
+    except StorageError as error:
+        return fail("run.dir", str(error), "set run.dir to another folder")
 
 
 def _nearest_existing(path: Path) -> Path:

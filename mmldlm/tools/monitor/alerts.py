@@ -476,7 +476,7 @@ ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
         "low speed",
         _low_speed,
         "look for another job on this machine, a hot or throttled GPU (`nvidia-smi -q -d PERFORMANCE`), a slow node or "
-        "disk; `mmldlm doctor` measures the network",
+        "disk; scripts/launch_node.sh ... --check measures the network",
     ),
     (
         "unstable speed",
