@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mmldlm.config import split_arguments
 from mmldlm.contrib.lgdlm.config import convert_config, to_config_text
-from mmldlm.contrib.lgdlm.dat import INDEX, DatContents, row_type
 from mmldlm.contrib.lgdlm.folders import LAYOUTS, find_layout, read_samples
 from mmldlm.contrib.lgdlm.samples import Sample, SourceSample
 from mmldlm.data.prepare.readers.tables import pyarrow
@@ -74,12 +73,12 @@ def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> It
         notes.append(f"{num_skipped} samples left out")
 
 
-def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents | None, skip: bool) -> None:
+def convert_lgdlm(source: Path, out: Path, layout: str | None, skip: bool) -> None:
     """Write the samples of a data folder of the LGDLM trainer to `out/lgdlm.parquet`, which appears when complete.
 
     Raises:
         DataError: There are no such data, files contradict each other, or a sample cannot be read without `skip`.
-        UsageError: The file exists already, an option is wrong or pyarrow is not installed.
+        UsageError: The file exists already, or pyarrow is not installed.
     """
     pyarrow()
     path, notes = out / "lgdlm.parquet", list[str]()
@@ -88,14 +87,12 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     if path.exists():
         raise UsageError(f"{path}: exists already; expected another folder")
     layout = layout or find_layout(source)
-    if dat and layout != "dat":
-        raise UsageError(f"--dat-samples: {source} has the layout {layout}, expected dat")
     out.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".incomplete")
     try:
         with Progress() as progress:
             progress.phase("converting", announce=False)
-            samples = progress.track(read_samples(source, layout, dat, notes), "samples")
+            samples = progress.track(read_samples(source, layout, notes), "samples")
             num_samples = write_parquet(temporary, _usable(samples, skip, notes))
         if not num_samples:
             raise DataError(f"{source}: no usable samples of the layout {layout}")
@@ -145,28 +142,17 @@ def main(argv: list[str]) -> int:
     lgdlm.add_argument(
         "--on-problem", choices=["error", "skip"], default="error", help="unusable samples (%(default)s)"
     )
-    dat = lgdlm.add_argument_group(f"contents of .dat files without {INDEX}")
-    dat.add_argument("--dat-samples", metavar="N", type=int, nargs="+", help="number of samples of each rank")
-    dat.add_argument(
-        "--dat-tokens", metavar="TYPE:SHAPE", type=row_type, help="int32:2x512 with masks, int32:512 without"
-    )
-    dat.add_argument("--dat-latents", metavar="TYPE:SHAPE", type=row_type, help="of a row, such as float32:1024")
-    dat.add_argument("--dat-pad-id", metavar="ID", type=int, help="token that fills rows without a mask")
     options = parser.parse_args(argv)
     folders, assignments = split_arguments(options.arguments)
     if len(folders) > 1:
         raise UsageError(f"expected one folder to write to, found {len(folders)}: {' '.join(folders)}")
     out = Path(folders[0] if folders else "converted")
-    values = (options.dat_samples, options.dat_tokens, options.dat_latents)
     if options.source.is_file():
-        if any(values) or options.dat_pad_id is not None or options.layout or options.on_problem == "skip":
+        if options.layout or options.on_problem == "skip":
             raise UsageError(f"{options.source}: a file is converted as a run config, expected no options of data")
         convert_lgdlm_config(options.source, out, assignments)
         return ExitCode.DONE
     if assignments:
         raise UsageError(f"{options.source} is no file; expected no KEY=VALUE, found {assignments[0]}")
-    if any(values) != all(values) or (options.dat_pad_id is not None and not any(values)):
-        raise UsageError("--dat-samples, --dat-tokens and --dat-latents: expected all three of them, or none")
-    contents = DatContents(*values, pad_id=options.dat_pad_id) if all(values) else None
-    convert_lgdlm(options.source, out, options.layout, contents, skip=options.on_problem == "skip")
+    convert_lgdlm(options.source, out, options.layout, skip=options.on_problem == "skip")
     return ExitCode.DONE

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.contrib.lgdlm.dat import DatContents, read_dat
+from mmldlm.contrib.lgdlm.dat import read_dat
 from mmldlm.contrib.lgdlm.samples import (
     Sample,
     SourceSample,
@@ -61,17 +61,14 @@ def find_layout(source: Path) -> str:
     return names[0] if names else "texts"
 
 
-def read_samples(source: Path, layout: str, dat: DatContents | None, notes: list[str]) -> Iterator[SourceSample]:
-    """Yield the samples of a folder in a fixed order; a line in `notes` tells about files that belong to no sample.
+def read_samples(source: Path, layout: str, notes: list[str]) -> Iterator[SourceSample]:
+    """Yield the samples of a folder in a fixed order; files that contradict each other are a `DataError`.
 
-    Contents of `.dat` files are by default those of `global_index.json`; if `dat` is incomplete, that is a
-    `UsageError`. Files that contradict each other are a `DataError`.
+    A line in `notes` tells about files that belong to no sample.
     """
-    if layout == "dat":
-        return read_dat(source, dat)
     if layout == "pairs":
         return _read_pairs(source, notes)
-    return _read_batches(source) if layout == "batches" else _read_texts(source)
+    return {"batches": _read_batches, "dat": read_dat, "texts": _read_texts}[layout](source)
 
 
 def _files(folder: Path, suffix: str, prefix: str = "") -> Iterator[str]:
