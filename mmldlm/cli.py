@@ -33,7 +33,7 @@ COMMANDS = {
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "plan": ("mmldlm.tools.plan.command", "predict memory and step time of the ways to train a config, and choose"),
-    "doctor": ("mmldlm.tools.doctor.command", "check this machine, and a run on it, before training"),
+    "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
 # Commands that are gone, and what to use in their place.
 REMOVED = {"track": "log.trackers=[NAME] sends the scalars while the run trains"}

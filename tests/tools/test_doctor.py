@@ -21,7 +21,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.model.mmdit import count_parameters
 from mmldlm.run.factory import build_model
-from mmldlm.tools.doctor.checks import (
+from mmldlm.tools.doctor import (
     check_attention,
     check_cores,
     check_disk,
@@ -32,10 +32,10 @@ from mmldlm.tools.doctor.checks import (
     exit_code,
     fail,
     format_report,
+    main,
     ok,
     warn,
 )
-from mmldlm.tools.doctor.command import main
 from tests.helpers.paths import ROOT
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -200,7 +200,7 @@ def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
 def test_few_open_files_is_a_warning() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     code = (
-        "import resource; from mmldlm.tools.doctor.checks import check_open_files as check\n"
+        "import resource; from mmldlm.tools.doctor import check_open_files as check\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); found = check(); print(found.status, found.remedy)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
