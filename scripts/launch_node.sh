@@ -105,7 +105,9 @@ printf '\n'
 
 if [ "${DOCTOR:-}" != skip ]; then
   read -ra options <<<"${DOCTOR:-}" # several in one variable
+  trap 'exit 143' TERM # once the doctor has ended, in seconds; process 1 of a container would ignore the signal
   "$python" -m mmldlm.cli doctor "$config" "${settings[@]}" --processes "$NPROC_PER_NODE" "${options[@]}" || exit $?
+  trap - TERM
 fi
 
 exec "${launch[@]}"

@@ -51,6 +51,12 @@ def state(process: psutil.Process) -> str:
     return ""
 
 
+def is_doctor(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # it has ended since it was found
+        return "doctor" in process.cmdline()
+    return False
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
@@ -124,6 +130,14 @@ def test_nohup_is_respected(tiny_config: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert "stopped by SIGTERM" in out and json.loads((run / "exit.json").read_text())["code"] == 75
+
+
+def test_a_signal_during_the_doctor_starts_no_run(tiny_config: Path, tmp_path: Path) -> None:
+    process = launch(tmp_path / "logs", ["ddp", tiny_config], NPROC_PER_NODE=2)
+    wait_until(lambda: any(map(is_doctor, descendants(process))), "the doctor")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
+    assert process.returncode == 143 and not (tmp_path / "run").exists(), out
 
 
 def test_a_check_starts_the_engine_and_trains_nothing(tiny_config: Path, tmp_path: Path) -> None:
