@@ -16,7 +16,7 @@ from mmldlm.utils.versions import check_versions
 COMMANDS = {  # the module, with its function unless that is `main`, and what it does
     "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
-    "convert": ("mmldlm.tools.convert.command", "data and run configs of the LGDLM trainer"),
+    "convert": ("mmldlm.contrib.lgdlm.command", "data and run configs of the LGDLM trainer"),
     "data": ("mmldlm.data.inspect_command", "inspect or verify a data store"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
@@ -30,16 +30,17 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "rewind": ("mmldlm.tools.spikes:rewind_main", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
-    "track": ("mmldlm.tools.track", "send the records of a run to wandb, trackio or mlflow"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "plan": ("mmldlm.tools.plan.command", "predict memory and step time of the ways to train a config, and choose"),
-    "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
+    "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
+# Commands that are gone, and what to use in their place.
+REMOVED = {"track": "log.trackers=[NAME] sends the scalars while the run trains"}
 # Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
-MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "compare", "track")
+MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "compare")
 
 
 def usage() -> str:
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         start_process(outlives_terminal)
     if name not in COMMANDS:
-        print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        problem = f"the command {name} is gone: {REMOVED[name]}" if name in REMOVED else f"unknown command {name!r}"
+        print(f"mmldlm: error: {problem}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
     if argv is None and name in COMPUTE_COMMANDS:
         configure_cuda_allocator(os.environ)  # before the module imports torch

@@ -31,7 +31,6 @@ from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.declaration import flat_settings, setting
 from mmldlm.telemetry.profiler import ProfileConfig
-from mmldlm.telemetry.tracker_bridges import TrackerName
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.short_repr import display_name
 
@@ -104,10 +103,10 @@ class LogConfig:
         5, "number of equal noise bins in [0, 1] whose losses are logged separately; 1: none", at_least=1, at_most=10
     )
     tensorboard: bool = setting(True, "write TensorBoard files to the run folder")
-    trackers: list[TrackerName] = setting(
+    trackers: list[str] = setting(
         factory=list,
-        doc="experiment trackers that get the records, by a process of its own for each: [wandb, trackio, mlflow]",
-        advice="Costs the training nothing; the steps since the last checkpoint follow with the next one",
+        doc="experiment trackers that get the scalars, of those that Accelerate knows: [wandb, trackio, mlflow]",
+        advice="The training does not wait for them, but for their start",
     )
     figures_every: int = setting(
         1000,

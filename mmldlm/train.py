@@ -56,12 +56,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line into one config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
-        usage="%(prog)s [--dry-run] CONFIG.yaml [key.sub=value ...]",
+        usage="%(prog)s [--dry-run | --check] CONFIG.yaml [key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
     parser.add_argument("--config", help="config file, if it is not the first argument")
     parser.add_argument("--dry-run", action="store_true", help="print the config and its estimated costs and exit")
+    parser.add_argument(
+        "--check", action="store_true", help="start and compare the ranks, time an all-reduce, and exit"
+    )
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed config, with the deepspeed launcher")
     parser.add_argument(
         "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine, with torchrun"
@@ -87,7 +90,13 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
 
         print_estimate(config, options.accelerate_config)
         return ExitCode.DONE
-    train(config, read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config), trainer_cls)
+    launch = read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config)
+    if options.check:
+        from mmldlm.trainer.start_check import check_start
+
+        check_start(config, launch)
+    else:
+        train(config, launch, trainer_cls)
     return ExitCode.DONE
 
 

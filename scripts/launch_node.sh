@@ -2,7 +2,9 @@
 # Start this node's processes of a run. Call it on every node, with the same arguments, within a minute:
 #
 #   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=8 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 \
-#     bash scripts/launch_node.sh ENGINE CONFIG.yaml [key.sub=value ...]
+#     bash scripts/launch_node.sh ENGINE CONFIG.yaml [key.sub=value ...] [--check]
+#
+# --check starts all processes, compares config, data, versions and run folder, times an all-reduce, and ends.
 #
 # ENGINE           ddp, fsdp2, fsdp2_hsdp (a replica on each node), zero1, zero2, zero3, zero3_hpz, zero2_offload or
 #                  zero3_offload
@@ -13,7 +15,8 @@
 # MASTER_PORT      a free port of node 0; default 29500
 # MAX_RESTARTS     how often a node restarts its processes after one has failed; default 0
 # LOG_DIR          everything printed is also appended to LOG_DIR/nodeNODE_RANK.log; default logs
-# DOCTOR           skip: no checks before the start; anything else: options for `mmldlm doctor`
+# DOCTOR           skip: no checks of this machine before the start; anything else: options for `mmldlm doctor`
+# CHECK_TIMEOUT    seconds for which --check waits for the other nodes; default 60
 # PYTHON           interpreter with mmldlm; default: that of .venv, or the one next to mmldlm on PATH
 #
 # The exit code is the launcher's; run.dir/exit.json has the run's own. A signal to this script reaches the launcher,
@@ -29,10 +32,15 @@ number() { # NAME LEAST MOST
   fi
 }
 
-[ $# -ge 2 ] || fail "expected ENGINE CONFIG.yaml [key.sub=value ...], found '$*'"
+[ $# -ge 2 ] || fail "expected ENGINE CONFIG.yaml [key.sub=value ...] [--check], found '$*'"
 engine="$1" config="$2"
 shift 2
+settings=() check=()
+for argument; do
+  if [ "$argument" = --check ]; then check=(--check); else settings+=("$argument"); fi
+done
 NNODES="${NNODES:-1}" MASTER_PORT="${MASTER_PORT:-29500}" MAX_RESTARTS="${MAX_RESTARTS:-0}" LOG_DIR="${LOG_DIR:-logs}"
+CHECK_TIMEOUT="${CHECK_TIMEOUT:-60}"
 number NNODES 1 100000
 required=(NPROC_PER_NODE)
 ((NNODES == 1)) || required+=(NODE_RANK MASTER_ADDR)
@@ -44,6 +52,7 @@ number NPROC_PER_NODE 1 1000
 number NODE_RANK 0 $((NNODES - 1))
 number MASTER_PORT 1 65535
 number MAX_RESTARTS 0 1000
+number CHECK_TIMEOUT 1 100000
 if ! [[ "$MASTER_ADDR" =~ ^[A-Za-z0-9:[][]A-Za-z0-9._:%-]{0,254}$ ]]; then
   fail "MASTER_ADDR: expected a host name or address, found '$MASTER_ADDR'"
 fi
@@ -57,9 +66,6 @@ case "$engine" in
     ;;
 esac
 launcher_config="$root/accelerate_configs/$engine.yaml"
-if ((NNODES > 1)) && [ -f "${launcher_config%.yaml}_multinode.yaml" ]; then
-  launcher_config="${launcher_config%.yaml}_multinode.yaml"
-fi
 [ -f "$launcher_config" ] || fail "ENGINE: $engine needs $launcher_config, which is not there"
 [ -f "$config" ] || fail "CONFIG.yaml: no such file: $config"
 
@@ -79,7 +85,11 @@ fi
 if [ "$engine" = fsdp2_hsdp ]; then
   launch+=(--parallelism_config_dp_replicate_size "$NNODES" --parallelism_config_dp_shard_size "$NPROC_PER_NODE")
 fi
-launch+=(-m mmldlm.train "$config" "$@")
+if [ ${#check[@]} != 0 ]; then
+  launch+=(--rdzv_conf "timeout=$CHECK_TIMEOUT" --max_restarts 0)
+  export TORCH_CPP_LOG_LEVEL=FATAL # the launcher's last line names what PyTorch would trace
+fi
+launch+=(-m mmldlm.train "$config" "${settings[@]}" "${check[@]}")
 # Seconds that processes have to save after a signal, or to notice the loss of a rank, before the launcher kills them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 
@@ -95,13 +105,9 @@ printf '\n'
 
 if [ "${DOCTOR:-}" != skip ]; then
   read -ra options <<<"${DOCTOR:-}" # several in one variable
-  # In the background, so that a signal is handled at once; the traps end it together with this script.
-  trap 'kill $(jobs -p) || true; exit 143' TERM
-  trap 'kill $(jobs -p) || true; exit 130' INT
-  trap 'kill $(jobs -p) || true; exit 129' HUP
-  "$python" -m mmldlm.cli doctor "$config" "$@" --processes "$NPROC_PER_NODE" "${options[@]}" &
-  wait $! || exit $?
-  trap - TERM INT HUP
+  trap 'exit 143' TERM # once the doctor has ended, in seconds; process 1 of a container would ignore the signal
+  "$python" -m mmldlm.cli doctor "$config" "${settings[@]}" --processes "$NPROC_PER_NODE" "${options[@]}" || exit $?
+  trap - TERM
 fi
 
 exec "${launch[@]}"

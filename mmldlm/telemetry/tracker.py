@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmldlm.telemetry import figures
+from mmldlm.telemetry.experiment_trackers import ExperimentTracker
 from mmldlm.telemetry.metrics import Kind, MetricsFile
 from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.tensorboard import TensorBoard
@@ -44,6 +45,7 @@ class Tracker:
             dropped from the metrics file and hidden in TensorBoard.
         resumed: Whether the run continues from a checkpoint; otherwise an existing metrics file is set aside.
         enabled: True on the main rank; on the others all methods do nothing.
+        trackers: Names of experiment trackers that get the scalars, too.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Tracker:
         resumed: bool,
         enabled: bool,
         tensorboard: bool = True,
+        trackers: Sequence[str] = (),
     ):
         self.enabled = enabled
         self._total_steps, self._start_step, self.resumed = total_steps, start_step, resumed
         self._board: TensorBoard | None = None
+        self._trackers: list[ExperimentTracker] = []
         self._reported_missing = False
         if not enabled:
             return
@@ -67,6 +71,7 @@ class Tracker:
         self._progress.start_status_thread()
         if tensorboard:
             self._board = TensorBoard(folder / "tensorboard", start_step + 1 if resumed else 0)
+        self._trackers = [ExperimentTracker(name, folder, resumed, self.message) for name in dict.fromkeys(trackers)]
 
     def start(self, info: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
         """Write the first record: `info` (world size, engine, versions ...) and the resolved run config."""
@@ -74,6 +79,8 @@ class Tracker:
             return
         kind: Kind = "resume" if self.resumed else "start"
         self._write(kind, self._start_step, {"total_steps": self._total_steps, **info, "config": config})
+        for tracker in self._trackers:
+            tracker.start(config or {})
         if self._board is None:
             return
         self._board.layout()
@@ -215,6 +222,8 @@ class Tracker:
         self._metrics.close()
         if self._board is not None and in_place:  # which opens its file by name each time it writes
             self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> Tracker:
         return self
@@ -228,6 +237,8 @@ class Tracker:
     def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
         if self._board is not None:
             self._board.scalars(step, _numbers(values))
+        for tracker in self._trackers:
+            tracker.log(step, _numbers(values))
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -9,8 +9,8 @@ import re
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,24 @@ def create_run_folder(run_dir: Path) -> None:
         make_folder(run_dir)
     except OSError as error:
         raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
+
+
+@contextmanager
+def writable_run_folder(run_dir: Path) -> Iterator[None]:
+    """Create the run folder for the duration of the context if it is missing; StorageError if it cannot be written."""
+    created = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with probe_file(run_dir):
+                pass
+        except OSError as error:
+            raise StorageError(f"run.dir: cannot write {run_dir.resolve()}: {error.strerror}") from None
+        yield
+    finally:
+        with suppress(OSError):  # in use by now
+            for folder in created:
+                folder.rmdir()
 
 
 def check_run_folder(engine: Engine, run_dir: Path) -> None:
@@ -109,11 +127,10 @@ def revision(package: Path = Path(mmldlm.__file__).parent) -> str:
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
-def disagreements(fingerprints: Sequence[Mapping[str, str]], who: str = "rank") -> list[str]:
-    """Return a line for each key whose values differ: who deviates, the deviating values and the usual value.
+def disagreements(fingerprints: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a line for each key whose values differ: the ranks that deviate, their values and the usual value.
 
-    The usual value is the most frequent one; of several equally frequent ones, the first. `who` is the singular of what
-    the fingerprints are numbered by.
+    The usual value is the most frequent one; of several equally frequent ones, the first.
     """
     lines = []
     for key in dict.fromkeys(key for fingerprint in fingerprints for key in fingerprint):
@@ -124,11 +141,11 @@ def disagreements(fingerprints: Sequence[Mapping[str, str]], who: str = "rank") 
         max_count = max(counts.values())
         usual = next(value for value in values if counts[value] == max_count)
         deviating = [
-            f"{_format_numbers(who, [i for i, v in enumerate(values) if v == value])}: {key} is {_short(value)}"
+            f"{_format_ranks([i for i, v in enumerate(values) if v == value])}: {key} is {_short(value)}"
             for value in counts
             if value != usual
         ]
-        others = _format_numbers(who, [i for i, v in enumerate(values) if v == usual])
+        others = _format_ranks([i for i, v in enumerate(values) if v == usual])
         lines.append(f"{', '.join(deviating)}, {_short(usual)} on {others}")
     return lines
 
@@ -149,12 +166,12 @@ def _short(value: str) -> str:
     return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value or "empty"
 
 
-def _format_numbers(who: str, numbers: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3` or `ranks 0, 2-7`."""
     parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
         else:
-            parts.append([number])
-    return f"{who}{'s' if len(numbers) > 1 else ''} " + ", ".join("-".join(map(str, part)) for part in parts)
+            parts.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, part)) for part in parts)

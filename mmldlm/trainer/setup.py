@@ -32,7 +32,7 @@ from mmldlm.model.flops import ModelFlops
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
-from mmldlm.telemetry.tracker_bridges import check_packages
+from mmldlm.telemetry.experiment_trackers import check_trackers
 from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
 from mmldlm.trainer.run_end import RunEnd
@@ -57,7 +57,7 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     """
     config = resolve_precision(config, launch.mixed_precision)
     check_resume(config.resume)
-    check_packages(config.log.trackers, "log.trackers")
+    check_trackers(config.log.trackers)
     config.train.check_batches(launch.world_size)
     for feature in requested_features(config):
         check_supported(feature, launch.engine)

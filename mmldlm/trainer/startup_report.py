@@ -30,7 +30,6 @@ from mmldlm.run.load import DESCRIPTION
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.resources import memory_limits
 from mmldlm.telemetry.tracker import Tracker
-from mmldlm.telemetry.tracker_bridges import start_bridges
 from mmldlm.trainer.checkpointer import checkpoint_record
 from mmldlm.trainer.restore import RestoredRun
 from mmldlm.trainer.setup import Components
@@ -58,16 +57,14 @@ def open_records(
     report = startup_report(engine, config, components, fingerprint, threads_reason) | {"init": restored.origin}
     # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
     resumed = config.resume != "never" and (run_dir / "metrics.jsonl").exists()
-    tracker = end.enter_context(
-        Tracker(run_dir, config.train.steps, state.step, resumed, engine.is_main, config.log.tensorboard)
-    )
+    outputs = config.log.tensorboard, config.log.trackers
+    tracker = end.enter_context(Tracker(run_dir, config.train.steps, state.step, resumed, engine.is_main, *outputs))
     if engine.is_main:
         write_run_files(run_dir, config, components.store, report)
         samples = {name: split.samples for name, split in components.store.manifest.splits.items()}
         start = {"samples": samples, "resumed_from": restored.path and checkpoint_record(restored.path)}
         tracker.start({**report, **start}, dump(with_absolute_paths(config)))
-        lines = [*restored.notes, *notes, *start_bridges(run_dir, config.log.trackers)]
-        lines += [f"run {run_dir}: steps {state.step} to {config.train.steps}"]
+        lines = [*restored.notes, *notes, f"run {run_dir}: steps {state.step} to {config.train.steps}"]
         print("\n".join(lines + [f"  {line}" for line in report_lines(report)]), flush=True)
     return tracker, report
 

@@ -44,7 +44,6 @@ def test_replicas_and_shards_of_the_shipped_files(monkeypatch: pytest.MonkeyPatc
 
     launch = read("fsdp2_hsdp")
     assert (launch.engine, launch.replicas, launch.sharding) == ("fsdp2", 2, "2 replicas x 2 shards")
-    assert read("fsdp2_hsdp_multinode", 16, 8).sharding == "2 replicas x 8 shards"
     launch = read("zero3_hpz", 4, 2)
     assert (launch.engine, launch.secondary_partition, launch.sharding) == ("zero3", 2, "secondary partition of 2")
     assert read("fsdp2").sharding == read("zero3").sharding == ""

@@ -78,8 +78,8 @@ def write_batches(folder: Path, samples: Samples, size: int = 50, file_a_sample:
     return folder
 
 
-def write_dat(folder: Path, samples: Samples, spare: int = 16, masked: bool = False) -> tuple[Path, dict]:
-    """Write two ranks' files with room for `spare` more samples; return the folder and its options of `convert`."""
+def write_dat(folder: Path, samples: Samples, spare: int = 16, masked: bool = False) -> Path:
+    """Write two ranks' files with room for `spare` more samples, and an index as it is written by hand."""
     folder.mkdir()
     half = len(samples.texts) // 2 + 7
     counts = []
@@ -89,12 +89,11 @@ def write_dat(folder: Path, samples: Samples, spare: int = 16, masked: bool = Fa
         for kind, array in (("tokens", tokens), ("latents", samples.latents[rows])):
             path = folder / f"train_rank{rank}_{kind}.dat"
             path.write_bytes(array.tobytes() + bytes(spare * array[0].nbytes))
-    options = {
-        "--dat-samples": counts,
-        "--dat-tokens": [f"int32:{'2x' if masked else ''}{LENGTH}"],
-        "--dat-latents": ["float32:6"],
-    }
-    return folder, options if masked else options | {"--dat-pad-id": [Tokenizer.load(samples.tokenizer).pad_id]}
+    index = {"files": ["train_rank0", "train_rank1"], "samples_per_rank": counts, "latents": "float32:6"}
+    pad_id = {} if masked else {"pad_id": Tokenizer.load(samples.tokenizer).pad_id}
+    index |= {"tokens": f"int32:{'2x' if masked else ''}{LENGTH}"} | pad_id
+    (folder / "global_index.json").write_text(json.dumps(index))
+    return folder
 
 
 def write_texts(folder: Path, samples: Samples) -> Path:
@@ -150,11 +149,11 @@ def write_unified(folder: Path, samples: Samples) -> Path:
 
 
 def write_indexed_dat(folder: Path, samples: Samples) -> Path:
-    """Write `.dat` files with the `global_index.json` and the texts of all ranks."""
-    folder, options = write_dat(folder, samples, masked=True)
-    counts = options["--dat-samples"]
-    index = {"files": ["train_rank0", "train_rank1"], "samples_per_rank": counts, "max_length": LENGTH}
-    (folder / "global_index.json").write_text(json.dumps(index | {"embedding_dim": 6, "world_size": 2}))
+    """Write `.dat` files with the `global_index.json` and the texts of all ranks, as LGDLM did."""
+    index = json.loads((write_dat(folder, samples, masked=True) / "global_index.json").read_text())
+    counts = index["samples_per_rank"]
+    index = {"files": index["files"], "samples_per_rank": counts, "max_length": LENGTH, "embedding_dim": 6}
+    (folder / "global_index.json").write_text(json.dumps(index | {"world_size": 2}))
     for rank, texts in enumerate((samples.texts[: counts[0]], samples.texts[counts[0] :])):
         (folder / f"train_rank{rank}_texts.txt").write_text("".join(f"{text}\n" for text in texts))
     return folder

@@ -23,7 +23,7 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import DataError
 from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
 from mmldlm.run.load import load_run
-from mmldlm.tools.doctor.checks import check_store
+from mmldlm.tools.doctor import check_store
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
 from tests.helpers.sample_corpus import overwrite_value

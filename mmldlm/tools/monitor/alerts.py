@@ -476,7 +476,7 @@ ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
         "low speed",
         _low_speed,
         "look for another job on this machine, a hot or throttled GPU (`nvidia-smi -q -d PERFORMANCE`), a slow node or "
-        "disk; `mmldlm doctor` measures the network",
+        "disk; scripts/launch_node.sh ... --check measures the network",
     ),
     (
         "unstable speed",
@@ -493,7 +493,7 @@ ALERTS_OF_ACTIVE_RUNS: tuple[tuple[str, Condition, Advice], ...] = (
     (
         "tracker",
         _tracker_error,
-        "the training does not depend on it, and the tracker gets all records once it can: trackers/NAME in the run "
-        "folder has the details; after the run, `mmldlm track RUN --to NAME` continues",
+        "the training does not depend on it, and the tracker gets the records of the next start: trackers/NAME in the "
+        "run folder has the details",
     ),
 )

@@ -1,14 +1,13 @@
 """The `.dat` files of LGDLM's `generate_memmap_bigfiles.py`: arrays without a header, for each rank one of tokens.
 
 `train_rank0_tokens.dat` and `train_rank0_latents.dat` have room for more rows than there are samples. Counts and shapes
-are in `global_index.json`, or have to be given.
+are in `global_index.json`; a run on one GPU wrote none, so that it has to be written by hand.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmldlm.errors import DataError, UsageError
-from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample, check_latents, remove_padding
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, check_latents, remove_padding
+from mmldlm.errors import DataError
 
 INDEX = "global_index.json"
+_INDEX_KEYS = "files, samples_per_rank, max_length or tokens: int32:2x512, and embedding_dim or latents: float32:1024"
 
 
 class RowType(NamedTuple):
@@ -32,40 +32,18 @@ class RowType(NamedTuple):
 class DatContents(NamedTuple):
     """Contents of `.dat` files: samples of each, and rows of tokens, [2, L] of ids and mask or [L], and of latents."""
 
-    samples: list[int]
+    samples: dict[str, int]  # by name, in the order of ranks
     tokens: RowType
     latents: RowType
-    pad_id: int | None = None  # fills rows without a mask
+    pad_id: int | None  # fills rows without a mask
 
 
-def row_type(text: str) -> RowType:
-    """Return the type that is written as in "int32:2x512"."""
-    name, _, sizes = text.partition(":")
-    try:
-        row = RowType(np.dtype(name), tuple(int(size) for size in sizes.split("x")))
-    except (TypeError, ValueError):
-        row = RowType(np.dtype(object), ())
-    if row.dtype.kind not in "iuf" or min(row.shape) < 1:
-        raise ArgumentTypeError(f"{text}: expected type and shape of a row, such as int32:2x512")
-    return row
-
-
-def read_dat(source: Path, contents: DatContents | None) -> Iterator[SourceSample]:
-    """Yield tokens and latents of the same row, rank by rank; `contents` are by default those of `global_index.json`.
-
-    Raises:
-        DataError: Files contradict `contents` or each other.
-        UsageError: `contents` are missing or incomplete.
-    """
+def read_dat(source: Path) -> Iterator[SourceSample]:
+    """Yield tokens and latents of the same row, rank by rank; files that contradict the index are a `DataError`."""
     names = [path.name.removesuffix("_tokens.dat") for path in source.glob("*_tokens.dat")]
-    # By number: rank 10 follows rank 9, in the order of `--dat-samples`.
-    names.sort(key=lambda name: (*map(int, re.findall(r"\d+", name)), name))
-    contents = contents or _read_index(source / INDEX, names)
-    if len(contents.samples) != len(names):
-        raise UsageError(f"--dat-samples: {len(contents.samples)} numbers, expected one for each of {', '.join(names)}")
-    if len(contents.tokens.shape) == 1 and contents.pad_id is None:
-        raise UsageError("--dat-tokens: rows without masks need --dat-pad-id, the id that fills them")
-    for name, count in zip(names, contents.samples, strict=True):
+    names.sort(key=lambda name: (*map(int, re.findall(r"\d+", name)), name))  # by number: rank 10 follows rank 9
+    contents = _read_index(source / INDEX, names)
+    for name, count in contents.samples.items():
         path = source / f"{name}_tokens.dat"
         tokens = _map_rows(path, contents.tokens, count)
         latents = _map_rows(source / f"{name}_latents.dat", contents.latents, count)
@@ -86,20 +64,31 @@ def read_dat(source: Path, contents: DatContents | None) -> Iterator[SourceSampl
 
 
 def _read_index(path: Path, names: list[str]) -> DatContents:
-    """Return the contents of the files `names` that LGDLM wrote down; it always used these types, and masks."""
+    """Return the contents of the files `names`: as LGDLM wrote them down, or with the types of other rows."""
     if not path.is_file():
-        raise UsageError(f"{path}: no such file; expected it, or --dat-samples, --dat-tokens and --dat-latents")
+        raise DataError(f"{path}: missing; expected a JSON object of {_INDEX_KEYS}")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         counts = {str(name): int(count) for name, count in zip(index["files"], index["samples_per_rank"], strict=True)}
-        tokens, latents = row_type(f"int32:2x{index['max_length']}"), row_type(f"float32:{index['embedding_dim']}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentTypeError):
+        tokens = _row_type(index.get("tokens") or f"int32:2x{index['max_length']}")
+        latents = _row_type(index.get("latents") or f"float32:{index['embedding_dim']}")
+        contents = DatContents({name: counts[name] for name in names}, tokens, latents, index.get("pad_id"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         counts = {}
-    if sorted(counts) != sorted(names) or min(counts.values()) < 0:
-        raise DataError(
-            f"{path}: expected max_length, embedding_dim, and files and samples_per_rank of {', '.join(names)}"
-        )
-    return DatContents([counts[name] for name in names], tokens, latents)
+    if not counts or sorted(counts) != sorted(names) or min(counts.values()) < 0:
+        raise DataError(f"{path}: expected {_INDEX_KEYS}, for the files {', '.join(names)}")
+    if len(contents.tokens.shape) == 1 and not isinstance(contents.pad_id, int):
+        raise DataError(f"{path}: tokens without masks need pad_id, the id that fills their rows")
+    return contents
+
+
+def _row_type(text: str) -> RowType:
+    """Return the type that is written as in "int32:2x512", or raise `ValueError` or `TypeError`."""
+    name, _, sizes = text.partition(":")
+    row = RowType(np.dtype(name), tuple(int(size) for size in sizes.split("x")))
+    if row.dtype.kind not in "iuf" or min(row.shape) < 1:
+        raise ValueError(text)
+    return row
 
 
 def _map_rows(path: Path, row: RowType, count: int) -> np.ndarray:
@@ -123,5 +112,5 @@ def _read_row(id: str, tokens: np.ndarray, latents: np.ndarray, pad_id: int | No
     # Up to the last other id, as the pad id may also occur within a text.
     used = np.flatnonzero(tokens != pad_id)
     if not len(used):
-        raise UnusableSample(f"no tokens: all are the pad id {pad_id}")
+        raise DataError(f"no tokens: all are the pad id {pad_id}")
     return Sample(id, check_latents(latents), tokens[: used[-1] + 1].astype(np.int64))

@@ -1,33 +1,35 @@
-"""Checks of this machine and of the run on it, and the type of their results."""
+"""`mmldlm doctor [CONFIG.yaml] [key.sub=value ...]`: check this machine, and the run on it, before it starts."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from mmldlm.config import RunConfig, load_config, require_paths, resolve_precision
+from mmldlm.config import RunConfig, load_config, require_paths, resolve_precision, split_arguments
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
 from mmldlm.distributed.environment import disabled_guards
-from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError
+from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError, UsageError
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.factory import attention_backend, build_meta_model
 from mmldlm.run.warm_start import find_source, warm_start
+from mmldlm.trainer.consistency import writable_run_folder
 from mmldlm.trainer.dry_run import estimate
-from mmldlm.utils.files import probe_file
+from mmldlm.utils.printable import printable
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -242,21 +244,19 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
         source = {} if resumes else find_source(config.init)
         if not source:
             return []
-        start = warm_start(source, config, store, _meta_model(config, store).initial_weights(config.run.weights_seed))
+        # The configured attention may be refused on the CPU, and has no influence on the parameters.
+        model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
+        start = warm_start(source, config, store, model.initial_weights(config.run.weights_seed))
     except MmldlmError as error:
         return [fail("init", str(error), "docs/checkpoints.md, Start from a trained model", int(error.exit_code))]
     return [ok("init", "; ".join(line.strip() for line in start.notes))]
 
 
-def _meta_model(config: RunConfig, store: Store) -> MMDiT:
-    # The configured backend may be refused on the CPU, and has no influence on the parameters.
-    return build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
-
-
 def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> Finding:
     """Check the free space at run.dir: for the most checkpoints that the run keeps at once, and `min_free_gib`."""
     folder = Path(config.run.dir)
-    free = shutil.disk_usage(_nearest_existing(folder)).free
+    existing = next(path for path in [folder, *folder.resolve().parents] if path.exists())
+    free = shutil.disk_usage(existing).free
     needed, reason = min_free_gib * _GIB, "--min-free-gib"
     if store is not None:
         # One more than are kept, since a new one is complete before an old one is removed.
@@ -276,25 +276,66 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
 def check_folder(run_dir: Path) -> Finding:
     """Check that a file can be written into run.dir; nothing is left behind."""
     try:
-        with temporary_folder(run_dir), probe_file(run_dir):
+        with writable_run_folder(run_dir):
             return ok("run.dir", f"{run_dir.resolve()} can be written")
-    except OSError as error:
-        return fail("run.dir", f"cannot write {run_dir.resolve()}: {error.strerror}", "set run.dir to another folder")
+    except StorageError as error:
+        return fail("run.dir", str(error), "set run.dir to another folder")
 
 
-@contextmanager
-def temporary_folder(path: Path) -> Iterator[None]:
-    """Create the folder `path` and its parents; on exit remove those that were created, unless they are in use."""
-    created = [folder for folder in [path, *path.parents] if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            for folder in created:
-                folder.rmdir()
+# --- the command ------------------------------------------------------------------------------------------------
 
 
-def _nearest_existing(path: Path) -> Path:
-    """Return `path` or the nearest parent folder that exists."""
-    return next(folder for folder in [path, *path.resolve().parents] if folder.exists())
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line, and find the number of processes."""
+    parser = argparse.ArgumentParser(
+        prog="mmldlm doctor",
+        usage="%(prog)s [CONFIG.yaml] [key.sub=value ...] [options]",
+        description="Check what would stop or slow a run: this machine, and with CONFIG.yaml the run on it; "
+        "scripts/launch_node.sh ... --check checks all nodes. Exit code 0: ready; 64: something failed; 65: data.",
+    )
+    parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
+    parser.add_argument("--json", action="store_true", help="one JSON object {ok, findings} on stdout")
+    parser.add_argument("--processes", type=int, help="processes on this node; default: the number of GPUs, or 1")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    parser.add_argument(
+        "--min-free-gib", type=float, default=1.0, help="free space at run.dir, in GiB; default: %(default)s"
+    )
+    options = parser.parse_intermixed_args(argv)
+    if options.processes is None:
+        options.processes = max(1, torch.cuda.device_count() if device_type(options.device) == "cuda" else 1)
+    if options.processes < 1:
+        parser.error(f"--processes: expected at least 1, found {options.processes}")
+    return options
+
+
+def run_checks(options: argparse.Namespace) -> list[Finding]:
+    """Check the machine and, if a config is given, the run; return the findings."""
+    files, overrides = split_arguments(options.arguments)
+    if len(files) > 1 or (overrides and not files):
+        raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
+    findings = check_machine(options.device, options.processes)
+    if not files:
+        return findings
+    config, finding = check_config(files[0], overrides)
+    findings.append(finding)
+    if config is not None:
+        findings.append(check_attention(config, device_type(options.device)))
+        store, finding = check_store(config)
+        findings.append(finding)
+        if store is not None:
+            findings += check_init(config, store)
+        findings += [check_disk(config, store, options.min_free_gib), check_folder(Path(config.run.dir))]
+    return findings
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm doctor`; an `MmldlmError` propagates."""
+    options = parse_arguments(argv)
+    findings = run_checks(options)
+    code = exit_code(findings)
+    if options.json:
+        print(json.dumps({"ok": code == 0, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        print(f"mmldlm doctor: {options.processes} process{'es' * (options.processes > 1)}")
+        print(*map(printable, format_report(findings).split("\n")), sep="\n")
+    return code

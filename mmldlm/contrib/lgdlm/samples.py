@@ -17,10 +17,6 @@ from mmldlm.errors import DataError
 _MAX_ARCHIVE_BYTES = 1 << 26  # of one sample's tokens, uncompressed; larger ones are not read into memory
 
 
-class UnusableSample(DataError):
-    """A sample that cannot be converted; the message is the reason."""
-
-
 class Sample(NamedTuple):
     """Latents float32 [M, C] with the tokens int64 (without padding) or the text of a sample."""
 
@@ -30,18 +26,10 @@ class Sample(NamedTuple):
 
 
 class SourceSample(NamedTuple):
-    """The location of a sample, for messages, and the function that reads it or raises `UnusableSample`."""
+    """The location of a sample, for messages, and the function that reads it or raises `DataError`."""
 
     location: str
     read: Callable[[], Sample]
-
-
-def map_array(path: Path) -> np.ndarray:
-    """Memory-map a `.npy` file; UnusableSample if that fails."""
-    try:
-        return latents.map_array(path)
-    except DataError as error:
-        raise UnusableSample(str(error)) from None
 
 
 def read_token_archive(path: Path) -> np.ndarray:
@@ -54,41 +42,41 @@ def read_token_archive(path: Path) -> np.ndarray:
                 raise ValueError(f"{size} bytes uncompressed, expected at most {_MAX_ARCHIVE_BYTES}")
             arrays = {name: archive[name] for name in archive.files}
     except Exception as error:  # zipfile, NumPy and the system raise many types
-        raise UnusableSample(f"{path}: not a readable archive of arrays ({' '.join(str(error).split())})") from None
+        raise DataError(f"{path}: not a readable archive of arrays ({' '.join(str(error).split())})") from None
     ids = next((arrays[name] for name in ("input_ids", "tokens", "ids") if name in arrays), None)
     mask = next((arrays[name] for name in ("attention_mask", "mask") if name in arrays), None)
     if ids is None or mask is None:
         names = ", ".join(arrays) or "none"
-        raise UnusableSample(f"{path}: holds the arrays {names}, expected input_ids and attention_mask")
+        raise DataError(f"{path}: holds the arrays {names}, expected input_ids and attention_mask")
     return remove_padding(ids, mask)
 
 
 def remove_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return the ids, int64, at the ones of a mask; both are [L] or [1, L].
 
-    It is an `UnusableSample` if shapes or types are wrong, or the mask is not ones and then zeros.
+    It is a `DataError` if shapes or types are wrong, or the mask is not ones and then zeros.
     """
     if ids.shape != mask.shape or ids.shape not in ((ids.size,), (1, ids.size)):
-        raise UnusableSample(f"ids {list(ids.shape)} and mask {list(mask.shape)}, expected both [L] or [1, L]")
+        raise DataError(f"ids {list(ids.shape)} and mask {list(mask.shape)}, expected both [L] or [1, L]")
     if ids.dtype.kind not in "iu" or mask.dtype.kind not in "iub":
-        raise UnusableSample(f"ids are {ids.dtype} and mask {mask.dtype}, expected integers")
+        raise DataError(f"ids are {ids.dtype} and mask {mask.dtype}, expected integers")
     ids, mask = ids.reshape(-1), mask.reshape(-1)
     length = int(np.count_nonzero(mask))
     if not np.array_equal(mask, np.arange(len(mask)) < length):
-        raise UnusableSample(f"the mask is not {length} ones and then zeros, so the true length is unknown")
+        raise DataError(f"the mask is not {length} ones and then zeros, so the true length is unknown")
     if not length:
-        raise UnusableSample("no tokens: the mask is all zeros")
+        raise DataError("no tokens: the mask is all zeros")
     return ids[:length].astype(np.int64)
 
 
 def check_latents(array: np.ndarray) -> np.ndarray:
     """Return latents float32 [M, C] of a float array [C] or [M, C].
 
-    It is an `UnusableSample` if shape or type are wrong, or all are zeros or not finite in float32.
+    It is a `DataError` if shape or type are wrong, or all are zeros or not finite in float32.
     """
     with np.errstate(over="ignore"):
         # The check for finite values applies to what is written: float64 may overflow in float32.
         result = latents.as_latents(array.astype(np.float32) if array.dtype.kind == "f" else array)
     if isinstance(result, tuple):
-        raise UnusableSample(result[1])
+        raise DataError(result[1])
     return result

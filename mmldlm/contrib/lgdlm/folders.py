@@ -4,7 +4,7 @@
 |---|---|---|
 | pairs | `tokens/train/X_tokens.npz` of `input_ids` and `attention_mask`, `latents/train/X.npy` | by name |
 | batches | `tokens/train/*.npy` [n, 2, L] of ids and mask, `latents/train/*.npy` | by the rows of `*_meta.json` |
-| dat | `*_tokens.dat`, `*_latents.dat` | by row (`lgdlm_dat`) |
+| dat | `*_tokens.dat`, `*_latents.dat` | by row (`dat`) |
 | texts | `train_data.json` (or `_with_tokens`), `texts/train/*.txt`, `latents/train/*.npy` | by the paths in the JSON |
 
 `train/` may be absent or have another name. Nothing is unpickled.
@@ -23,17 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.errors import DataError
-from mmldlm.tools.convert.lgdlm_dat import DatContents, read_dat
-from mmldlm.tools.convert.samples import (
+from mmldlm.contrib.lgdlm.dat import read_dat
+from mmldlm.contrib.lgdlm.samples import (
     Sample,
     SourceSample,
-    UnusableSample,
     check_latents,
-    map_array,
     read_token_archive,
     remove_padding,
 )
+from mmldlm.data.prepare.readers.latents import map_array
+from mmldlm.errors import DataError
 
 LAYOUTS = ("pairs", "batches", "dat", "texts")
 _JSON_NAMES = ("train_data.json", "validation_data.json", "val_data.json", "test_data.json")
@@ -62,15 +61,14 @@ def find_layout(source: Path) -> str:
     return names[0] if names else "texts"
 
 
-def read_samples(source: Path, layout: str, dat: DatContents | None, notes: list[str]) -> Iterator[SourceSample]:
-    """Yield the samples of a folder in a fixed order; a line in `notes` tells about files that belong to no sample.
+def read_samples(source: Path, layout: str, notes: list[str]) -> Iterator[SourceSample]:
+    """Yield the samples of a folder in a fixed order; files that contradict each other are a `DataError`.
 
-    Contents of `.dat` files are by default those of `global_index.json`; if `dat` is incomplete, that is a
-    `UsageError`. Files that contradict each other are a `DataError`.
+    A line in `notes` tells about files that belong to no sample.
     """
-    if layout == "dat":
-        return read_dat(source, dat)
-    return {"pairs": _read_pairs, "batches": _read_batches, "texts": _read_texts}[layout](source, notes)
+    if layout == "pairs":
+        return _read_pairs(source, notes)
+    return {"batches": _read_batches, "dat": read_dat, "texts": _read_texts}[layout](source)
 
 
 def _files(folder: Path, suffix: str, prefix: str = "") -> Iterator[str]:
@@ -114,7 +112,7 @@ def _read_pairs(source: Path, notes: list[str]) -> Iterator[SourceSample]:
 
 def _read_pair(name: str, tokens: Path, latents: list[Path]) -> Sample:
     if len(latents) != 1:
-        raise UnusableSample(f"sample {name} has {' and '.join(map(str, latents)) or 'no latents'}, expected one file")
+        raise DataError(f"sample {name} has {' and '.join(map(str, latents)) or 'no latents'}, expected one file")
     return Sample(name, check_latents(map_array(latents[0])), read_token_archive(tokens))
 
 
@@ -127,8 +125,7 @@ def _token_batches(source: Path) -> list[Path]:
     )
 
 
-def _read_batches(source: Path, notes: list[str]) -> Iterator[SourceSample]:
-    del notes
+def _read_batches(source: Path) -> Iterator[SourceSample]:
     used: dict[str, set[int]] = {}  # indices by file or folder of latents
     for path in _token_batches(source):
         array = map_array(path)
@@ -151,12 +148,12 @@ def _read_batches(source: Path, notes: list[str]) -> Iterator[SourceSample]:
 def _read_batch_row(id: str, tokens: np.ndarray, file: Path | None, is_stack: bool, index: int, name: str) -> Sample:
     """Return the sample of `tokens` [2, L], ids and mask, and of row `index` of `file`, or all of it if no stack."""
     if file is None:
-        raise UnusableSample(f"latent_idx {index}: no file of latents {name or 'with this number'}")
+        raise DataError(f"latent_idx {index}: no file of latents {name or 'with this number'}")
     latents = _map_cached(file) if is_stack else map_array(file)
     if is_stack:
         latents = np.atleast_2d(latents)
         if index >= len(latents):
-            raise UnusableSample(f"latent_idx {index}: {file} has {len(latents)} rows")
+            raise DataError(f"latent_idx {index}: {file} has {len(latents)} rows")
         latents = latents[index]
     return Sample(id, check_latents(latents), remove_padding(*tokens))
 
@@ -226,8 +223,7 @@ def _json_files(source: Path) -> list[Path]:
     return [source / name for name in names if (source / name).is_file()]
 
 
-def _read_texts(source: Path, notes: list[str]) -> Iterator[SourceSample]:
-    del notes
+def _read_texts(source: Path) -> Iterator[SourceSample]:
     for path in _json_files(source):
         for number, item in enumerate(_read_json_list(path), 1):
             yield SourceSample(f"{path}:{number}", partial(_read_text, source, item))
@@ -246,19 +242,19 @@ def _read_json_list(path: Path) -> list[Any]:
 def _read_text(source: Path, item: Any) -> Sample:
     """Return the sample of an item: its text in `text` or in a file, its latent in a file."""
     if not isinstance(item, dict):
-        raise UnusableSample(f"a JSON {type(item).__name__}, expected a sample with 'text' and 'latent_path'")
+        raise DataError(f"a JSON {type(item).__name__}, expected a sample with 'text' and 'latent_path'")
     latent = _find_file((source, source / "latents"), item.get("latent_path"))
     if latent is None:
-        raise UnusableSample(f"its latent {item.get('latent_path')!r} is not in {source / 'latents'}")
+        raise DataError(f"its latent {item.get('latent_path')!r} is not in {source / 'latents'}")
     name = next((item[key] for key in ("text_path", "text_file") if key in item), f"{latent.stem}.txt")
     file = _find_file((source, source / "texts"), name)
     text: Any = item.get("text")
     if file is None and not isinstance(text, str):
-        raise UnusableSample(f"no 'text', and {name!r} is not in {source / 'texts'}")
+        raise DataError(f"no 'text', and {name!r} is not in {source / 'texts'}")
     if file is not None:
         text = _read_text_file(file, text.strip().removesuffix("...") if isinstance(text, str) else "")
     if not text.strip():
-        raise UnusableSample("empty text")
+        raise DataError("empty text")
     return Sample(str(item.get("id", latent.stem)), check_latents(map_array(latent)), text.strip("\r\n"))
 
 
@@ -267,9 +263,9 @@ def _read_text_file(path: Path, beginning: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UnusableSample(f"{path}: {error}") from None
+        raise DataError(f"{path}: {error}") from None
     if not text.strip().startswith(beginning):
-        raise UnusableSample(f"'text' begins {beginning[:30]!r}, but {path.name} {text[:30]!r}")
+        raise DataError(f"'text' begins {beginning[:30]!r}, but {path.name} {text[:30]!r}")
     return text
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mmldlm.config import split_arguments
+from mmldlm.contrib.lgdlm.config import convert_config, to_config_text
+from mmldlm.contrib.lgdlm.folders import LAYOUTS, find_layout, read_samples
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample
 from mmldlm.data.prepare.readers.tables import pyarrow
 from mmldlm.errors import DataError, ExitCode, UsageError
-from mmldlm.tools.convert.lgdlm import LAYOUTS, find_layout, read_samples
-from mmldlm.tools.convert.lgdlm_config import convert_config, summary_lines, to_config_text, to_table
-from mmldlm.tools.convert.lgdlm_dat import INDEX, DatContents, row_type
-from mmldlm.tools.convert.samples import Sample, SourceSample, UnusableSample
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress, print_status
+from mmldlm.utils.short_repr import display_name
 
 GROUP_BYTES = 1 << 24  # of a row group, which is held in memory until it is written
 
@@ -61,7 +62,7 @@ def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> It
         try:
             sample = read()
             f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot hold
-        except (UnusableSample, UnicodeEncodeError) as error:
+        except (DataError, UnicodeEncodeError) as error:
             if not skip:
                 raise DataError(f"{location}: {error}; --on-problem skip leaves such samples out") from None
             print_status(f"{location}: {error}")
@@ -72,12 +73,12 @@ def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> It
         notes.append(f"{num_skipped} samples left out")
 
 
-def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents | None, skip: bool) -> None:
+def convert_lgdlm(source: Path, out: Path, layout: str | None, skip: bool) -> None:
     """Write the samples of a data folder of the LGDLM trainer to `out/lgdlm.parquet`, which appears when complete.
 
     Raises:
         DataError: There are no such data, files contradict each other, or a sample cannot be read without `skip`.
-        UsageError: The file exists already, an option is wrong or pyarrow is not installed.
+        UsageError: The file exists already, or pyarrow is not installed.
     """
     pyarrow()
     path, notes = out / "lgdlm.parquet", list[str]()
@@ -86,14 +87,12 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
     if path.exists():
         raise UsageError(f"{path}: exists already; expected another folder")
     layout = layout or find_layout(source)
-    if dat and layout != "dat":
-        raise UsageError(f"--dat-samples: {source} has the layout {layout}, expected dat")
     out.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".incomplete")
     try:
         with Progress() as progress:
             progress.phase("converting", announce=False)
-            samples = progress.track(read_samples(source, layout, dat, notes), "samples")
+            samples = progress.track(read_samples(source, layout, notes), "samples")
             num_samples = write_parquet(temporary, _usable(samples, skip, notes))
         if not num_samples:
             raise DataError(f"{source}: no usable samples of the layout {layout}")
@@ -106,19 +105,18 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, dat: DatContents 
 
 
 def convert_lgdlm_config(source: Path, out: Path, assignments: Sequence[str]) -> None:
-    """Write a run config of LGDLM as `out/NAME.yaml`, and what became of each of its keys as `out/NAME.md`.
-
-    If one of the files exists already, that is a `UsageError`.
-    """
-    converted = convert_config(source, assignments)
-    config, table = out / f"{source.stem}.yaml", out / f"{source.stem}.md"
-    for path in (config, table):
-        if path.exists():
-            raise UsageError(f"{path}: exists already; expected another folder")
+    """Write a run config of LGDLM as `out/NAME.yaml`; a file that exists already is a `UsageError`."""
+    settings, left = convert_config(source, assignments)
+    path = out / f"{source.stem}.yaml"
+    if path.exists():
+        raise UsageError(f"{path}: exists already; expected another folder")
     out.mkdir(parents=True, exist_ok=True)
-    table.write_text(to_table(converted, source), encoding="utf-8")
-    config.write_text(to_config_text(converted, source), encoding="utf-8")
-    print(f"{config}, and what became of each key in {table}", *summary_lines(converted), sep="\n")
+    path.write_text(to_config_text(settings, left, source), encoding="utf-8")
+    names = ", ".join(printable(display_name(key)) for key in left) or "nothing"
+    print(f"{path}: {len(settings)} settings", f"not converted, see docs/migration.md: {names}", sep="\n")
+    for key, advice in (("train.steps", "epochs x training samples / global batch"), ("mode", "l2t, t2l or joint")):
+        if key not in settings:
+            print(f"to choose: {key} ({advice}), which is at its default")
 
 
 def main(argv: list[str]) -> int:
@@ -128,7 +126,7 @@ def main(argv: list[str]) -> int:
         "lgdlm",
         help="a data folder or a run config of the LGDLM trainer",
         description="Convert a data folder of the LGDLM trainer to a Parquet file of tokens or texts with latents, or "
-        "a YAML file of it to a run config and a table of what became of each key.",
+        "a YAML file of it to a run config; docs/migration.md has a table of all keys.",
     )
     lgdlm.add_argument(
         "source", metavar="SOURCE", type=Path, help="the folder with tokens/, latents/ or .dat files, or a YAML file"
@@ -144,28 +142,17 @@ def main(argv: list[str]) -> int:
     lgdlm.add_argument(
         "--on-problem", choices=["error", "skip"], default="error", help="unusable samples (%(default)s)"
     )
-    dat = lgdlm.add_argument_group(f"contents of .dat files without {INDEX}")
-    dat.add_argument("--dat-samples", metavar="N", type=int, nargs="+", help="number of samples of each rank")
-    dat.add_argument(
-        "--dat-tokens", metavar="TYPE:SHAPE", type=row_type, help="int32:2x512 with masks, int32:512 without"
-    )
-    dat.add_argument("--dat-latents", metavar="TYPE:SHAPE", type=row_type, help="of a row, such as float32:1024")
-    dat.add_argument("--dat-pad-id", metavar="ID", type=int, help="token that fills rows without a mask")
     options = parser.parse_args(argv)
     folders, assignments = split_arguments(options.arguments)
     if len(folders) > 1:
         raise UsageError(f"expected one folder to write to, found {len(folders)}: {' '.join(folders)}")
     out = Path(folders[0] if folders else "converted")
-    values = (options.dat_samples, options.dat_tokens, options.dat_latents)
     if options.source.is_file():
-        if any(values) or options.dat_pad_id is not None or options.layout or options.on_problem == "skip":
+        if options.layout or options.on_problem == "skip":
             raise UsageError(f"{options.source}: a file is converted as a run config, expected no options of data")
         convert_lgdlm_config(options.source, out, assignments)
         return ExitCode.DONE
     if assignments:
         raise UsageError(f"{options.source} is no file; expected no KEY=VALUE, found {assignments[0]}")
-    if any(values) != all(values) or (options.dat_pad_id is not None and not any(values)):
-        raise UsageError("--dat-samples, --dat-tokens and --dat-latents: expected all three of them, or none")
-    contents = DatContents(*values, pad_id=options.dat_pad_id) if all(values) else None
-    convert_lgdlm(options.source, out, options.layout, contents, skip=options.on_problem == "skip")
+    convert_lgdlm(options.source, out, options.layout, skip=options.on_problem == "skip")
     return ExitCode.DONE

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mmldlm import cli
+from mmldlm.contrib.lgdlm.command import write_parquet
+from mmldlm.contrib.lgdlm.folders import read_samples
+from mmldlm.contrib.lgdlm.samples import Sample
 from mmldlm.data.store import Store
-from mmldlm.tools.convert.command import write_parquet
-from mmldlm.tools.convert.lgdlm import read_samples
-from mmldlm.tools.convert.samples import Sample
 from tests.helpers.lgdlm_folders import (
     Samples,
     make_samples,
@@ -68,29 +68,25 @@ def convert(source: Path, out: Path, *options: object) -> int:
     return cli.main(["convert", "lgdlm", *map(str, [source, out, *options])])
 
 
-def flat(options: dict[str, list]) -> list:
-    return [word for name, values in options.items() for word in (name, *values)]
-
-
-WRITERS: dict[str, Callable[[Path, Samples], tuple[Path, dict]]] = {
-    "pairs": lambda folder, samples: (write_pairs(folder, samples), {}),
-    "pairs with suffixes": lambda folder, samples: (write_pairs(folder, samples, suffixed=True), {}),
-    "pairs below train": lambda folder, samples: (write_base(folder, samples), {}),
-    "batches": lambda folder, samples: (write_batches(folder, samples), {}),
-    "batches, a file of latents each": lambda folder, samples: (write_batches(folder, samples, file_a_sample=True), {}),
-    "batches below train": lambda folder, samples: (write_unified(folder, samples), {}),
+WRITERS: dict[str, Callable[[Path, Samples], Path]] = {
+    "pairs": write_pairs,
+    "pairs with suffixes": lambda folder, samples: write_pairs(folder, samples, suffixed=True),
+    "pairs below train": write_base,
+    "batches": write_batches,
+    "batches, a file of latents each": lambda folder, samples: write_batches(folder, samples, file_a_sample=True),
+    "batches below train": write_unified,
     "dat": write_dat,
     "dat with masks": lambda folder, samples: write_dat(folder, samples, masked=True),
-    "dat with an index": lambda folder, samples: (write_indexed_dat(folder, samples), {}),
-    "texts": lambda folder, samples: (write_texts(folder, samples), {}),
-    "texts with tokens": lambda folder, samples: (write_base(folder, samples), {"--layout": ["texts"]}),
+    "dat with an index": write_indexed_dat,
+    "texts": write_texts,
+    "texts with tokens": write_base,
 }
 
 
 @pytest.mark.parametrize("layout", WRITERS)
 def test_layouts(layout: str, samples: Samples, expected: dict[str, list], tmp_path: Path) -> None:
-    source, options = WRITERS[layout](tmp_path / "source", samples)
-    assert convert(source, tmp_path / "out", *flat(options)) == 0
+    source = WRITERS[layout](tmp_path / "source", samples)
+    assert convert(source, tmp_path / "out", *(["--layout", "texts"] if layout == "texts with tokens" else [])) == 0
     tokens = [] if layout.startswith("texts") else TOKENS
     arguments = [str(tmp_path / "out"), *tokens, "--tokenizer", str(samples.tokenizer), "--latents-field", "latents"]
     assert cli.main(["prepare", *arguments, "--key-field", "id", "--out", str(tmp_path / "store"), *PREPARE]) == 0
@@ -261,9 +257,13 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "index without a rank": (
         "dat with an index",
         lambda f: (f / "train_rank1_tokens.dat").unlink(),
-        "global_index.json: expected max_length, embedding_dim, and files and samples_per_rank of train_rank0",
+        "global_index.json: expected files, samples_per_rank, max_length or tokens",
     ),
-    "no index": ("dat with an index", lambda f: (f / "global_index.json").unlink(), "no such file; expected it, or"),
+    "no index": (
+        "dat with an index",
+        lambda f: (f / "global_index.json").unlink(),
+        "global_index.json: missing; expected a JSON object of files",
+    ),
 }
 
 
@@ -276,10 +276,9 @@ def write_paths(folder: Path, row: int, latent_path: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(fault: str, samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout, damage, message = FAULTS[fault]
-    source, options = WRITERS[layout](tmp_path / "source", samples)
+    source = WRITERS[layout](tmp_path / "source", samples)
     damage(source)
-    code = 2 if fault == "no index" else 65
-    assert convert(source, tmp_path / "out", *flat(options)) == code
+    assert convert(source, tmp_path / "out") == 65
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not list(tmp_path.glob("out/*"))
@@ -302,29 +301,26 @@ def test_unusable_samples_are_left_out_and_reported(
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "message"),
+    ("change", "message"),
     [
-        ({"--dat-samples": [10]}, 2, "--dat-samples: 1 numbers, expected one for each of train_rank0, train_rank1"),
-        ({"--dat-samples": [60, 53]}, 65, "train_rank0_tokens.dat: row 60 is not empty, expected 60 samples"),
-        ({"--dat-samples": [900, 53]}, 65, "train_rank0_tokens.dat: room for 83 samples, expected 900"),
-        ({"--dat-samples": [69, 53]}, 65, "train_rank0_tokens.dat: row 67: "),
-        ({"--dat-tokens": ["int32:99"]}, 65, "bytes, expected rows of int32 [99], 396 bytes each"),
-        ({"--dat-tokens": ["object:9"]}, 2, "object:9: expected type and shape"),
-        ({"--dat-latents": ["float32:0"]}, 2, "float32:0: expected type and shape"),
-        ({"--dat-latents": ["float32:3"]}, 65, "train_rank0_latents.dat: row 67 is not empty, expected 67 samples"),
-        ({"--dat-latents": ["int32:6"]}, 65, "row 0: the latent is int32 [6], expected float"),
-        ({"--dat-pad-id": []}, 2, "--dat-pad-id: expected one argument"),
+        ({"samples_per_rank": [10]}, "global_index.json: expected files, samples_per_rank"),
+        ({"samples_per_rank": [60, 53]}, "train_rank0_tokens.dat: row 60 is not empty, expected 60 samples"),
+        ({"samples_per_rank": [900, 53]}, "train_rank0_tokens.dat: room for 83 samples, expected 900"),
+        ({"samples_per_rank": [69, 53]}, "train_rank0_tokens.dat: row 67: "),
+        ({"tokens": "int32:99"}, "bytes, expected rows of int32 [99], 396 bytes each"),
+        ({"tokens": "object:9"}, "global_index.json: expected files, samples_per_rank"),
+        ({"latents": "float32:0"}, "global_index.json: expected files, samples_per_rank"),
+        ({"latents": "float32:3"}, "train_rank0_latents.dat: row 67 is not empty, expected 67 samples"),
+        ({"latents": "int32:6"}, "row 0: the latent is int32 [6], expected float"),
+        ({"pad_id": None}, "global_index.json: tokens without masks need pad_id"),
     ],
 )
 def test_contents_of_dat_files(
-    change: dict, code: int, message: str, samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict, message: str, samples: Samples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, options = write_dat(tmp_path / "source", samples)
-    if code == 2 and "--dat-samples" not in change:
-        with pytest.raises(SystemExit, match="2"):
-            convert(source, tmp_path / "out", *flat(options | change))
-    else:
-        assert convert(source, tmp_path / "out", *flat(options | change)) == code
+    index = write_dat(tmp_path / "source", samples) / "global_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | change))
+    assert convert(index.parent, tmp_path / "out") == 65
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out/*"))
 
@@ -337,18 +333,17 @@ def test_the_layout_can_be_chosen(samples: Samples, tmp_path: Path, capsys: pyte
     assert convert(source, tmp_path / "out", "--layout", "pairs") == 0
     assert convert(source, tmp_path / "out", "--layout", "pairs") == 2
     assert "lgdlm.parquet: exists already" in capsys.readouterr().err
-    assert convert(source, tmp_path / "texts", "--layout", "texts") == 65
+    for absent in ("texts", "dat", "batches"):
+        assert convert(write_pairs(tmp_path / absent, samples), tmp_path / "out" / absent, "--layout", absent) == 65
     (tmp_path / "empty").mkdir()
     for folder, message in (("empty", "no data of LGDLM: expected tokens/"), ("missing", "no such folder")):
         assert convert(tmp_path / folder, tmp_path / "none") == 65
         assert message in capsys.readouterr().err
-    assert convert(source, tmp_path / "b", "--dat-samples", 3) == 2
-    assert "expected all three of them" in capsys.readouterr().err
 
 
 def test_samples_are_read_in_a_fixed_order(samples: Samples, tmp_path: Path) -> None:
     source = write_base(tmp_path / "source", samples)
-    ids = [sample.read().id for sample in read_samples(source, "pairs", None, [])]
+    ids = [sample.read().id for sample in read_samples(source, "pairs", [])]
     assert ids == sorted(ids) and ids[0] == "train/openwebtext_00000000_000_0000000000000000"
 
 

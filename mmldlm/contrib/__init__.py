@@ -1,0 +1,1 @@
+"""What no other part of the package needs."""

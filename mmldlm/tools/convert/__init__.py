@@ -1,1 +1,0 @@
-"""`mmldlm convert`: data of other trainers to Parquet files that `mmldlm prepare` reads."""
