@@ -19,7 +19,7 @@ from pathlib import Path
 from mmldlm.errors import ExitCode, StorageError, UsageError, run_command
 from mmldlm.telemetry.metrics import RESERVED
 from mmldlm.telemetry.tracker_bridges import PACKAGES, TrackerName, check_packages, tracker_folder
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from mmldlm.tools.tracker_runs import TRACKERS, Row, RunInfo, TrackerRun
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.nested import flatten

@@ -27,9 +27,9 @@ from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_pro
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import check_chain
 from mmldlm.tools.checkpoints import diff_checkpoints
-from mmldlm.tools.records import Record
+from mmldlm.tools.records import Record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
-from mmldlm.tools.run_status import read_exits, read_json
+from mmldlm.tools.runs import read_exits
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.files import sha256

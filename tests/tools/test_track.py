@@ -22,7 +22,7 @@ from mmldlm.telemetry import tracker_bridges
 from mmldlm.tools import track
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from tests.helpers.engine_runs import environment
 from tests.helpers.paths import ROOT
 from tests.helpers.tracker_stores import (

@@ -15,7 +15,7 @@ import numpy as np
 from mmldlm.tools.report.comparison import RunGroup
 from mmldlm.tools.report.paired import PairedComparison
 from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, EventKind, RunSummary, is_metric_baseline
-from mmldlm.tools.run_history import Series
+from mmldlm.tools.runs import Series
 from mmldlm.utils.short_repr import truncate
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 
 from mmldlm.tools.report.comparison import RunGroup
 from mmldlm.tools.report.run_summary import RunSummary
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from mmldlm.utils.confidence_sequence import confidence_sequence
 from mmldlm.utils.format import format_number
 from mmldlm.utils.nested import flatten

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from mmldlm.tools.run_history import History, Series
-from mmldlm.tools.run_status import RunState, read_json
+from mmldlm.tools.records import read_json
+from mmldlm.tools.runs import History, RunState, Series
 from mmldlm.utils.nested import flatten
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged

@@ -22,7 +22,7 @@ from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.report import figures
 from mmldlm.tools.report.comparison import group_runs
 from mmldlm.tools.report.run_summary import RunSummary
-from mmldlm.tools.run_history import Series
+from mmldlm.tools.runs import Series
 from tests.helpers import report_numbers
 from tests.helpers.browser import browser_page, needs_browser
 from tests.helpers.engine_runs import record_list
