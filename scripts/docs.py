@@ -1,4 +1,4 @@
-"""Write what is generated from the code: the tables of docs/settings.md and docs/engines.md, and configs/schema.json.
+"""Write what is generated from the code: tables of settings, engines and alerts in docs/, and configs/schema.json.
 
 python scripts/docs.py
 """
@@ -18,6 +18,7 @@ from mmldlm.config import RunConfig
 from mmldlm.distributed.capabilities import capability_table
 from mmldlm.settings.declaration import dump, key_of
 from mmldlm.tools.config import config_schema, to_flow_yaml
+from mmldlm.tools.monitor.alerts import alert_table
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARKED = re.compile(r"(?<=<!-- generated -->\n).*?(?=<!-- /generated -->)", re.DOTALL)
@@ -69,9 +70,10 @@ def type_name(hint: Any) -> str:
 
 def generated() -> dict[Path, str]:
     """Return the content of each file; of the pages, what is between the marks is new."""
-    pages = {ROOT / "docs" / "settings.md": settings_table(), ROOT / "docs" / "engines.md": capability_table()}
+    tables = {"settings": settings_table(), "engines": capability_table(), "review": alert_table()}
     contents = {ROOT / "configs" / "schema.json": f"{json.dumps(config_schema(), indent=1)}\n"}
-    for path, table in pages.items():
+    for name, table in tables.items():
+        path = ROOT / "docs" / f"{name}.md"
         contents[path], count = _MARKED.subn(lambda _, table=table: f"\n{table}\n", path.read_text(encoding="utf-8"))
         assert count == 1, f"{path}: {count} parts are marked as generated"
     return contents

@@ -122,7 +122,7 @@ def open_demo(page: Any, url: str) -> None:
     for label, text in zip(("From", "To"), DEMO_TEXTS, strict=True):
         page.get_by_label(label, exact=True).fill(text)
     page.keyboard.press("Enter")
-    page.get_by_text("1.00", exact=True).wait_for()
+    page.locator(".textfield:visible").filter(has_text=f"to  {DEMO_TEXTS[1]}").wait_for()
     page.evaluate("document.activeElement.blur()")
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.experiment_trackers import ExperimentTracker
 from mmldlm.telemetry.metrics import Kind, MetricsFile
-from mmldlm.telemetry.progress import ProgressLine
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.utils.nested import flatten
+from mmldlm.utils.progress import ProgressLine
 
 if TYPE_CHECKING:
     from mmldlm.telemetry.figure_data import FigureData

@@ -20,7 +20,7 @@ from mmldlm.config import load_config
 from mmldlm.errors import DataError, ExitCode, UsageError
 from mmldlm.run.load import run_config
 from mmldlm.tools.config import config_diff
-from mmldlm.tools.run_history import MetricsReader
+from mmldlm.tools.runs import MetricsReader
 from mmldlm.utils.format import format_number, human_duration
 from mmldlm.utils.nested import flatten, replace_nonfinite
 from mmldlm.utils.printable import printable
@@ -39,8 +39,8 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
         raise DataError(f"{run}: expected a run folder, found neither metrics.jsonl nor checkpoints in it")
     reader = MetricsReader(run / "metrics.jsonl")
     reader.refresh()
-    validations = {one["step"]: one.get("validation/total") for one in reader.by_kind["validation"]}
-    times = {one["step"]: one["time"] for one in reader.by_kind["checkpoint"]}
+    validations = {one["step"]: one.get("validation/total") for one in reader.by_kind("validation")}
+    times = {one["step"]: one["time"] for one in reader.by_kind("checkpoint")}
     paths = CheckpointStore(folder, retention).paths()
     bodies = {path: body for path in paths if (body := read_manifest(path))}
     losses = {body["step"]: body["info"].get("validation_loss") for body in bodies.values()}

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from html import escape
@@ -43,20 +43,6 @@ MAX_WAITING = 32  # requests in the queue
 FIELD_WIDTH = 120  # pixels, at least
 # The browser loads nothing from elsewhere, and shows the page in no frame. Gradio needs inline and generated scripts.
 CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'"
-CSS = """
-.gradio-container { max-width: 62rem !important; margin: 0 auto !important; }
-.gradio-container .html-container { padding: 0; }
-.gradio-container .tab-container button { padding: 0 .75rem; }
-.subdued, .lines .number { color: var(--block-label-text-color); }
-.lines { list-style: none; margin: 0; padding: 0; }
-.lines li { display: flex; gap: 1rem; align-items: baseline; margin: 0; padding: .55rem 0; }
-.lines li + li { border-top: 1px solid var(--border-color-primary); }
-.lines .number { flex: none; min-width: 2.5rem; font-size: .875rem; font-variant-numeric: tabular-nums; }
-.lines .words { flex: 1; white-space: pre-wrap; overflow-wrap: anywhere; }
-.lines .given { font-style: italic; }
-.lines mark { background: color-mix(in srgb, var(--color-accent) 25%, transparent); color: inherit; }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: 1rem 2.5rem; }
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     return ExitCode.INTERRUPTED
 
 
+Row = list[float | str | None]  # a cosine, None where there is none, and a text
+Span = tuple[str, str | None]  # a piece of text, and what it is marked as
+
+
 # --- requests ---------------------------------------------------------------------------------------------
 
 
@@ -101,7 +91,7 @@ class Request:
 
 
 class Demo:
-    """Requests of the page to a run, answered as HTML in which every text is escaped.
+    """Requests of the page to a run, answered as plain values.
 
     `fields` are those of `Request` and of its `sampling`. One that is missing or None takes its default, in `sampling`
     the run's own. Raises `MmldlmError` with one line for a request that makes no sense.
@@ -110,44 +100,43 @@ class Demo:
     def __init__(self, run: LoadedRun):
         self.run, self.encoder = run, load_run_encoder(run)
 
-    def write(self, text: str, **fields: Any) -> str:
+    def write(self, text: str, **fields: Any) -> list[Row]:
         """Generate texts from the latent of `text`, each with the cosine of its own latent to that one."""
         request = self._request(**fields)
         latents = encode_or_raise(self.encoder, [_checked(text)])
         _, texts = sample(
             self.run, "l2t", request.sampling, request.seed, latents, count=request.count, length=request.length
         )
-        note = "Left: cosine of the generated text's latent, by the encoder, to the latent that it was generated from."
-        return _lines(zip(cosine(self.encoder.encode(texts), latents), texts, strict=True)) + _subdued(note)
+        return _rows(cosine(self.encoder.encode(texts), latents), texts)
 
-    def nearest(self, text: str, split: str = "train", **fields: Any) -> str:
-        """Generate a latent for `text`; list the documents nearest to it, and those nearest to the encoder's latent."""
+    def nearest(self, text: str, split: str = "train", **fields: Any) -> tuple[float | None, list[Row], list[Row]]:
+        """Generate a latent for `text`.
+
+        Returns:
+            Its cosine to the encoder's latent, and the documents nearest to it, and to the encoder's, each with the
+            cosine of the standardized latents.
+        """
         request = self._request(**fields)
         text, documents = _checked(text), self.run.store.split(split)
         generation, _ = sample(self.run, "t2l", request.sampling, request.seed, texts=[text])
         generated, encoded = generation.latents.numpy(), self.encoder.encode([text])
+        tables = []
         latents = np.concatenate([generated, encoded])
-        columns = ""
-        nearest = nearest_neighbors(self.run.store, documents, latents, request.neighbors)
-        for name, matches in zip(("the generated latent", "the latent of the encoder"), nearest, strict=True):
+        for matches in nearest_neighbors(self.run.store, documents, latents, request.neighbors):
             texts = self.run.tokenizer.decode_batch([documents.tokens(row).tolist() for row, _ in matches])
-            rows = zip((similarity for _, similarity in matches), texts, strict=True)
-            listed = _lines(rows) if matches else _subdued("The encoder has no latent for this text.")
-            columns += f"<div><h4>Nearest to {name}</h4>{listed}</div>"
-        similarity = _number(cosine(generated, encoded)[0], 3)
-        title = f"<p>Cosine of the generated latent to that of the encoder: <strong>{similarity}</strong></p>"
-        note = "Left: cosine of the standardized latents, that is, without the mean of all."
-        return f'{title}<div class="columns">{columns}</div>{_subdued(note)}'
+            tables.append(_rows([similarity for _, similarity in matches], texts))
+        of_generated, of_encoded = tables
+        return _finite(cosine(generated, encoded)[0]), of_generated, of_encoded
 
-    def between(self, start: str, end: str, **fields: Any) -> str:
+    def between(self, start: str, end: str, **fields: Any) -> list[Span]:
         """Generate texts along the way from the latent of `start` to that of `end`; words that are new are marked."""
         request = self._request(**fields)
         ends = encode_or_raise(self.encoder, [_checked(start), _checked(end)])
         _, texts = interpolate(self.run, request.sampling, request.seed, ends, request.points, request.length)
-        marked = [escape(texts[0]), *map(_mark_new_words, texts[1:], texts)]
-        fractions = map(_number, np.linspace(0, 1, request.points))
-        given = [f'<span class="given">{escape(text)}</span>' for text in (start, end)]
-        return _list([("from", given[0]), *zip(fractions, marked, strict=True), ("to", given[1])])
+        spans: list[Span] = [(f"from  {start}", None)]
+        for fraction, text, before in zip(np.linspace(0, 1, request.points), texts, [texts[0], *texts], strict=False):
+            spans += [(f"\n{fraction:.2f}  ", None), *_mark_new_words(text, before)]
+        return [*spans, (f"\nto  {end}", None)]
 
     def examples(self) -> list[str]:
         """Return two held-out texts."""
@@ -177,32 +166,23 @@ def _checked(text: str) -> str:
     return text.strip()
 
 
-def _number(value: float, digits: int = 2) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "none"
+def _finite(value: float) -> float | None:
+    return round(float(value), 3) if math.isfinite(value) else None
 
 
-def _subdued(text: str) -> str:
-    return f'<p class="subdued">{escape(text)}</p>'
+def _rows(similarities: Iterable[float], texts: Iterable[str]) -> list[Row]:
+    return [[_finite(similarity), text] for similarity, text in zip(similarities, texts, strict=True)]
 
 
-def _lines(rows: Iterable[tuple[float, str]]) -> str:
-    return _list((_number(value), escape(text) or "(an empty text)") for value, text in rows)
-
-
-def _list(rows: Iterable[tuple[str, str]]) -> str:
-    items = (f'<li><span class="number">{left}</span><span class="words">{right}</span></li>' for left, right in rows)
-    return f'<ol class="lines">{"".join(items)}</ol>'
-
-
-def _mark_new_words(text: str, before: str) -> str:
-    """Escape `text`, with the words marked that `before` does not have as often."""
-    remaining, parts = Counter(before.split()), []
+def _mark_new_words(text: str, before: str) -> list[Span]:
+    """Return the words and the white space of `text`, with the words marked that `before` does not have as often."""
+    remaining, spans = Counter(before.split()), []
     # The group keeps the white space among the parts.
     for word in re.split(r"(\s+)", text):
         remaining[word] -= 1
         is_new = word.strip() and remaining[word] < 0
-        parts.append(f"<mark>{escape(word)}</mark>" if is_new else escape(word))
-    return "".join(parts)
+        spans.append((word, "new" if is_new else None))
+    return spans
 
 
 # --- page and server ---------------------------------------------------------------------------------------
@@ -219,23 +199,47 @@ def import_gradio() -> Any:
     return gradio
 
 
+_SAMPLING = ("steps", "temperature", "guidance", "seed")
+_LABELS = {"length": "Length (0: auto)", "t2l_steps": "Steps"}  # of the other fields: their names
+
+
 class Page:
     """The page: three forms. One request at a time reaches the model, in `model_thread`."""
 
     def __init__(self, gradio: Any, demo: Demo, model_thread: ThreadPoolExecutor):
         self.gr, self.demo, self.run, self.model_thread = gradio, demo, demo.run, model_thread
-        self.modes = self.run.config.trained_modes
-        self.examples = demo.examples()
-        self.one_at_a_time = {"concurrency_limit": 1, "concurrency_id": "model"}
+        first, second = demo.examples()
         about = f"{self.run.folder}, {self.run}; encoder {self.run.store.manifest.encoder['name']}"
         with gradio.Blocks(title=f"{self.run.folder} - mmldlm demo", analytics_enabled=False) as self.blocks:
-            gradio.HTML(f'<h1>mmldlm demo</h1><p class="subdued">{escape(about)}</p>')
+            gradio.HTML(f"<h1>mmldlm demo</h1><p>{escape(about)}</p>")
             with gradio.Tab("To text"):
-                self._write_form()
+                note = "The encoder turns the sentence into a latent; the model generates texts from that latent alone."
+                results = [self._table("cosine to the sentence's latent", "generated text")]
+                form = self._form(
+                    "l2t", note, {"Sentence": first}, ("count", "length", *_SAMPLING), demo.write, results
+                )
+                if "l2t" in self.run.config.trained_modes:
+                    self.blocks.load(api_visibility="private", **form)
             with gradio.Tab("To latent"):
-                self._nearest_form()
+                note = (
+                    "The model generates a latent for the text. Listed are the documents nearest to it, and those "
+                    "nearest to the latent of the encoder, by the cosine of the standardized latents, that is, without "
+                    "the mean of all."
+                )
+                similarity = gradio.Number(label="Cosine of the two latents", scale=0, min_width=160, render=False)
+                names = ("nearest to the generated latent", "nearest to the latent of the encoder")
+                results = [similarity, *(self._table("cosine", name) for name in names)]
+                fields = ("neighbors", "split", "t2l_steps", "guidance", "seed")
+                self._form("t2l", note, {"Text": first}, fields, demo.nearest, results)
             with gradio.Tab("Between"):
-                self._between_form()
+                note = (
+                    "Texts along the way from one sentence's latent to the other's, all of one length and with the "
+                    "same random numbers. Marked are words that the text before did not have."
+                )
+                options = {"show_label": False, "show_inline_category": False, "combine_adjacent": True}
+                results = [gradio.HighlightedText(**options, render=False)]
+                texts = {"From": first, "To": second}
+                self._form("l2t", note, texts, ("points", "length", *_SAMPLING), demo.between, results)
         self.blocks.queue(max_size=MAX_WAITING)
 
     def launch(self, port: int) -> str:
@@ -260,7 +264,6 @@ class Page:
                 enable_monitoring=False,
                 footer_links=[],
                 theme=theme,
-                css=CSS,
                 app_kwargs={"middleware": [Middleware(same_page_only)]},
             )
         except OSError as error:
@@ -269,90 +272,64 @@ class Page:
             raise UsageError(f"--port: {port} is in use, expected a free one, or 0 to find one") from None
         return str(url)
 
-    def _write_form(self) -> None:
-        self._note(
-            "l2t", "The encoder turns the sentence into a latent; the model generates texts from that latent alone."
+    def _table(self, *headers: str) -> Any:
+        kinds, widths = ["number", "str"], ["20%", "80%"]
+        return self.gr.Dataframe(
+            headers=headers, datatype=kinds, column_widths=widths, wrap=True, interactive=False, render=False
         )
-        text = self._text("Sentence", self.examples[0], autofocus=True)
-        with self.gr.Row():
-            fields = {"count": self._number("Count", Request.count), "length": self._length(), **self._sampling()}
-        results = self._buttons("Generate", self.demo.write, [text], fields)
-        if "l2t" in self.modes:
-            title = f"<p>From a held-out sentence: <strong>{escape(self.examples[0])}</strong></p>"
-            self.blocks.load(
-                lambda: self._show_errors(lambda: title + self.demo.write(self.examples[0])),
-                outputs=results,
-                api_visibility="private",
-                **self.one_at_a_time,
-            )
 
-    def _nearest_form(self) -> None:
-        self._note(
-            "t2l",
-            "The model generates a latent for the text. Listed are the documents nearest to it, and those nearest to "
-            "the latent of the encoder.",
+    def _field(self, name: str) -> Any:
+        """Return the input of a field, which begins with what the run would take."""
+        if name == "split":
+            splits = [(f"{name} ({split.samples})", name) for name, split in self.run.store.manifest.splits.items()]
+            return self.gr.Dropdown(splits, value="train", label="Split", min_width=FIELD_WIDTH)
+        config = self.run.config.sampling
+        defaults = {**dump(Request()), **dump(config)}
+        defaults["t2l_steps"] = config.resolve_t2l_steps(self.run.config.latent.prediction)
+        label, step = _LABELS.get(name, name.capitalize()), 0.1 if name in ("guidance", "temperature") else 1
+        if name == "guidance" and "joint" not in self.run.config.trained_modes:
+            return self.gr.Number(1, label=f"{label} (needs joint training)", interactive=False, min_width=FIELD_WIDTH)
+        return self.gr.Number(defaults[name], label=label, step=step, min_width=FIELD_WIDTH)
+
+    def _form(
+        self,
+        mode: Mode,
+        note: str,
+        texts: Mapping[str, str],
+        names: Sequence[str],
+        request: Callable[..., Any],
+        results: Sequence[Any],
+    ) -> dict[str, Any]:
+        """Add a form of texts, as labels with examples, and fields, whose answers by `request` are shown in `results`.
+
+        Returns:
+            Arguments of a further event that asks the same.
+        """
+        self.gr.Markdown(
+            note if mode in self.run.config.trained_modes else f"{note} **This run did not train {mode}.**"
         )
-        text = self._text("Text", self.examples[0])
-        splits = [(f"{name} ({split.samples})", name) for name, split in self.run.store.manifest.splits.items()]
+        boxes = [self.gr.Textbox(text, label=label, max_length=MAX_TEXT_CHARS) for label, text in texts.items()]
         with self.gr.Row():
-            neighbors = self._number("Neighbors", Request.neighbors)
-            split = self.gr.Dropdown(splits, value="train", label="Split", min_width=FIELD_WIDTH)
-            fields = {"neighbors": neighbors, "split": split, **self._sampling(generates_text=False)}
-        self._buttons("Find", self.demo.nearest, [text], fields)
-
-    def _between_form(self) -> None:
-        self._note(
-            "l2t",
-            "Texts along the way from one sentence's latent to the other's, all of one length and with the same random "
-            "numbers. Marked are words that the text before did not have.",
-        )
-        texts = [self._text("From", self.examples[0]), self._text("To", self.examples[1])]
+            fields = {name: self._field(name) for name in names}
         with self.gr.Row():
-            fields = {"points": self._number("Points", Request.points), "length": self._length(), **self._sampling()}
-        self._buttons("Generate", self.demo.between, texts, fields)
-
-    def _note(self, mode: Mode, note: str) -> None:
-        self.gr.Markdown(note if mode in self.modes else f"{note} **This run did not train {mode}.**")
-
-    def _text(self, label: str, example: str, **options: Any) -> Any:
-        return self.gr.Textbox(label=label, placeholder=f"such as: {example}", max_length=MAX_TEXT_CHARS, **options)
-
-    def _number(self, label: str, value: float, **options: Any) -> Any:
-        return self.gr.Number(value, label=label, min_width=FIELD_WIDTH, **options)
-
-    def _length(self) -> Any:
-        return self._number("Length (0: auto)", Request.length)
-
-    def _sampling(self, generates_text: bool = True) -> dict[str, Any]:
-        config, has_guidance = self.run.config.sampling, "joint" in self.modes
-        if not generates_text:
-            fields = {"t2l_steps": self._number("Steps", config.resolve_t2l_steps(self.run.config.latent.prediction))}
-        else:
-            fields = {"steps": self._number("Steps", config.steps)}
-            fields["temperature"] = self._number("Temperature", config.temperature, step=0.1)
-        label = "Guidance" if has_guidance else "Guidance (needs joint training)"
-        fields["guidance"] = self._number(label, config.guidance, step=0.1, interactive=has_guidance)
-        fields["seed"] = self._number("Seed", Request.seed)
-        return fields
-
-    def _buttons(self, verb: str, request: Callable[..., str], texts: list[Any], fields: dict[str, Any]) -> Any:
-        """Add the buttons of a form with a field `seed`, and a place for the results, which is returned."""
-
-        def respond(*values: Any) -> str:
-            given = dict(zip(fields, values[len(texts) :], strict=True))
-            return self._show_errors(lambda: request(*values[: len(texts)], **given))
-
-        with self.gr.Row():
-            go = self.gr.Button(verb, variant="primary")
+            go = self.gr.Button("Generate", variant="primary")
             again = self.gr.Button("With the next seed")
-        results, seed = self.gr.HTML(), fields["seed"]
-        options = {"inputs": [*texts, *fields.values()], "outputs": results, **self.one_at_a_time}
-        self.gr.on([go.click, *(text.submit for text in texts)], respond, api_name=request.__name__, **options)
-        increment = again.click(lambda value: (value or 0) + 1, seed, seed, api_visibility="private")
-        increment.then(respond, api_visibility="private", **options)
-        return results
+        with self.gr.Row():
+            for component in results:
+                component.render()
 
-    def _show_errors(self, respond: Callable[[], str]) -> str:
+        def respond(*values: Any) -> Any:
+            given = dict(zip(fields, values[len(boxes) :], strict=True))
+            return self._show_errors(lambda: request(*values[: len(boxes)], **given))
+
+        asks = {"fn": respond, "inputs": [*boxes, *fields.values()], "outputs": list(results)}
+        asks |= {"concurrency_limit": 1, "concurrency_id": "model"}  # one request at a time reaches the model
+        self.gr.on([go.click, *(box.submit for box in boxes)], api_name=request.__name__, **asks)
+        increment = again.click(lambda seed: (seed or 0) + 1, fields["seed"], fields["seed"], api_visibility="private")
+        increment.then(api_visibility="private", **asks)
+        return asks
+
+    def _show_errors(self, respond: Callable[[], Any]) -> Any:
         """Return what `respond` returns; its errors are shown in the page and logged on the terminal."""
         try:
             return self.model_thread.submit(respond).result()

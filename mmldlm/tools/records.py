@@ -1,4 +1,4 @@
-"""Records of `metrics.jsonl`, checked once, where a line is read. Imports no torch."""
+"""Records of `metrics.jsonl` and other files of a run, validated once, where they are read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,72 +6,132 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict  # the one that pydantic needs before Python 3.12
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from mmldlm.errors import DataError
+from mmldlm.errors import DataError, ExitCode
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr
 
 Record = dict[str, Any]
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
 Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a float
-_STRICT: ConfigDict = {"strict": True, "extra": "allow"}
 
 
-@with_config(_STRICT)
-class _Source(TypedDict):
+class _Model(BaseModel):
+    """Keys that readers use; others are allowed."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Rank(_Model):
+    """A rank in the start-up report."""
+
+    host: str
+    pid: Count
+    name: str = ""
+    device: str = ""
+    device_memory_mib: FiniteFloat | None = None
+    host_memory_mib: FiniteFloat | None = None
+
+
+class StartupReport(_Model):
+    """`startup.json`, and a part of the record of a start."""
+
+    world_size: Count | None = None
+    engine: str | None = None
+    sharding: str | None = None
+    ranks: list[Rank] = []
+    versions: dict[str, str] | None = None
+    data_manifest: str | None = None
+
+
+class ExitReport(_Model):
+    """How a rank ended: `exit.json` is the report of the run, `exit.rank*.json` those of other ranks."""
+
+    rank: Count
+    code: int
+    step: Count
+    cause: str
+    time: FiniteFloat
+
+    @property
+    def is_clean(self) -> bool:
+        """True if the rank finished, or was stopped and saved."""
+        return self.code in (ExitCode.DONE, ExitCode.STOPPED)
+
+
+class Lock(_Model):
+    """`run.lock`: the process of rank 0, while it holds the folder or after it was killed."""
+
+    host: str
+    pid: Count
+    started: Annotated[datetime, Field(strict=False)]
+
+
+class _Record(_Model):
+    kind: str
+    step: Count
+    time: FiniteFloat
+    nonfinite: list[str] = []
+
+
+class _Source(_Model):
     path: str
     sha256: str
 
 
-@with_config(_STRICT)
-class _Rank(TypedDict, total=False):
-    host: str
-    pid: Count
-    name: str
-    device: str
-    device_memory_mib: FiniteFloat | None
-    host_memory_mib: FiniteFloat | None
+class _Start(_Record, StartupReport):
+    total_steps: Count | None = None
+    config: dict[str, Any] | None = None
+    resumed_from: _Source | None = None
 
 
-@with_config(_STRICT)
-class _Record(TypedDict, total=False):
-    """Keys that readers use and that are no metrics. Most may be missing, as in records of another version."""
+class _Train(_Record):
+    grad_norms: list[float | None] = []
 
-    kind: str
-    step: Count
-    time: FiniteFloat
-    nonfinite: list[str]
-    # start, resume
-    total_steps: Count
-    world_size: Count
-    engine: str
-    sharding: str | None
-    ranks: list[_Rank]
-    versions: dict[str, str]
-    data_manifest: str
-    config: dict[str, Any] | None
-    resumed_from: _Source | None
-    # others
-    grad_norms: list[float | None]
-    reason: str
-    sha256: str
-    stall_s: float
+
+class _Skip(_Record):
+    reason: str = ""
+
+
+class _Checkpoint(_Record):
+    sha256: str = ""
+    stall_s: float = 0.0
+
+
+class _Mirror(_Record):
+    error: str = ""
+
+
+class _SlowRank(_Record):
     rank: Count
     host: str
     slow: bool
     slowdown: FiniteFloat
+
+
+class _Heartbeat(_Record):
     what: str
-    error: str
-    stopped_by: str
 
 
-check_values = TypeAdapter(_Record).validate_python  # raises ValueError; missing keys are no error
-_REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "slow_rank": ("rank", "host", "slow", "slowdown"),
-    "heartbeat": ("what",),
+class _End(_Record):
+    stopped_by: str = ""
+
+
+_MODELS: Mapping[str, type[_Record]] = {  # kinds without one have metrics only, or what no reader uses
+    "start": _Start,
+    "resume": _Start,
+    "train": _Train,
+    "skip": _Skip,
+    "checkpoint": _Checkpoint,
+    "mirror": _Mirror,
+    "slow_rank": _SlowRank,
+    "heartbeat": _Heartbeat,
+    "end": _End,
 }
 
 
@@ -82,16 +142,16 @@ def check_record(line: bytes) -> Record:
     """
     try:
         record: Record = json.loads(line)
-        check_values(record)
+        kind = str(record.get("kind")) if isinstance(record, dict) else ""
+        _MODELS.get(kind, _Record).model_validate(record)
     except ValidationError as error:
         problem = error.errors()[0]
         key = printable(".".join(map(str, problem["loc"])) or "record")
+        if problem["type"] == "missing":
+            raise DataError(f"{key}: expected in this record, found none") from None
         raise DataError(f"{key}: {problem['msg']}, found {short_repr(problem['input'])}") from None
     except (ValueError, RecursionError):
         raise DataError("is no JSON") from None
-    for key in ("kind", "step", "time", *_REQUIRED.get(record.get("kind", ""), ())):
-        if key not in record:
-            raise DataError(f"{key}: expected in this record, found none")
     for key in record.get("nonfinite", ()):
         if key in record:  # otherwise the key is a path into a value, such as "ranks.0.loss"
             record[key] = math.nan
@@ -104,9 +164,18 @@ def check_record(line: bytes) -> Record:
     return {sys.intern(key): value for key, value in record.items()}
 
 
-def parse_record(line: bytes) -> Record | None:
-    """Return the record in `line` as `check_record`, or None."""
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in `path`; empty if the file is missing, torn or no JSON object."""
     try:
-        return check_record(line)
-    except DataError:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_model(path: Path, model: type[_ModelT]) -> _ModelT | None:
+    """Return the content of `path` as `model`; None if the file is missing, torn or says something else."""
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None

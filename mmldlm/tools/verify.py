@@ -27,9 +27,9 @@ from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.declaration import dump
 from mmldlm.tools.checkpoints import GROUPS, diff_checkpoints
-from mmldlm.tools.records import Record
+from mmldlm.tools.records import Record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
-from mmldlm.tools.run_status import read_exits, read_json
+from mmldlm.tools.runs import read_exits
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable

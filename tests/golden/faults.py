@@ -63,10 +63,10 @@ FAULTS = (
     ),
     Fault(
         "the ETA is of the last two records",
-        "telemetry/progress.py",
+        "utils/progress.py",
         "ETA_WINDOW = 20 ",
         "ETA_WINDOW = 2 ",
-        "tests/telemetry",
+        "tests/utils/test_progress.py",
     ),
     Fault(
         "the first step has a learning rate of 0",
@@ -155,9 +155,9 @@ FAULTS = (
     Fault(
         "the name of a run reaches the terminal raw",
         "tools/monitor/view.py",
-        "head = printable(self._head())[",
-        "head = self._head()[",
-        "tests/tools",
+        "return Text(printable(text), style,",
+        "return Text(text, style,",
+        "tests/tools/monitor",
     ),
     Fault(
         "a report counts the time between sessions",
@@ -169,8 +169,8 @@ FAULTS = (
     Fault(
         "slow ranks of an earlier session raise an alert",
         "tools/monitor/alerts.py",
-        'snapshot.history.session("slow_rank")',
-        'snapshot.history.by_kind("slow_rank")',
+        'run.history.after(run.history.session_start, "slow_rank")',
+        'run.history.by_kind("slow_rank")',
         "tests/tools/monitor",
     ),
 )

@@ -6,12 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-from mmldlm.tools.monitor.alerts import alerts
-from mmldlm.tools.monitor.snapshot import Snapshot, Thresholds
-from mmldlm.tools.run_history import History
+from mmldlm.tools.monitor.snapshot import Snapshot
+from mmldlm.tools.runs import History
 
 
-def seen_at(run: Path, step: int, **thresholds: float) -> Snapshot:
+def seen_at(run: Path, step: int) -> Snapshot:
     """Return the snapshot of the moment at which the run wrote its last record of `step`."""
     folder = run.with_name(f"{run.name}-{step}")
     folder.mkdir(exist_ok=True)
@@ -20,8 +19,4 @@ def seen_at(run: Path, step: int, **thresholds: float) -> Snapshot:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["step"] <= step and '"kind": "end"' not in line]
     (folder / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")
-    return Snapshot(History(folder), 10.0, Thresholds(**thresholds), now=json.loads(kept[-1])["time"])  # type: ignore[arg-type]
-
-
-def alerts_at(run: Path, step: int, **thresholds: float) -> set[str]:
-    return {alert.name for alert in alerts(seen_at(run, step, **thresholds))}
+    return Snapshot(History(folder), 10.0, now=json.loads(kept[-1])["time"])

@@ -1,8 +1,9 @@
-"""Warnings are printed once, in one line each."""
+"""Warnings are printed once, in one line each; memory of this process and of its host."""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from mmldlm.telemetry import resources
 from mmldlm.telemetry.notices import Notices
-from mmldlm.telemetry.progress import ProgressLine
+from mmldlm.utils.progress import ProgressLine
 from tests.helpers.terminal import Terminal
 
 pytestmark = pytest.mark.quick
@@ -37,7 +38,7 @@ def test_each_warning_once_in_one_line() -> None:
         lines = heard(notices)
         warn_in_each_step(4)
     assert lines == [
-        "warning: an old name (FutureWarning in test_notices.py:29)",
+        "warning: an old name (FutureWarning in test_notices.py:30)",
         "warning: odd shape 3",
         "warning: shard 0 is slow",
         "warning: shard 1 is slow",
@@ -69,3 +70,11 @@ def test_memory_of_the_host_and_of_a_control_group(tmp_path: Path) -> None:
     assert list(resources._cgroup_memory(tmp_path, *names)) == []
     (tmp_path / "memory.max").write_text(f"{100 * 2**20}\n")
     assert list(resources._cgroup_memory(tmp_path, *names)) == [(100.0, 60.0)], "caches of files can be had back"
+
+
+def test_resident_memory_grows_with_what_is_held() -> None:
+    before = resources.resident_mib()
+    block = mmap.mmap(-1, 64 * 2**20)  # past the C library, which may have some left of what others freed
+    block[:: mmap.PAGESIZE] = bytes(len(range(0, len(block), mmap.PAGESIZE)))  # each page is written to
+    assert 50 < resources.memory_metrics()["memory/resident_mib"] - before < 120
+    block.close()

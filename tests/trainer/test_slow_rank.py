@@ -9,7 +9,7 @@ import pytest
 
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.report.run_summary import RunSummary
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from tests.helpers.engine_runs import some
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.monitor_runs import seen_at

@@ -1,8 +1,10 @@
-"""Progress of commands: plain lines without a terminal, also during one long call; a bar on a terminal."""
+"""Progress of commands and runs: plain lines without a terminal, also during a long call; in place on a terminal."""
 
 from __future__ import annotations
 
+import io
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.utils.progress import Progress
+from mmldlm.utils.progress import STATUS_INTERVAL_S, Progress, ProgressLine
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
 from tests.helpers.terminal import Terminal
@@ -85,6 +87,103 @@ def test_prepare_counts_the_documents_of_each_stage(tmp_path: Path, capsys: pyte
     assert [*dict.fromkeys(map(int, counts))] == list(range(1, len({*counts}) + 1)) and len(counts) > 30
     of = re.findall(r"^tokenizing and encoding: (\d+) of (\d+) documents", printed, re.MULTILINE)
     assert of[-1][0] == of[-1][1]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+VALUES = {
+    "loss/total": 3.25,
+    "loss/text": 3.0,
+    "loss/latent": 0.25,
+    "optim/lr": 3e-4,
+    "optim/grad_norm": 0.9,
+    "speed/tokens_per_s": 12345.0,
+    "health/skipped_steps": 2,
+}
+
+
+def test_plain_lines_of_a_run_in_a_file() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = ProgressLine(1000, 0, stream, clock)
+    for step in (10, 20):
+        clock.now += 5
+        progress.update(step, VALUES)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and "\r" not in stream.getvalue()
+    assert lines[1] == (
+        "step 20/1,000 (2%)  loss 3.2500  12.3k tokens/s  ETA 8m 10s"
+        "  text 3.0000  latent 0.2500  lr 3.00e-04  grad 0.90  skipped 2"
+    )
+
+
+def test_the_remaining_time_is_by_the_last_twenty_lines() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = ProgressLine(1000, 0, stream, clock)
+    for step, seconds in enumerate([100] * 10 + [1] * 19 + [21], start=1):
+        clock.now += seconds
+        progress.update(step, {})
+    assert progress.eta_s() == 970 * 40 / 20
+
+
+def test_one_line_in_place_on_a_terminal() -> None:
+    stream = Terminal()
+    progress = ProgressLine(10, 0, stream, Clock())
+    progress.update(1, VALUES)
+    progress.update(2, {})
+    progress.message("checkpoint")
+    progress.close()
+    drawn, last, rest = stream.getvalue().split("\n")
+    first, second, *_, message = filter(None, (line for line in drawn.split("\r")))
+    assert rest == "" and first.startswith("step 1/10") and len(first) == 79, "cut"
+    assert second.startswith("step 2/10") and len(second) == 79, "nothing of the longer line stays"
+    assert message == "checkpoint" and last.strip("\r").startswith("step 2/10"), "above the line in place"
+
+
+def test_a_terminal_that_does_not_tell_its_size() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        progress = ProgressLine(10, 0, stream, Clock())
+        progress.update(1, {})
+        progress.end()
+        drawn = os.read(ours, 1000)
+    os.close(ours)
+    assert b"step 1/10" in drawn
+
+
+def test_long_phases_are_logged() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = ProgressLine(1000, 0, stream, clock)
+    progress.update(10, {})
+    progress.set_status(13)
+    progress.print_status_if_due()
+    clock.now += STATUS_INTERVAL_S
+    progress.print_status_if_due()
+    progress.print_status_if_due()
+    progress.set_status(13, "validation")
+    clock.now += 2 * STATUS_INTERVAL_S
+    progress.print_status_if_due()
+    assert stream.getvalue().splitlines()[1:] == [
+        f"step 13/1,000  training ... {STATUS_INTERVAL_S:.0f}s",
+        f"step 13/1,000  validation ... {2 * STATUS_INTERVAL_S:.0f}s",
+    ]
+
+
+def test_eta_follows_recent_steps_of_this_session() -> None:
+    clock = Clock()
+    progress = ProgressLine(1000, 500, io.StringIO(), clock)
+    assert progress.eta_s() is None
+    clock.now += 300  # a slow first step: compilation
+    progress.update(501, {})
+    for step in range(502, 540):
+        clock.now += 2
+        progress.update(step, {})
+    assert progress.eta_s() == pytest.approx(2 * (1000 - 539))
 
 
 # Stands in for the interpreter of .venv: its pip works until there is a file `go`, and ends with the code in it.

@@ -13,7 +13,7 @@ from pathlib import Path
 from mmldlm.config import RunConfig, require_paths
 from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, StoppedBySignal, UsageError
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from mmldlm.train import train
 from mmldlm.trainer.step_log import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer

@@ -20,7 +20,7 @@ from mmldlm.tools.report.comparison import Comparison, RunGroup, common_step, gr
 from mmldlm.tools.report.figures import draw_figures
 from mmldlm.tools.report.html import ReportContent, render_page
 from mmldlm.tools.report.run_summary import RunSummary
-from mmldlm.tools.run_status import RunState
+from mmldlm.tools.runs import RunState
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.format import format_number
 from mmldlm.utils.intervals import CONFIDENCE

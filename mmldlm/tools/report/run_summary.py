@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmldlm.tools.records import Record
-from mmldlm.tools.run_history import History
-from mmldlm.tools.run_status import RunState, read_json
+from mmldlm.tools.records import Record, read_json
+from mmldlm.tools.runs import History, RunState
 from mmldlm.utils.nested import flatten
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged

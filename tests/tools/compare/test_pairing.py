@@ -15,7 +15,7 @@ from mmldlm.data.store import Store
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.report.paired import pairing
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 
 pytestmark = pytest.mark.quick
 

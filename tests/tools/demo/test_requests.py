@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import socket
 import time
 from collections import Counter
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from html import unescape
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,22 +43,20 @@ def client(demo_page: Page) -> Any:
     return gradio_client.Client(demo_page.blocks.local_url, verbose=False)
 
 
-def rows(html: str) -> list[tuple[str, str]]:
-    """Number and text of each line of a result."""
-    lines = re.findall(r'<li><span class="number">(.*?)</span><span class="words">(.*?)</span></li>', html, re.DOTALL)
-    return [(number, unescape(re.sub(r"</?(mark|span)[^>]*>", "", text))) for number, text in lines]
-
-
 # --- answers ----------------------------------------------------------------------------------------------
 
 
+def rounded(similarity: float) -> float | None:
+    return None if np.isnan(similarity) else round(float(similarity), 3)
+
+
 def test_texts_are_those_of_sample(demo: Demo, short_run: LoadedRun) -> None:
-    html = demo.write(TEXT, count=2, length=7, steps=3, temperature=0.5, seed=3)
+    rows = demo.write(TEXT, count=2, length=7, steps=3, temperature=0.5, seed=3)
     config = replace(short_run.config.sampling, steps=3, temperature=0.5)
     latents = encode_texts(short_run, [TEXT])
     _, texts = sample(short_run, "l2t", config, 3, latents, None, count=2, length=7)
-    cosines = [float(own[0] @ latents[0, 0]) for own in load_run_encoder(short_run).encode(texts)]  # of unit length
-    assert rows(html) == [("none" if np.isnan(x) else f"{x:.2f}", text) for x, text in zip(cosines, texts, strict=True)]
+    cosines = [own[0] @ latents[0, 0] for own in load_run_encoder(short_run).encode(texts)]  # of unit length
+    assert rows == [[rounded(similarity), text] for similarity, text in zip(cosines, texts, strict=True)]
 
 
 def test_an_empty_field_takes_its_default(demo: Demo, short_run: LoadedRun) -> None:
@@ -68,53 +64,55 @@ def test_an_empty_field_takes_its_default(demo: Demo, short_run: LoadedRun) -> N
     sampling = {"steps": config.steps, "temperature": config.temperature, "guidance": config.guidance}
     given = demo.write(TEXT, count=3, length=0, seed=0, **sampling)
     assert demo.write(TEXT, **dict.fromkeys(("count", "length", "seed", *sampling))) == given
-    assert demo.write(TEXT) == given and len(rows(given)) == 3
+    assert demo.write(TEXT) == given and len(given) == 3
     assert demo.write(TEXT, seed=1) != given
 
 
 def test_neighbors_are_the_nearest(demo: Demo, short_run: LoadedRun) -> None:
     """The reference is computed here from all cosines of standardized latents."""
-    html = demo.nearest(TEXT, neighbors=4, split="validation")
+    similarity, *tables = demo.nearest(TEXT, neighbors=4, split="validation")
     store, split = short_run.store, short_run.store.split("validation")
     generation, _ = sample(short_run, "t2l", short_run.config.sampling, 0, texts=[TEXT])
     generated, encoded = generation.latents.numpy(), encode_texts(short_run, [TEXT])
-    expected = []
-    for latent in (generated, encoded):
+    for latent, table in zip((generated, encoded), tables, strict=True):
         latents = store.standardize(split.gather(np.arange(len(split)))[2])[:, 0]
         query = store.standardize(latent)[0, 0]
         cosines = latents @ query / np.linalg.norm(latents, axis=1) / np.linalg.norm(query)
         nearest = np.argsort(-cosines, kind="stable")[:4]
         texts = short_run.tokenizer.decode_batch([split.tokens(row).tolist() for row in nearest])
-        expected += [(f"{cosines[row]:.2f}", text) for row, text in zip(nearest, texts, strict=True)]
-    assert rows(html) == expected
-    similarity = generated.ravel() @ encoded.ravel() / np.linalg.norm(generated) / np.linalg.norm(encoded)
-    assert f"<strong>{similarity:.3f}</strong>" in html
+        assert [text for _, text in table] == texts
+        assert [value for value, _ in table] == pytest.approx(cosines[nearest], abs=6e-4)
+    expected = generated.ravel() @ encoded.ravel() / np.linalg.norm(generated) / np.linalg.norm(encoded)
+    assert similarity == pytest.approx(expected, abs=6e-4)
 
 
 def test_neighbors_of_a_text_without_a_latent(demo: Demo) -> None:
-    html = demo.nearest("zzz", neighbors=2)
-    assert len(rows(html)) == 2 and "<strong>none</strong>" in html and "The encoder has no latent" in html
+    similarity, of_generated, of_encoded = demo.nearest("zzz", neighbors=2)
+    assert similarity is None and len(of_generated) == 2 and of_encoded == []
 
 
 def test_texts_between_two(demo: Demo, short_run: LoadedRun) -> None:
-    html = demo.between(TEXT, "The wave.", points=3, length=5, seed=2)
+    spans = demo.between(TEXT, "The wave.", points=3, length=5, seed=2)
     ends = encode_texts(short_run, [TEXT, "The wave."])
     _, texts = interpolate(short_run, short_run.config.sampling, 2, ends, 3, 5)
     numbers = ("from", "0.00", "0.50", "1.00", "to")
-    assert rows(html) == list(zip(numbers, [TEXT, *texts, "The wave."], strict=True))
-    marked = [unescape(word) for word in re.findall("<mark>(.*?)</mark>", html)]
+    lines = [f"{number}  {text}" for number, text in zip(numbers, [TEXT, *texts, "The wave."], strict=True)]
+    assert "".join(text for text, _ in spans) == "\n".join(lines)
     pairs = [(Counter(before.split()), Counter(text.split())) for before, text in pairwise(texts)]
-    assert Counter(marked) == sum((text - before for before, text in pairs), Counter())
+    marked = Counter(text for text, mark in spans if mark)
+    assert marked == sum((text - before for before, text in pairs), Counter())
 
 
 def test_the_client_gets_what_the_page_shows(client: Any, demo: Demo) -> None:
     result = client.predict(TEXT, 2, 7, 3, 0.5, 1, 3, api_name="/write")
-    assert result == demo.write(TEXT, count=2, length=7, steps=3, temperature=0.5, guidance=1, seed=3)
-    result = client.predict(TEXT, 2, "test", 3, 1, 0, api_name="/nearest")
-    assert result == demo.nearest(TEXT, "test", neighbors=2, t2l_steps=3, guidance=1, seed=0)
+    assert result["data"] == demo.write(TEXT, count=2, length=7, steps=3, temperature=0.5, guidance=1, seed=3)
+    similarity, *tables = client.predict(TEXT, 2, "test", 3, 1, 0, api_name="/nearest")
+    expected = demo.nearest(TEXT, "test", neighbors=2, t2l_steps=3, guidance=1, seed=0)
+    assert (similarity, *(table["data"] for table in tables)) == expected
     result = client.predict(TEXT, "The wave.", 3, 5, 2, 1, 1, 0, api_name="/between")
     fields = {"points": 3, "length": 5, "steps": 2, "temperature": 1, "guidance": 1, "seed": 0}
-    assert result == demo.between(TEXT, "The wave.", **fields)
+    between = "".join(text for text, _ in demo.between(TEXT, "The wave.", **fields))
+    assert "".join(span["token"] for span in result) == between
 
 
 def test_one_request_at_a_time_reaches_the_model(client: Any, short_run: LoadedRun) -> None:
@@ -184,7 +182,7 @@ def test_errors_are_answered_and_logged_and_the_server_lives_on(
         client.predict(*request, api_name="/write")
     assert "Traceback" in capfd.readouterr().err
     monkeypatch.undo()
-    assert len(rows(client.predict(*request, api_name="/write"))) == 1
+    assert len(client.predict(*request, api_name="/write")["data"]) == 1
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 from mmldlm import cli
 from mmldlm.config import load_config
 from mmldlm.tools.plan.command import launcher_file
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import TEST_TIMEOUT_S
 

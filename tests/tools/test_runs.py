@@ -14,7 +14,7 @@ import pytest
 
 from mmldlm.errors import DataError
 from mmldlm.telemetry.metrics import MetricsFile
-from mmldlm.tools.run_history import History
+from mmldlm.tools.runs import History
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
 
@@ -54,7 +54,7 @@ def test_only_what_was_added_is_read_and_a_torn_line_waits(tmp_path: Path) -> No
     line = json.dumps({"kind": "train", "step": 1, "time": 5.0, "loss/total": 2.0}).encode() + b"\n"
     with path.open("ab") as torn:
         torn.write(line[:30])
-    assert history.refresh() and len(history.records) == 1 and history.damaged == 0
+    assert not history.refresh() and len(history.records) == 1 and history.damaged == 0
     with path.open("ab") as rest:
         rest.write(line[30:] + b"no record\n" + line)
     assert history.refresh() and history.series("loss/total").values == [2.0, 2.0]
@@ -76,7 +76,7 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
         third.write("train", step, {"loss/total": -2.0 * step})
     assert history.refresh() and history.series("loss/total").values[2:] == [-6.0, -8.0, -10.0, -12.0, -14.0, -16.0]
     third.write("resume", 1, {"total_steps": 9})  # of a folder that was put together by hand
-    assert history.refresh() and history.series("loss/total").values == [1.0] and len(history.session("resume")) == 1
+    assert history.refresh() and history.series("loss/total").values == [1.0] and len(history.by_kind("resume")) == 1
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_history_imports_no_torch() -> None:
-    seen = "import mmldlm.tools.run_history, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
+    seen = "import mmldlm.tools.runs, sys; print(sorted({'torch', 'mmldlm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

@@ -1,0 +1,351 @@
+"""Records and state of a run, read from its folder while it is written or afterwards. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import socket
+import statistics
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+
+from mmldlm.errors import ConfigError, DataError, ExitCode, StorageError
+from mmldlm.settings.yaml import read_yaml
+from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
+from mmldlm.utils.format import human_duration
+
+CURVE_KINDS = ("train", "validation")  # kinds of records that are points of curves
+RECENT_RECORDS = 50  # training records from which typical values are computed
+
+_TAIL_BYTES = 512  # they contain the times of records, so no other file has the same
+_LOCK_WRITE_TIMEOUT_S = 5.0  # a new lock file may be empty for so long, until its owner is written into it
+_CLOCK_TOLERANCE_S = 60.0  # a process may seem to be younger than the lock that it holds if a clock was set
+
+StateName = Literal["running", "silent", "finished", "stopped", "failed", "killed"]
+_CLEAN_EXITS: Mapping[int, StateName] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped"}
+
+
+class Series(NamedTuple):
+    """A value over the steps; NaN where it was not finite. `times` are the Unix seconds of the records."""
+
+    steps: list[int]
+    values: list[float]
+    times: list[float]
+
+
+class MetricsReader:
+    """The records of a metrics file, without those that a resume superseded; each is read once.
+
+    The file may be missing, grow, end in a torn line, or be replaced, as a resume does.
+
+    Attributes:
+        records: All records, in the order in which they were written; NaN where a metric was not finite.
+        started: The latest record of a start or resume.
+        step: The last step with a record of any kind.
+        damaged: Number of lines that are not records, without a last line that is still being written.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.damaged, self._offset, self._tail = 0, 0, b""
+        self._index([])
+
+    def _index(self, records: list[Record]) -> None:
+        self.records: list[Record] = []
+        self.started: Record | None = None
+        self.step = 0
+        self._of_kind: dict[str, list[Record]] = defaultdict(list)
+        self._durations_s: dict[str, list[float]] = defaultdict(list)
+        self._series: dict[tuple[str, tuple[str, ...]], tuple[Series, int]] = {}  # and how many records are in it
+        for record in records:
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        kind, before = record["kind"], self.last()
+        if kind in ("start", "resume"):
+            if record["step"] < self.step:  # later steps are trained again
+                self._index([old for old in self.records if old["step"] <= record["step"]])
+            self.started = record
+        elif before is not None and before["kind"] == "heartbeat":
+            self._durations_s[before["what"]].append(record["time"] - before["time"])
+        self.step = max(self.step, record["step"])
+        self.records.append(record)
+        self._of_kind[kind].append(record)
+
+    def refresh(self) -> bool:
+        """Read what was added and return whether anything changed; if the file cannot be read, raise `StorageError`."""
+        try:
+            with self.path.open("rb") as file:
+                # A file that was replaced does not have the bytes before the offset that were read there.
+                file.seek(self._offset - len(self._tail))
+                is_other = file.read(len(self._tail)) != self._tail
+                if is_other:
+                    self._forget()
+                    file.seek(0)
+                added = file.read()
+        except FileNotFoundError:
+            had_records = bool(self.records)
+            self._forget()
+            return had_records
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
+        added = added[: added.rfind(b"\n") + 1]  # a torn last line is read when it is whole
+        self._offset += len(added)
+        self._tail = (self._tail + added)[-_TAIL_BYTES:]
+        for line in added.split(b"\n"):
+            try:
+                self._add(check_record(line))
+            except DataError:
+                self.damaged += bool(line.strip())
+        return is_other or bool(added)
+
+    def by_kind(self, *kinds: str) -> list[Record]:
+        """Return the records of these kinds, which `telemetry/metrics.py` lists."""
+        if len(kinds) == 1:
+            return self._of_kind[kinds[0]]
+        return [record for record in self.records if record["kind"] in kinds]
+
+    def last(self, kind: str | None = None) -> Record | None:
+        """Return the latest record, of `kind` if it is given."""
+        records = self.records if kind is None else self._of_kind[kind]
+        return records[-1] if records else None
+
+    def after(self, step: int, kind: str) -> list[Record]:
+        """Return the records of a kind at later steps."""
+        records = self._of_kind[kind]
+        return records[bisect_right(records, step, key=itemgetter("step")) :]
+
+    def series(self, tag: str, *kinds: str) -> Series:
+        """Return the values of the metric `tag` in records of `kinds` (default: training and validation)."""
+        kinds = kinds or CURVE_KINDS
+        series, count = self._series.get((tag, kinds), (Series([], [], []), 0))
+        for record in self.records[count:]:
+            if record["kind"] in kinds and record.get(tag) is not None:
+                series.steps.append(record["step"])
+                series.values.append(float(record[tag]))
+                series.times.append(record["time"])
+        self._series[tag, kinds] = series, len(self.records)
+        return series
+
+    def recent(self, tag: str, count: int = RECENT_RECORDS, session: bool = False) -> list[float]:
+        """Return the finite values of the metric `tag` in the last `count` training records that have it.
+
+        With `session`, only of the latest start or resume, without the first, whose speed includes the start.
+        """
+        steps, values, _ = self.series(tag, "train")
+        first = bisect_right(steps, self.session_start) + 1 if session else 0
+        return list(filter(math.isfinite, values[max(first, len(values) - count) :]))
+
+    def tags(self, *kinds: str) -> list[str]:
+        """Return the tags (`group/name`) with a series in records of `kinds`, in order of first appearance."""
+        kinds = kinds or CURVE_KINDS
+        records = (record for record in self.records if record["kind"] in kinds)
+        return list(dict.fromkeys(key for one in records for key in one if "/" in key and one[key] is not None))
+
+    def durations_s(self, activity: str) -> list[float]:
+        """Return the seconds of each time that a heartbeat announced the activity, to the next record of any kind."""
+        return self._durations_s[activity]
+
+    @property
+    def session_start(self) -> int:
+        """Step of the latest start or resume."""
+        return self.started["step"] if self.started else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """`train.steps` of the latest start or resume; None before it."""
+        return self.started.get("total_steps") if self.started else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Typical seconds of a step, including waits for data but not validations and saves."""
+        recent = self.recent("speed/step_s")
+        return statistics.median(recent) if recent else None
+
+    @property
+    def steps_per_record(self) -> int:
+        """Typical number of steps from one training record to the next."""
+        steps = [record["step"] for record in self.by_kind("train")[-RECENT_RECORDS:]]
+        gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
+        # A single record counts the steps from the start.
+        return round(statistics.median(gaps)) if gaps else max(steps[-1:], default=1)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State of a run.
+
+    Attributes:
+        name: `silent` is a run that seems to be active, but has no news; `killed` one whose process is gone without an
+            exit report.
+    """
+
+    name: StateName
+    code: int | None = None
+    cause: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        """True if the run has not ended."""
+        return self.name in ("running", "silent")
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of a rank.
+
+    It existed at `seen_at`, in Unix seconds: a process that was created later only reuses its pid.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    seen_at: float
+
+    def state(self) -> Literal["elsewhere", "running", "stopped", "gone"]:
+        """Return the state on this machine; "stopped" is SIGSTOP or a debugger."""
+        if self.host != socket.gethostname():
+            return "elsewhere"
+        try:
+            process = psutil.Process(self.pid)
+            if process.create_time() > self.seen_at + _CLOCK_TOLERANCE_S:
+                return "gone"
+            status = process.status()
+        except psutil.NoSuchProcess:
+            return "gone"
+        except psutil.Error:  # a process of another user, on systems that hide those
+            return "running"
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return "gone"
+        return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+
+
+class History(MetricsReader):
+    """The contents of `run_dir` at the last `refresh`; if it is not a run folder, that is a `DataError`.
+
+    Attributes:
+        exits: Exit reports of the ranks, the one of the run first.
+        processes: Processes of a run that has not ended cleanly, by rank.
+    """
+
+    def __init__(self, run_dir: Path | str):
+        self.run_dir = Path(run_dir)
+        if not any((self.run_dir / name).exists() for name in ("metrics.jsonl", "run.lock", "exit.json")):
+            raise DataError(f"{self.run_dir} is no run folder: expected metrics.jsonl in it, found no such file")
+        super().__init__(self.run_dir / "metrics.jsonl")
+        self.refresh()
+        self._last_change_at = -math.inf
+
+    def refresh(self) -> bool:
+        """Read the folder again and return whether there are new records."""
+        for name in ("config", "startup"):  # of a new start
+            self.__dict__.pop(name, None)
+        # Records are read last: a process that has ended has written all of them, so an end is never seen without them.
+        self.exits = read_exits(self.run_dir)
+        self.processes = _read_processes(self.run_dir)
+        self._is_gone = bool(self.processes) and self.processes[0].state() == "gone"
+        has_news = super().refresh()
+        if has_news:
+            self._last_change_at = time.time()
+        if (self._is_gone or not self.processes) and not self.exits:  # it may have ended since the first look
+            self.exits = read_exits(self.run_dir)
+        self._lock_was_released = _lock_was_released(self.run_dir)
+        return has_news
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder."""
+        return self.run_dir.resolve().name
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved config of the latest start, nested as in its file; empty if the file cannot be read."""
+        try:
+            return read_yaml(self.run_dir / "config.yaml")
+        except ConfigError:
+            return {}
+
+    @cached_property
+    def startup(self) -> Mapping[str, Any]:
+        """The start-up report of the latest start that has written one; empty without one."""
+        report = read_model(self.run_dir / "startup.json", StartupReport)
+        return report.model_dump(exclude_unset=True) if report else {}
+
+    def news_age_s(self, now: float | None = None) -> float | None:
+        """Return the seconds since the latest record; None without records.
+
+        The clock of the run's machine may differ: a record that arrived between two refreshes is never older than the
+        refresh that read it.
+        """
+        latest = self.last()
+        if latest is None:
+            return None
+        return max(0.0, (time.time() if now is None else now) - max(latest["time"], self._last_change_at))
+
+    def state(self, now: float | None = None, stall_timeout_s: float = math.inf) -> RunState:
+        """Return the state of the run at `now` in Unix seconds, by default the present.
+
+        An active run counts as silent if its latest record is older than `stall_timeout_s`.
+        """
+        if self.exits:
+            report = self.exits[0]
+            return RunState(_CLEAN_EXITS.get(report.code, "failed"), report.code, report.cause)
+        end = self.last()
+        if (not self.processes or self._is_gone) and end is not None and end["kind"] == "end":
+            stopped_by = end.get("stopped_by")
+            if stopped_by:
+                return RunState("stopped", cause=f"stopped by {stopped_by}")
+            return RunState("finished", cause="finished")
+        if self._is_gone:
+            return RunState("killed", cause=f"process {self.processes[0].pid} is gone and left no exit.json")
+        if self._lock_was_released:
+            return RunState("failed", cause="ended, but could not leave an exit.json: the disk may be full")
+        age = self.news_age_s(now)
+        if age is not None and age > stall_timeout_s:
+            return RunState("silent", cause=f"no news for {human_duration(age)}")
+        return RunState("running")
+
+
+def read_exits(run_dir: Path) -> list[ExitReport]:
+    """Return the exit reports of the ranks, starting with `exit.json`, which is the report of the run."""
+    paths = [run_dir / "exit.json", *sorted(run_dir.glob("exit.rank*.json"))]
+    return [report for path in paths if (report := read_model(path, ExitReport)) is not None]
+
+
+def _read_processes(run_dir: Path) -> list[RankProcess]:
+    """Return the processes of all ranks if the start-up report is of the lock owner's start, otherwise only the owner.
+
+    Without a lock owner, as after a clean end, there are none.
+    """
+    lock = read_model(run_dir / "run.lock", Lock)
+    if lock is None:
+        return []
+    owner = (lock.host, lock.pid)
+    report = read_model(run_dir / "startup.json", StartupReport)
+    ranks = [(rank.host, rank.pid) for rank in report.ranks] if report else []
+    # All ranks exist before rank 0 takes the lock.
+    seen_at = lock.started.timestamp()
+    return [
+        RankProcess(rank, *process, seen_at) for rank, process in enumerate(ranks if ranks[:1] == [owner] else [owner])
+    ]
+
+
+def _lock_was_released(run_dir: Path) -> bool:
+    """Return whether the run's lock was released, as at every end but a kill; False without a lock file."""
+    try:
+        info = (run_dir / "run.lock").stat()
+    except OSError:
+        return False
+    return not info.st_size and time.time() - info.st_mtime > _LOCK_WRITE_TIMEOUT_S
