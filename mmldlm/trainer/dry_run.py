@@ -149,7 +149,7 @@ def estimate(
         noised_at = partial(_noised, config, loader, objective, (start, samples))
         tried = min(steps_per_stage, stop - start)
         searched = range(start, min(stop, start + MAX_SEARCHED_STEPS))
-        _, largest = loader.largest_step(searched, samples, loader.batch_at(start), rank=0)
+        _, largest = loader.largest_step(searched, samples, loader.batch_at(start))
         # The largest step counts for memory alone, unless it is among the first ones.
         for step in dict.fromkeys([*range(start, start + tried), largest]):
             noised = noised_at(step)
@@ -168,7 +168,10 @@ def estimate(
             sized = min(SIZED_STEPS, stop - start)
             micro_batches[start], advised[start] = (
                 np.concatenate(
-                    [loader.total_tokens(samples + step * each.global_batch_size, each) for step in range(sized)]
+                    [
+                        loader.micro_batch_tokens(samples + step * each.global_batch_size, each).flatten()
+                        for step in range(sized)
+                    ]
                 )
                 for each in (size, filled)
             )

@@ -48,7 +48,7 @@ def fit_micro_batches(
     Return the config with the batch sizes that fit, the values to log of each change, and lines for the user. A single
     sample that does not fit is a `ConfigError`.
     """
-    train, loader, latent_tokens = config.train, components.loader, components.store.manifest.latent.tokens
+    train, loader = config.train, components.loader
     stages, position = train.batch_stages(engine.world_size), state.samples_drawn
     changes: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -59,24 +59,24 @@ def fit_micro_batches(
             size = stages[stage]
             largest = _largest_step(loader, engine, size, range(start, stop), position)
             place = position + (largest - start) * size.global_batch_size
-            samples, tokens = loader.micro_batch_sizes(place, size)
-            totals = tokens + samples * latent_tokens
+            totals = loader.micro_batch_tokens(place, size)
             owner, index = np.unravel_index(totals.argmax(), totals.shape)
             with engine.raise_on_all_ranks("reading of the largest micro-batch"):
                 micro_batches = loader.read(place, size, int(owner))
+            lengths = micro_batches[index].lengths
             accumulates = size.accumulation(engine.world_size) > 1
             fit = _assess(config, components, engine, micro_batches, int(index), accumulates)
             fits = [Fit(*values) for values in engine.gather(fit, "gather of what fits into memory")]
             rank, worst = min(enumerate(fits), key=lambda item: (item[1].fits, item[1].usable_mib))
             if worst.fits:
                 break
-            if samples[index] == 1:
-                _refuse(int(tokens[owner, index]), rank, worst)
+            if len(lengths) == 1:
+                _refuse(sum(lengths), rank, worst)
             stages[stage] = _halve(size, engine.world_size, int(totals.max()))
             key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
             estimate = {"needed_mib": worst.needed_mib, "usable_mib": worst.usable_mib} if worst.needed_mib else {}
             values = {key: getattr(stages[stage], key), "before": getattr(size, key), "rank": rank, "from_step": start}
-            changes.append({**values, "tokens": int(tokens[owner, index]), **estimate})
+            changes.append({**values, "tokens": sum(lengths), **estimate})
         lines.append(f"micro-batches of {size.micro_batch} from step {start} on fit into memory")
         lines[-1] += f": rank {rank} has the least, {worst}" if worst.needed_mib else ""
         position += (stop - start) * size.global_batch_size
@@ -92,7 +92,8 @@ def _largest_step(loader: Loader, engine: Engine, size: BatchSize, steps: range,
     part = steps[engine.rank * share :][:share]
     first = position + (part.start - steps.start) * size.global_batch_size
     largest = loader.largest_step(part, first, size) if part else None
-    return max(found for found in engine.gather(largest, "search for the largest micro-batch") if found)[1]
+    found = [found for found in engine.gather(largest, "search for the largest micro-batch") if found]
+    return max(found, key=lambda item: item[0])[1]
 
 
 def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:

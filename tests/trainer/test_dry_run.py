@@ -165,7 +165,7 @@ def test_the_dry_run_finds_the_largest_micro_batch_of_all_steps(tiny_store: Path
     config, store = load_config(None, [f"data.path={tiny_store}", *settings, "mode=l2t"]), Store.open(tiny_store)
     loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
     tokens = [sum(batch.lengths) for _, (batch,) in loader.steps(0, 40, 0)]
-    _, result = loader.largest_step(range(40), 0, config.train.batch_at(0, 1), rank=0)
+    _, result = loader.largest_step(range(40), 0, config.train.batch_at(0, 1))
     assert tokens[result] == max(tokens) > tokens[0]
     first = dry_run(tiny_store, *settings, "mode=l2t", "train.steps=1")
     assert estimate(config, store, 1, steps_per_stage=1).activations_mib > first.activations_mib

@@ -200,7 +200,7 @@ def step_costs(
 
 def _typical_steps(config: RunConfig, loader: Loader) -> list[int]:
     size, searched = loader.batch_at(0), min(SEARCHED, config.train.steps)
-    tokens = [int(loader.total_tokens(step * size.global_batch_size, size).sum()) for step in range(searched)]
+    tokens = [int(loader.micro_batch_tokens(step * size.global_batch_size, size).sum()) for step in range(searched)]
     count = min(TYPICAL_STEPS, searched)
     ranks = ((np.arange(count) + 0.5) / count * searched).astype(int)
     steps: list[int] = np.argsort(tokens, kind="stable")[ranks].tolist()
