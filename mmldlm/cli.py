@@ -33,11 +33,12 @@ COMMANDS = {
     "track": ("mmldlm.tools.track", "send the records of a run to wandb, trackio or mlflow"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
-    "plan": ("mmldlm.tools.plan.command", "predict memory and step time of the ways to train a config, and choose"),
     "doctor": ("mmldlm.tools.doctor.command", "check machine, run and nodes before training"),
 }
+# Commands that are gone, and what to use in their place.
+REMOVED = {"plan": "mmldlm train CONFIG --dry-run --gpus 8x80GB has the memory of each engine"}
 # Use torch's devices.
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
 MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "compare", "track")
 
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         start_process(outlives_terminal)
     if name not in COMMANDS:
-        print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        problem = f"the command {name} is gone: {REMOVED[name]}" if name in REMOVED else f"unknown command {name!r}"
+        print(f"mmldlm: error: {problem}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
     if argv is None and name in COMPUTE_COMMANDS:
         configure_cuda_allocator(os.environ)  # before the module imports torch

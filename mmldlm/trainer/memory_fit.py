@@ -1,7 +1,7 @@
 """`fit_micro_batches`: before the first step, micro-batches are halved until the largest ones of the run fit in memory.
 
 A rank whose weights are replicated tries a forward and backward pass, which it can do alone. Under an engine that
-shards weights, the forward pass gathers them from all ranks, so there an estimate decides, see `memory_plan`.
+shards weights, the forward pass gathers them from all ranks, so there an estimate decides, see `engine_memory`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from mmldlm.data.loader import Loader
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import Network, NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.launcher import FSDP2
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
-from mmldlm.trainer.memory_plan import needed_mib, usable_mib
+from mmldlm.model.ops import assume_device
+from mmldlm.run.factory import build_fake_model
+from mmldlm.telemetry.resources import free_memory_mib
+from mmldlm.trainer.engine_memory import FLOAT32, MIB, USABLE_SHARE, Sharding, StepMemory, rank_memory
+from mmldlm.trainer.memory_tracker import StepTracker
 from mmldlm.trainer.setup import Components
 
 
@@ -120,9 +125,8 @@ def _assess(
     """Return whether micro-batch `index` of a step fits, beside the gradients of others if it `accumulates`."""
     objective = components.objective
     if engine.shards_parameters:
-        noised = all_masked(objective, batches[index])
-        needed = needed_mib(config, components.store.manifest, objective, engine, noised, accumulates)
-        usable = usable_mib(engine)
+        needed = _needed_mib(config, components, engine, all_masked(objective, batches[index]), accumulates)
+        usable = USABLE_SHARE * free_memory_mib(engine.device, engine.launch.local_world_size)
         return Fit(needed <= usable, round(needed), round(usable))
 
     def loss_of(network: Network) -> Tensor:
@@ -132,6 +136,33 @@ def _assess(
 
     optimizer, buffers = engine.unwrapped_optimizer, engine.comm_buffer_bytes
     return Fit(fits_in_memory(engine.unwrapped_model, optimizer, loss_of, engine.device, accumulates, buffers))
+
+
+def _needed_mib(
+    config: RunConfig, components: Components, engine: Any, noised: NoisedBatch, accumulates: bool
+) -> float:
+    """Return what a step with this micro-batch takes beside what is there before the first one."""
+    tracker = StepTracker(build_fake_model(config, components.store.manifest), components.objective)
+    if accumulates:
+        tracker.allocate_gradients()
+    with assume_device(engine.device.type):
+        tracker.micro_batches([noised])
+    step = StepMemory.of(tracker, accumulates)
+    sharding, absent = Sharding(engine.name, config.precision, engine.world_size, engine.launch.replicas), 0.0
+    if engine.name == FSDP2:
+        sharding = replace(sharding, reshards=engine.accelerator.state.fsdp_plugin.reshard_after_forward)
+        # Of the state, gradients and in a new run both moments are allocated by the first step.
+        absent = FLOAT32 * (1 if engine.unwrapped_optimizer.state else 3) * step.trained / sharding.shards / MIB
+    else:
+        deepspeed = engine.deepspeed
+        sharding = replace(
+            sharding,
+            bucket=deepspeed.zero_reduce_bucket_size(),
+            max_gathered=deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size(),
+            secondary_partition=engine.launch.secondary_partition,
+        )
+    memory = rank_memory(step, sharding)
+    return memory.peak - memory.state + absent
 
 
 def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:

@@ -21,7 +21,6 @@ from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
-from mmldlm.trainer.dry_run import Estimate, estimate, micro_batch_lines
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
 
@@ -236,25 +235,3 @@ def test_reports_show_the_budget(tiny_config: Path, tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "global batch         8 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
     assert "  from step 2        16 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_the_dry_run_measures_micro_batches_and_advises_a_budget(tiny_store: Path, world: int) -> None:
-    store = Store.open(tiny_store)
-    small = ("model.width=32", "model.num_heads=1", "model.depth=1", "train.steps=3", "train.global_batch_size=32")
-
-    def of(*settings: str) -> tuple[Estimate, list[str]]:
-        config = load_config(None, [f"data.path={tiny_store}", *small, "mode=t2l", *settings])
-        costs = estimate(config, store, world)
-        return costs, micro_batch_lines(costs, 0)
-
-    lengths = store.split("train").lengths
-    total = int(lengths[SampleOrder(lengths, 0).take(0, 96)].sum()) + 96 * store.manifest.latent.tokens
-    costs, lines = of("train.micro_batch_size=2", "train.batch_schedule={9: {micro_batch_tokens: 1}}")
-    assert len(costs.micro_batches[0]) == 48 and costs.micro_batches[0].sum() == total
-    assert f"  a micro-batch      {total / 48:,.0f} text and latent tokens on average" in lines[0]
-    assert f"train.micro_batch_tokens=32768 makes it {total / 3 / world:,.0f}, if memory" in lines[1]
-    assert not micro_batch_lines(costs, 9), "after the end of the run"
-    costs, lines = of("train.micro_batch_tokens=60")
-    assert costs.micro_batches[0].max() <= 60 and len(lines) == 2
-    assert len(of()[1]) == 1, "there is nothing to fill up micro-batches with"

@@ -26,7 +26,7 @@ from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.factory import attention_backend, build_meta_model
 from mmldlm.run.warm_start import find_source, warm_start
-from mmldlm.trainer.dry_run import estimate
+from mmldlm.trainer.memory_estimate import estimate
 from mmldlm.utils.files import probe_file
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
