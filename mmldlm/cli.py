@@ -32,13 +32,15 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
-    "plan": ("mmldlm.tools.plan.command", "predict memory and step time of the ways to train a config, and choose"),
     "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
 # Commands that are gone, and what to use in their place.
-REMOVED = {"track": "log.trackers=[NAME] sends the scalars while the run trains"}
+REMOVED = {
+    "plan": "mmldlm train CONFIG --dry-run --gpus 8x80GB has the memory of each engine",
+    "track": "log.trackers=[NAME] sends the scalars while the run trains",
+}
 # Use torch's devices.
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain", "plan")
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
 MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "compare")
 

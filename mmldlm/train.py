@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line into one config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
-        usage="%(prog)s [--dry-run | --check] CONFIG.yaml [key.sub=value ...]",
+        usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]]] CONFIG.yaml [key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
@@ -65,6 +65,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="start and compare the ranks, time an all-reduce, and exit"
     )
+    parser.add_argument(
+        "--gpus", metavar="NxMGB", help="with --dry-run: print what fits into the GPUs of a node, such as 8x80GB"
+    )
+    parser.add_argument("--nodes", type=int, help="with --gpus: number of nodes (1)")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed config, with the deepspeed launcher")
     parser.add_argument(
         "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine, with torchrun"
@@ -77,6 +81,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if len(files) != 1:
         raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
     options.config = files[0]
+    if options.gpus and not options.dry_run:
+        raise UsageError("--gpus: expected together with --dry-run")
+    if options.nodes is not None and not options.gpus:
+        raise UsageError("--nodes: expected together with --gpus")
     return options
 
 
@@ -85,6 +93,12 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
     options = parse(argv)
     config = load_config(options.config, options.overrides)
     require_paths(config, "data.path", "run.dir")
+    if options.gpus:
+        from mmldlm.trainer.engine_choice import Gpus, print_choices
+
+        gpus = Gpus.parse(options.gpus, 1 if options.nodes is None else options.nodes)
+        print_choices(config, gpus, [options.config, *options.overrides])
+        return ExitCode.DONE
     if options.dry_run:
         from mmldlm.trainer.dry_run import print_estimate
 

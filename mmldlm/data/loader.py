@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.dataset import Split
-from mmldlm.data.micro_batches import deal
+from mmldlm.data.micro_batches import deal, largest_micro_batches, largest_possible
 from mmldlm.data.mixture import make_sample_order
 from mmldlm.data.sampler import MixedOrder, SampleOrder
 from mmldlm.data.store import Store
@@ -28,6 +28,8 @@ from mmldlm.settings.declaration import setting
 from mmldlm.utils.short_repr import display_name
 
 Corrupt = Callable[[int, int, Sequence[Batch]], list[Batch]]
+
+SEARCHED_SAMPLES = 1 << 16  # whose lengths are looked at together
 
 
 @dataclass(frozen=True)
@@ -183,40 +185,39 @@ class Loader:
         parts = np.array_split(slots, -(-len(slots) // size.micro_batch_size))
         return [collate(self._dataset.split, samples[part], part) for part in parts]
 
-    def micro_batch_sizes(self, position: int, size: BatchSize) -> tuple[np.ndarray, np.ndarray]:
-        """Return how large all ranks' micro-batches are in the step that begins at `position`.
+    def micro_batch_tokens(self, position: int, size: BatchSize) -> np.ndarray:
+        """Return the text and latent tokens of all ranks' micro-batches of a step, int64 [world_size, micro-batches].
 
         Reads only lengths and needs no communication, since the sample order is known to every rank.
-
-        Returns:
-            Samples of each micro-batch, int64 [micro-batches], and tokens of its texts on each rank, int64
-            [world_size, micro-batches].
         """
         _, lengths = self._dataset.take(position, size.global_batch_size)
-        slots = self._dataset.deal(lengths, size)
-        tokens = [lengths[micro_batch].sum(axis=0, dtype=np.int64) for micro_batch in slots]
-        return np.array(list(map(len, slots))), np.stack(tokens, axis=1)
+        tokens = lengths.astype(np.int64) + self._dataset.latent_tokens
+        return np.stack([tokens[slots].sum(axis=0) for slots in self._dataset.deal(lengths, size)], axis=1)
 
-    def total_tokens(self, position: int, size: BatchSize) -> np.ndarray:
-        """Return text and latent tokens of all ranks' micro-batches of a step, int64 [world_size * micro-batches]."""
-        samples, tokens = self.micro_batch_sizes(position, size)
-        return (tokens + samples * self._dataset.latent_tokens).flatten()
+    def largest_step(self, steps: range, position: int, size: BatchSize) -> tuple[int, int]:
+        """Return (text and latent tokens of the largest micro-batch of any rank, the first step that has one).
 
-    def largest_step(self, steps: range, position: int, size: BatchSize, rank: int | None = None) -> tuple[int, int]:
-        """Return (text and latent tokens of the largest micro-batch of any rank, its step).
+        A search that has found as many tokens as a micro-batch can have ends there.
 
         Args:
-            steps: The steps to search, some 0.1 ms each.
+            steps: The steps to search, some microseconds for each sample.
             position: Position in the sample order of the first one's first sample.
             size: Batch sizes of all of them.
-            rank: The rank whose micro-batches alone count; by default those of all ranks.
         """
-
-        def tokens(step: int) -> int:
-            samples, by_rank = self.micro_batch_sizes(position + (step - steps.start) * size.global_batch_size, size)
-            return int((samples * self._dataset.latent_tokens + (by_rank if rank is None else by_rank[rank])).max())
-
-        return max((tokens(step), step) for step in steps)
+        dataset, samples = self._dataset, size.global_batch_size
+        most = largest_possible(dataset.split.manifest.max_length + dataset.latent_tokens, size)
+        largest, largest_step = 0, steps.start
+        at_once = max(1, SEARCHED_SAMPLES // samples)
+        for first in range(0, len(steps), at_once):
+            count = min(at_once, len(steps) - first)
+            _, lengths = dataset.take(position + first * samples, count * samples)
+            tokens = lengths.reshape(count, samples).astype(np.int64) + dataset.latent_tokens
+            by_step = largest_micro_batches(tokens, size, dataset.world_size)
+            if by_step.max() > largest:
+                largest, largest_step = int(by_step.max()), steps[first + int(by_step.argmax())]
+            if largest == most:
+                break
+        return largest, largest_step
 
 
 def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch_size: int) -> Iterator[Batch]:

@@ -1,7 +1,7 @@
 """How the samples of an optimizer step are dealt to ranks and micro-batches; it changes no curve.
 
-Shape letters: G samples of a global batch, W ranks, R = G / W rounds in which each rank is dealt a sample, B samples of
-a micro-batch.
+Shape letters: S steps, G samples of a global batch, W ranks, R = G / W rounds in which each rank is dealt a sample, B
+samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,31 @@ def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: i
         return list(rounds.reshape(-1, size.micro_batch_size, world_size))
     edges = _fill(lengths[rounds] + latent_tokens, size.micro_batch_tokens, size.micro_batch_size)
     return [rounds[start:stop] for start, stop in pairwise(edges)]
+
+
+def largest_micro_batches(tokens: np.ndarray, size: BatchSize, world_size: int) -> np.ndarray:
+    """Return the tokens of the largest micro-batch of any rank in each of S steps, int64 [S], as `deal` makes them.
+
+    `tokens` are the text and latent tokens of the steps' samples, int64 [S, G].
+    """
+    rounds = np.sort(tokens, axis=1).reshape(len(tokens), -1, world_size)
+    rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+    if not size.micro_batch_tokens:
+        by_micro_batch = rounds.reshape(len(tokens), -1, size.micro_batch_size, world_size).sum(axis=2)
+        return by_micro_batch.max(axis=(1, 2))
+    largest = rounds.sum(axis=1).max(axis=1)
+    # Steps of more than one micro-batch.
+    for step in np.flatnonzero((largest > size.micro_batch_tokens) | (rounds.shape[1] > size.micro_batch_size)):
+        edges = _fill(rounds[step], size.micro_batch_tokens, size.micro_batch_size)
+        largest[step] = np.add.reduceat(rounds[step], edges[:-1]).max()
+    return largest
+
+
+def largest_possible(longest: int, size: BatchSize) -> int:
+    """Return the tokens of the largest micro-batch that there can be, of samples of at most `longest` tokens."""
+    if size.micro_batch_tokens:
+        return max(longest, min(size.micro_batch_tokens, size.micro_batch_size * longest))
+    return size.micro_batch_size * longest
 
 
 def _fill(tokens: np.ndarray, budget: int, max_rounds: int) -> list[int]:

@@ -35,14 +35,9 @@ def fits_in_memory(
 ) -> bool:
     """Return whether this rank has the memory for a loss, its gradients and the optimizer's state; not collective.
 
-    Weights, gradients, random number generators and the hooks of engines are not changed.
-
-    Args:
-        model: Network whose forward pass is not collective.
-        optimizer: Its optimizer. What it allocates in its first step is in memory during the trial.
-        loss_fn: Returns the loss, given the network.
-        accumulates: Whether the gradients of other micro-batches are in memory at the same time.
-        comm_buffer_bytes: Size of the engine's buffers during a backward pass.
+    Weights, gradients, random number generators and the hooks of engines are not changed. `model` is a network whose
+    forward pass is not collective; what its optimizer allocates in its first step, and if the step `accumulates` the
+    gradients of other micro-batches, are in memory during the trial, as are the engine's buffers.
     """
 
     def forward_backward() -> None:

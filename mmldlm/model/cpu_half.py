@@ -1,4 +1,4 @@
-"""Half precision on a CPU: the same network, computed faster, and the memory that oneDNN takes for it.
+"""Half precision on a CPU: the same network, computed faster.
 
 `CPUHalfMMDiT` differs from `MMDiT` in three ways:
 
@@ -14,8 +14,7 @@ Shape letters: those of `attention`, and R rows of the text stream, padding rows
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,8 +30,6 @@ from mmldlm.model.mmdit import MMDiT, Prediction
 
 ROW_MULTIPLE = 64
 FEW_ROWS = 64  # products of fewer rows are in float32
-KERNEL_MIB = 0.6  # measured with torch 2.13's oneDNN on a CPU with AMX units; 0.04 without instructions for bf16
-CACHE_CAPACITY = 1024  # oneDNN's default number of kernels, unless its environment variable sets another
 
 
 class CPUHalfMMDiT(MMDiT):
@@ -173,47 +170,3 @@ def has_bf16_instructions() -> bool:
 def has_fp16_instructions() -> bool:
     """Return whether this CPU has instructions for products of float16 matrices."""
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-class KernelCache:
-    """Memory of the kernels that oneDNN compiles in a run on a CPU with `has_bf16_instructions`, from steps of the run.
-
-    It keeps those of the most recent half-precision products, one for each combination of shapes, strides and options.
-    Between steps, shapes differ by their number of rows, which are padded tokens or predicted tokens. Optimizers may
-    have products in bfloat16 also in fp32.
-    """
-
-    def __init__(self, device_type: str, precision: str):
-        self._is_used = device_type == "cpu" and has_bf16_instructions()
-        self._depends_on_rows = self._is_used and precision != "fp32"
-        self._tried: set[int] = set()
-        self._expected: set[int] = set()
-
-    def add_tried(self, rows: Iterable[int]) -> None:
-        """Add the row counts of a step whose products are known."""
-        self._tried.update(map(_padded, rows))
-
-    def add_expected(self, rows: Iterable[int]) -> None:
-        """Add the row counts of other steps. They are not read where they do not matter."""
-        if self._depends_on_rows:
-            self._expected.update(map(_padded, rows))
-
-    def mib(self, products: Iterable[tuple[str, torch.dtype, tuple[int, ...], Any]]) -> float:
-        """Return the MiB of all kernels for distinct products (kind, type, sizes, other properties) of the steps tried.
-
-        Products of the kind "activations" are the network's.
-        """
-        if not self._is_used:
-            return 0.0
-        half = [(kind, sizes) for kind, dtype, sizes, _ in products if dtype in (torch.bfloat16, torch.float16)]
-        # Only products with such a row count among their sizes occur again with other counts.
-        by_rows = sum(kind == "activations" and not self._tried.isdisjoint(sizes) for kind, sizes in half)
-        others = len(half) - by_rows  # products with one row per sample, and the optimizer's
-        capacity = int(os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CACHE_CAPACITY))
-        kernels = others + by_rows * len(self._tried | self._expected) / len(self._tried)
-        return min(capacity, kernels) * KERNEL_MIB
-
-
-def _padded(rows: int) -> int:
-    """Return `rows`, rounded up to a multiple of `ROW_MULTIPLE`."""
-    return rows + -rows % ROW_MULTIPLE

@@ -28,7 +28,7 @@ from mmldlm.model.attention import AttentionConfig
 from mmldlm.run.factory import attention_backend, build_meta_model
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.trainer.consistency import writable_run_folder
-from mmldlm.trainer.dry_run import estimate
+from mmldlm.trainer.memory_estimate import estimate
 from mmldlm.utils.printable import printable
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]

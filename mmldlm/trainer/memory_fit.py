@@ -1,7 +1,7 @@
 """`fit_micro_batches`: before the first step, micro-batches are halved until the largest ones of the run fit in memory.
 
 A rank whose weights are replicated tries a forward and backward pass, which it can do alone. Under an engine that
-shards weights, the forward pass gathers them from all ranks, so there an estimate decides, see `memory_plan`.
+shards weights, the forward pass gathers them from all ranks, so there an estimate decides, see `engine_memory`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import Network, NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
+from mmldlm.distributed.launcher import FSDP2
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
-from mmldlm.trainer.memory_plan import needed_mib, usable_mib
+from mmldlm.model.ops import assume_device
+from mmldlm.run.factory import build_fake_model
+from mmldlm.telemetry.resources import free_memory_mib
+from mmldlm.trainer.engine_memory import FLOAT32, MIB, USABLE_SHARE, Sharding, StepMemory, rank_memory
+from mmldlm.trainer.memory_tracker import StepTracker
 from mmldlm.trainer.setup import Components, build_loader
 from mmldlm.utils.progress import Progress
 
@@ -49,7 +54,7 @@ def fit_micro_batches(
     Return the config with the batch sizes that fit, the values to log of each change, and lines for the user. A single
     sample that does not fit is a `ConfigError`.
     """
-    train, loader, latent_tokens = config.train, components.loader, components.store.manifest.latent.tokens
+    train, loader = config.train, components.loader
     stages, position = train.batch_stages(engine.world_size), state.samples_drawn
     changes: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -60,24 +65,24 @@ def fit_micro_batches(
             size = stages[stage]
             largest = _largest_step(loader, engine, size, range(start, stop), position)
             place = position + (largest - start) * size.global_batch_size
-            samples, tokens = loader.micro_batch_sizes(place, size)
-            totals = tokens + samples * latent_tokens
+            totals = loader.micro_batch_tokens(place, size)
             owner, index = np.unravel_index(totals.argmax(), totals.shape)
             with engine.raise_on_all_ranks("reading of the largest micro-batch"):
                 micro_batches = loader.read(place, size, int(owner))
+            lengths = micro_batches[index].lengths
             accumulates = size.accumulation(engine.world_size) > 1
             fit = _assess(config, components, engine, micro_batches, int(index), accumulates)
             fits = [Fit(*values) for values in engine.gather(fit, "gather of what fits into memory")]
             rank, worst = min(enumerate(fits), key=lambda item: (item[1].fits, item[1].usable_mib))
             if worst.fits:
                 break
-            if samples[index] == 1:
-                _refuse(int(tokens[owner, index]), rank, worst)
+            if len(lengths) == 1:
+                _refuse(sum(lengths), rank, worst)
             stages[stage] = _halve(size, engine.world_size, int(totals.max()))
             key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
             estimate = {"needed_mib": worst.needed_mib, "usable_mib": worst.usable_mib} if worst.needed_mib else {}
             values = {key: getattr(stages[stage], key), "before": getattr(size, key), "rank": rank, "from_step": start}
-            changes.append({**values, "tokens": int(tokens[owner, index]), **estimate})
+            changes.append({**values, "tokens": sum(lengths), **estimate})
         lines.append(f"micro-batches of {size.micro_batch} from step {start} on fit into memory")
         lines[-1] += f": rank {rank} has the least, {worst}" if worst.needed_mib else ""
         position += (stop - start) * size.global_batch_size
@@ -93,7 +98,8 @@ def _largest_step(loader: Loader, engine: Engine, size: BatchSize, steps: range,
     part = steps[engine.rank * share :][:share]
     first = position + (part.start - steps.start) * size.global_batch_size
     largest = loader.largest_step(part, first, size) if part else None
-    return max(found for found in engine.gather(largest, "search for the largest micro-batch") if found)[1]
+    found = [found for found in engine.gather(largest, "search for the largest micro-batch") if found]
+    return max(found, key=lambda item: item[0])[1]
 
 
 def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:
@@ -120,9 +126,8 @@ def _assess(
     """Return whether micro-batch `index` of a step fits, beside the gradients of others if it `accumulates`."""
     objective = components.objective
     if engine.shards_parameters:
-        noised = all_masked(objective, batches[index])
-        needed = needed_mib(config, components.store.manifest, objective, engine, noised, accumulates)
-        usable = usable_mib(engine)
+        needed = _needed_mib(config, components, engine, all_masked(objective, batches[index]), accumulates)
+        usable = USABLE_SHARE * free_memory_mib(engine.device, engine.launch.local_world_size)
         return Fit(needed <= usable, round(needed), round(usable))
 
     def loss_of(network: Network) -> Tensor:
@@ -132,6 +137,33 @@ def _assess(
 
     optimizer, buffers = engine.unwrapped_optimizer, engine.comm_buffer_bytes
     return Fit(fits_in_memory(engine.unwrapped_model, optimizer, loss_of, engine.device, accumulates, buffers))
+
+
+def _needed_mib(
+    config: RunConfig, components: Components, engine: Any, noised: NoisedBatch, accumulates: bool
+) -> float:
+    """Return what a step with this micro-batch takes beside what is there before the first one."""
+    tracker = StepTracker(build_fake_model(config, components.store.manifest), components.objective)
+    if accumulates:
+        tracker.allocate_gradients()
+    with assume_device(engine.device.type):
+        tracker.micro_batches([noised])
+    step = StepMemory.of(tracker, accumulates)
+    sharding, absent = Sharding(engine.name, config.precision, engine.world_size, engine.launch.replicas), 0.0
+    if engine.name == FSDP2:
+        sharding = replace(sharding, reshards=engine.accelerator.state.fsdp_plugin.reshard_after_forward)
+        # Of the state, gradients and in a new run both moments are allocated by the first step.
+        absent = FLOAT32 * (1 if engine.unwrapped_optimizer.state else 3) * step.trained / sharding.shards / MIB
+    else:
+        deepspeed = engine.deepspeed
+        sharding = replace(
+            sharding,
+            bucket=deepspeed.zero_reduce_bucket_size(),
+            max_gathered=deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size(),
+            secondary_partition=engine.launch.secondary_partition,
+        )
+    memory = rank_memory(step, sharding)
+    return memory.peak - memory.state + absent
 
 
 def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:

@@ -1,7 +1,4 @@
-"""FLOPs and memory of training, counted from the operators that it calls.
-
-Works with fake tensors, which have shapes but no memory; so `mmldlm train --dry-run` can estimate the costs of a run.
-"""
+"""FLOPs and memory of training, counted from the operators that it calls; fake tensors cost what real ones do."""
 
 from __future__ import annotations
 
@@ -24,12 +21,8 @@ from mmldlm.model.mmdit import MMDiT
 # update: temporaries of the optimizer step
 Kind = Literal["weights", "ema", "gradients", "moments", "batches", "activations", "update"]
 
-# A matrix product: kind of its result, type, sizes of the factors; operator, strides and options.
-Product = tuple[Kind, torch.dtype, tuple[int, ...], tuple[Any, ...]]
-
 _ATEN = torch.ops.aten
-_PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm}
-FLOP_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors are
+_FLOP_FORMULAS = {  # PyTorch has none for attention on the CPU, where the fake tensors are
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         _ATEN._scaled_dot_product_flash_attention_backward
@@ -47,7 +40,6 @@ class CostTracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self.products: set[Product] = set()
         self.kind: Kind = "activations"  # kind of new allocations
         self._allocation: dict[int, int] = {}  # live storage -> index of its allocation
         # Changes refer to allocations, not kinds: `set_kind` may relabel memory after its allocation.
@@ -56,12 +48,8 @@ class CostTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in FLOP_FORMULAS:
-            self.flops += FLOP_FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
-        if func.overloadpacket in _PRODUCTS:
-            sizes = tuple(size for factor in args for size in factor.shape)
-            properties = (func.overloadpacket, *(factor.stride() for factor in args), *(kwargs or {}).items())
-            self.products.add((self.kind, out.dtype, sizes, properties))
+        if func.overloadpacket in _FLOP_FORMULAS:
+            self.flops += _FLOP_FORMULAS[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._track(tensor.untyped_storage())
@@ -100,24 +88,14 @@ class CostTracker(TorchDispatchMode):
         return dict(peak)
 
 
-class StepCostTracker:
-    """Tracker of the costs of optimizer steps, which are called in the order of the trainer.
+class StepTracker:
+    """Tracker of optimizer steps, which are called in the order of the trainer."""
 
-    Args:
-        keep_gradients: Keep the gradients' memory between steps, as DDP's buckets do.
-        ema: Count an EMA of the trained weights; its update needs no additional memory.
-    """
-
-    def __init__(self, model: MMDiT, objective: Objective, keep_gradients: bool = False, ema: bool = False):
-        self.model, self.objective, self.keep_gradients = model, objective, keep_gradients
+    def __init__(self, model: MMDiT, objective: Objective):
+        self.model, self.objective = model, objective
         self.costs = CostTracker()
         self.costs.set_kind("weights", [*model.parameters(), *model.buffers()])
-        with self._tracking("ema"):
-            trained = model.parameters() if ema else ()
-            self._ema = [torch.zeros_like(parameter) for parameter in trained if parameter.requires_grad]
         self._label_gradients()
-        if keep_gradients:
-            self._allocate_gradients()
 
     def micro_batches(self, noised: Sequence[NoisedBatch]) -> int:
         """Run forward and backward of a step's micro-batches; return their FLOPs."""
@@ -138,17 +116,18 @@ class StepCostTracker:
             # As in `Engine.update`, the norm is also computed without clipping.
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm or math.inf)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=not self.keep_gradients)
+            optimizer.zero_grad()
         # The first step allocates the moments as `update`, so they are relabeled.
         values = (value for state in optimizer.state.values() for value in state.values())
         self.costs.set_kind("moments", (value for value in values if isinstance(value, Tensor)))
 
     def init_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """Create the optimizer's state by a step without micro-batches, so that all later steps count it."""
-        self._allocate_gradients()
+        self.allocate_gradients()
         self.update(optimizer, 0.0)
 
-    def _allocate_gradients(self) -> None:
+    def allocate_gradients(self) -> None:
+        """Allocate gradients as an earlier micro-batch of the step leaves them."""
         with self._tracking("gradients"):
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:

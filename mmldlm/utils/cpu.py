@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ _LOOK_S, _MAX_LOOKS = 0.25, 8  # a load that ends within these two seconds does 
 _QUIET_CORES = 0.5  # of others, which leave a thread room for most of the time
 
 
-@dataclass(frozen=True)
-class CpuTimes:
+class CpuTimes(NamedTuple):
     """Clock and CPU times in seconds since an arbitrary moment."""
 
     clock: float
@@ -55,35 +54,30 @@ def choose_threads(saved: int = 0) -> str:
 
 
 def cpu_times() -> CpuTimes:
-    """Return current CPU times."""
+    """Return current CPU times.
+
+    The run's processes are the launcher and its descendants; without a launcher, this process and its descendants.
+    """
     cpus = _usable_cpus()
     # Guests are in the time of users. What the hypervisor gave to others ("steal") is lost to a run as well.
     idle = ("idle", "iowait", "guest", "guest_nice")
     times = [cpu._asdict() for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in cpus]
     busy = sum(seconds for cpu in times for name, seconds in cpu.items() if name not in idle)
-    return CpuTimes(time.monotonic(), busy, _run_seconds())
+    # Children are appended to the list while it is iterated over. `psutil.Process.children` would read all processes.
+    pids, run = [(os.getppid() if "LOCAL_RANK" in os.environ else 0) or os.getpid()], 0.0
+    for pid in pids:
+        try:
+            run += sum(psutil.Process(pid).cpu_times()[:4])  # those of ended children among them
+            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        except (OSError, psutil.Error):  # the process has just ended, or the system has no /proc
+            continue
+    return CpuTimes(time.monotonic(), busy, run)
 
 
 def cores_used_by_others(before: CpuTimes, after: CpuTimes) -> float:
     """Return the mean number of cores that processes outside the run kept busy between two measurements."""
     others_s = (after.busy - before.busy) - (after.run - before.run)
     return max(0.0, others_s / max(after.clock - before.clock, 1e-9))
-
-
-def _run_seconds() -> float:
-    """Return the CPU time of the run's processes on this host, and of their children that have ended.
-
-    They are the launcher and its descendants; without a launcher, this process and its descendants.
-    """
-    # Children are appended to the list while it is iterated over. `psutil.Process.children` would read all processes.
-    pids, seconds = [(os.getppid() if "LOCAL_RANK" in os.environ else 0) or os.getpid()], 0.0
-    for pid in pids:
-        try:
-            seconds += sum(psutil.Process(pid).cpu_times()[:4])  # those of ended children among them
-            pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        except (OSError, psutil.Error):  # the process has just ended, or the system has no /proc
-            continue
-    return seconds
 
 
 def processor_name() -> str:

@@ -21,7 +21,7 @@ from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
-from mmldlm.trainer.dry_run import Estimate, estimate
+from mmldlm.trainer.memory_estimate import Estimate, estimate
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
 
@@ -297,8 +297,8 @@ def test_the_dry_run_goes_through_all_stages(tiny_store: Path) -> None:
     whole, half = of(), of("train.micro_batch_size=4")
     mixed = of("train.batch_schedule={1: {micro_batch_size: 4}, 9: {micro_batch_size: 1}}")
     swapped = of("train.micro_batch_size=4", "train.batch_schedule={1: {micro_batch_size: 8}}")
-    assert half.activations_mib < min(mixed.activations_mib, swapped.activations_mib)
-    assert max(mixed.activations_mib, swapped.activations_mib) == whole.activations_mib
+    assert half.step.working < min(mixed.step.working, swapped.step.working)
+    assert max(mixed.step.working, swapped.step.working) == whole.step.working
     assert mixed.flops_per_step + swapped.flops_per_step == pytest.approx(whole.flops_per_step + half.flops_per_step)
     # A second step of 8 samples reads on behind the 64 of the first: shorter ones than those which that begins with.
     size, lengths = "train.global_batch_size=64", store.split("train").lengths

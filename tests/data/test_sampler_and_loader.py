@@ -114,12 +114,12 @@ def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (4, 8), (8, 1)])
 def test_token_counts_of_all_ranks_are_known(store: Store, world: int, micro: int) -> None:
     for step in (0, 5):
-        sizes = loader(store, 32, micro, 0, world).micro_batch_sizes(step * 32, BatchSize(32, micro))
-        samples, result = (values.tolist() for values in sizes)
-        assert samples == [micro] * (32 // (micro * world))
+        tokens = loader(store, 32, micro, 0, world).micro_batch_tokens(step * 32, BatchSize(32, micro))
+        assert tokens.shape == (world, 32 // (micro * world))
         for rank in range(world):
             ((_, batches),) = loader(store, 32, micro, rank, world).steps(step, step + 1)
-            assert result[rank] == [len(batch.tokens) for batch in batches]
+            latent_tokens = micro * store.manifest.latent.tokens
+            assert tokens[rank].tolist() == [len(batch.tokens) + latent_tokens for batch in batches]
 
 
 def test_batches_hold_the_stored_samples_standardized(store: Store) -> None:

@@ -16,12 +16,11 @@ from mmldlm.batch import Batch
 from mmldlm.config import load_config
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.micro_batches import deal
+from mmldlm.data.micro_batches import deal, largest_micro_batches, largest_possible
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
-from mmldlm.trainer.dry_run import Estimate, estimate, micro_batch_lines
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
 
@@ -130,21 +129,52 @@ def test_the_ranks_together_read_the_samples_of_each_step(tiny_store: Path, worl
     counts = set()
     for together in zip(*(loader.steps(2, 6) for loader in loaders), strict=True):
         step = together[0][0]
-        samples, tokens = loaders[0].micro_batch_sizes(step * 32, size)
-        counts.add(len(samples))
+        tokens = loaders[0].micro_batch_tokens(step * 32, size)
+        counts.add(tokens.shape[1])
         read: dict[int, int] = {}
+        samples = np.array([len(batch.lengths) for batch in together[0][1]])
         for rank, (_, batches) in enumerate(together):
             assert [len(batch.lengths) for batch in batches] == samples.tolist()
-            assert [len(batch.tokens) for batch in batches] == tokens[rank].tolist()
+            assert [len(batch.tokens) + len(batch.lengths) * latent_tokens for batch in batches] == tokens[
+                rank
+            ].tolist()
             for batch in batches:
                 read.update(zip(batch.slots.tolist(), batch.sample_ids.tolist(), strict=True))
         assert [read[slot] for slot in range(32)] == order.take(step * 32, 32).tolist()
-        assert ((tokens + samples * latent_tokens).max(axis=0) <= 60)[samples > 1].all()
+        assert (tokens.max(axis=0) <= 60)[samples > 1].all()
     assert len(counts) > 1 or min(counts) > 1, "the budget matters"
-    most, largest = loaders[0].largest_step(range(12), 0, size)
-    sizes = {step: loaders[0].micro_batch_sizes(step * 32, size) for step in range(12)}
-    of_step = {step: (tokens + samples * latent_tokens).max() for step, (samples, tokens) in sizes.items()}
-    assert of_step[largest] == most == max(of_step.values())
+
+
+@quick
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("size", [BatchSize(32, 4), BatchSize(32, 8, 60), BatchSize(32, 8, 10_000), BatchSize(32, 1)])
+def test_the_largest_step_is_the_first_with_the_most_tokens(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch, size: BatchSize, world: int
+) -> None:
+    """The same whether steps are looked at one by one or together; a step that reaches the bound ends the search."""
+    loader = Loader(Store.open(tiny_store), "train", DataConfig(window=64), 5, lambda _step: size, 0, world)
+    most = [loader.micro_batch_tokens(step * 32, size).max() for step in range(40)]
+    for samples in (1, 256, 1 << 16):
+        monkeypatch.setattr("mmldlm.data.loader.SEARCHED_SAMPLES", samples)
+        for first in (0, 7):
+            expected = max(most[first:]), first + int(np.argmax(most[first:]))
+            assert loader.largest_step(range(first, 40), first * 32, size) == expected
+    taken: list[int] = []
+    take = loader._dataset.take
+    monkeypatch.setattr(loader._dataset, "take", lambda *of: taken.append(of[0]) or take(*of))
+    monkeypatch.setattr("mmldlm.data.loader.largest_possible", lambda *_: most[0])
+    monkeypatch.setattr("mmldlm.data.loader.SEARCHED_SAMPLES", 1)
+    assert loader.largest_step(range(40), 0, size)[0] >= most[0] and len(taken) < 40
+
+
+@quick
+def test_no_micro_batch_is_larger_than_the_bound_that_ends_a_search() -> None:
+    lengths = np.full(32, 9)
+    sizes = (BatchSize(32, 4), 40, 40), (BatchSize(32, 32, 64), 60, 64), (BatchSize(32, 4, 99), 40, 40)
+    for size, most, possible in sizes:
+        assert largest_micro_batches(lengths[None] + 1, size, 2).tolist() == [most]
+        assert largest_possible(10, size) == possible
+    assert largest_possible(10, BatchSize(32, 32, 5)) == 10, "a sample longer than the budget is alone"
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------
@@ -205,25 +235,3 @@ def test_reports_show_the_budget(tiny_config: Path, tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "global batch         8 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
     assert "  from step 2        16 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_the_dry_run_measures_micro_batches_and_advises_a_budget(tiny_store: Path, world: int) -> None:
-    store = Store.open(tiny_store)
-    small = ("model.width=32", "model.num_heads=1", "model.depth=1", "train.steps=3", "train.global_batch_size=32")
-
-    def of(*settings: str) -> tuple[Estimate, list[str]]:
-        config = load_config(None, [f"data.path={tiny_store}", *small, "mode=t2l", *settings])
-        costs = estimate(config, store, world)
-        return costs, micro_batch_lines(costs, 0)
-
-    lengths = store.split("train").lengths
-    total = int(lengths[SampleOrder(lengths, 0).take(0, 96)].sum()) + 96 * store.manifest.latent.tokens
-    costs, lines = of("train.micro_batch_size=2", "train.batch_schedule={9: {micro_batch_tokens: 1}}")
-    assert len(costs.micro_batches[0]) == 48 and costs.micro_batches[0].sum() == total
-    assert f"  a micro-batch      {total / 48:,.0f} text and latent tokens on average" in lines[0]
-    assert f"train.micro_batch_tokens=32768 makes it {total / 3 / world:,.0f}, if memory" in lines[1]
-    assert not micro_batch_lines(costs, 9), "after the end of the run"
-    costs, lines = of("train.micro_batch_tokens=60")
-    assert costs.micro_batches[0].max() <= 60 and len(lines) == 2
-    assert len(of()[1]) == 1, "there is nothing to fill up micro-batches with"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.batch import PackedLayout
 from mmldlm.model.attention import _grouped_sdpa, joint_attention
-from mmldlm.model.cpu_half import ROW_MULTIPLE, RowPaddedLayout, pad_rows
+from mmldlm.model.cpu_half import ROW_MULTIPLE, RowPaddedLayout, has_bf16_instructions, pad_rows
 from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import MMDiT, Precision
 from tests.helpers.small_model import VOCAB, Inputs, random_inputs, small_model
@@ -147,3 +150,11 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
         return sum(float((one.float() - truth).abs().sum()) for one, truth in pairs)
 
     assert error(our_grads) < 0.9 * error(their_grads)
+
+
+@pytest.mark.skipif(not has_bf16_instructions(), reason="a CPU with instructions for bf16")
+def test_instructions_that_onednn_may_not_use_do_not_count() -> None:
+    command = "from mmldlm.model.cpu_half import has_bf16_instructions as found; raise SystemExit(int(found()))"
+    for isa, found in (("AVX2", 0), ("DEFAULT", 1)):
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+        assert subprocess.run([sys.executable, "-c", command], env=environment).returncode == found
