@@ -129,10 +129,21 @@ BAD = [
     ["report", "/nowhere"],
     ["doctor", "/nowhere.yaml"],
     ["demo", "/nowhere"],
-    ["bench", "nothing"],
     ["nothing"],
 ]
-VERBS = "prepare,data,data info,data verify,data sample,train,sample,demo,evaluate,monitor,report,config,bench,doctor"
+VERBS = (
+    "new,prepare,convert,data,data info,data verify,data sample,train,sample,score,demo,evaluate,export,"
+    "checkpoints,verify,explain,rewind,monitor,compare,report,config,doctor"
+)
+# A run in which everything happens that can happen beside its steps.
+FEATURES = [
+    "log={every: 1, tensorboard: true, figures_every: 10, projector: true}",
+    "validation={every: 5, samples: 16, text_samples: 2, quality_every: 10, quality_samples: 4}",
+    "checkpoint={every_steps: 5, keep_last: 4, keep_best: 1}",
+    "profile.steps=[3, 4]",
+    "guard.grad_norm_spike=50",
+    "ema.decay=0.5",
+]
 
 
 class Recorder:
@@ -222,6 +233,21 @@ class Recorder:
             "keys": jsons,
             "metrics": {kind: sorted(keys) for kind, keys in kinds.items()},
         }
+
+    def features(self) -> dict[str, Any]:
+        """A run with every feature on: its curve, files and kinds of records, and whether its resumes repeat it."""
+        folder = self.folder / "runs/features"
+        whole = self.curve("features", [*FEATURES, f"checkpoint.mirror={self.folder / 'mirror'}"])
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        kinds = sorted({json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()})
+        equal = {}
+        for step in (15, 10, 5):
+            for checkpoint in (folder / "checkpoints").glob("step-*"):
+                if int(checkpoint.name.removeprefix("step-")) > step:
+                    shutil.rmtree(checkpoint)
+            equal[step] = self.curve("features", FEATURES) == whole
+        names = [name for name in files if "tfevents" not in name]
+        return {"curve": whole, "files": names, "kinds": kinds, "resumed from": equal}
 
     def stores(self) -> dict[str, Any]:
         """SHA-256 of the files of stores prepared from several formats, with 1 and with 3 processes."""
@@ -368,7 +394,7 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(content).hexdigest() for path, content in contents}
 
 
-PARTS = ("configs", "helps", "errors", "stores", "checkpoint", "curves", "resumed", "engines", "commands")
+PARTS = ("configs", "helps", "errors", "stores", "checkpoint", "curves", "resumed", "features", "engines", "commands")
 
 
 def record(tree: Path, folder: Path, parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
