@@ -65,8 +65,8 @@ class GuardConfig:
     )
     verify_updates_every: int = setting(
         1000,
-        "steps between checks that all ranks compute the same update, which also take place in the first step of every "
-        "start; 0: never. A check costs about one more step, without other ranks a fraction of one",
+        "steps between checks that all ranks have one learning rate and one set of weights, which also take place in "
+        "the first step of every start; 0: never. A check reads all weights once",
         at_least=0,
     )
 

@@ -46,10 +46,9 @@ def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> N
     """Run one optimizer step, counted from 0, on this rank's micro-batches (collective)."""
     noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
     totals = trainer.sync(step, noised)  # starts an all-reduce: denominators of the losses, requests to stop or save
-    reference = trainer.reference_gradients(step, totals)  # in rare steps, to verify the update
     for batch in trainer.accumulate(noised):
         trainer.backward(trainer.loss(batch, totals))
-    result = trainer.update(step, reference)  # skipped if a loss or the gradient norm is non-finite or a spike
+    result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
     trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
 
 

@@ -62,19 +62,10 @@ def check_supported(setting: str, engine: str) -> None:
     )
 
 
-def check_comm_hook(precision: str, engine: str, hook: str, device_type: str) -> None:
+def check_comm_hook(engine: str, hook: str, device_type: str) -> None:
     """Raise `ConfigError` if the DDP communication hook cannot exchange the gradients."""
-    if engine != DDP:
-        return
-    if hook == "bf16" and device_type != "cuda":
-        raise ConfigError(
-            "distributed.ddp.comm_hook: expected none, fp16 or powersgd over gloo, found bf16 (needs NCCL)"
-        )
-    if hook == "powersgd" and precision == "fp16":
-        raise ConfigError(
-            "distributed.ddp.comm_hook: expected none, fp16 or bf16 with precision fp16, found powersgd, which adds "
-            "its compression error to the next step's gradients, whose loss scale may differ"
-        )
+    if engine == DDP and hook == "bf16" and device_type != "cuda":
+        raise ConfigError("distributed.ddp.comm_hook: expected none or fp16 over gloo, found bf16 (needs NCCL)")
 
 
 def capability_table() -> str:

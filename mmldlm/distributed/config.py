@@ -32,15 +32,10 @@ class DDPConfig:
     broadcast_buffers: bool = setting(False, "broadcast rank 0's buffers before each forward; they are constants")
     static_graph: bool = setting(True, "the graph is the same in every step, which lets DDP overlap more")
     bucket_cap_mb: int = setting(25, "size of a gradient bucket in MiB", at_least=1)
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = setting(
+    comm_hook: Literal["none", "fp16", "bf16"] = setting(
         "none",
-        "compression of the gradients during their reduction; anything but none changes the loss curve. "
-        "powersgd synchronizes host and GPU in each step",
+        "compression of the gradients during their reduction; anything but none changes the loss curve",
         advice="Only if the exchange of gradients is the bottleneck: it changes the curve",
-    )
-    powersgd_rank: int = setting(4, "rank of the approximation with comm_hook: powersgd", at_least=1)
-    powersgd_start_step: int = setting(
-        1000, "number of gradient reductions before compression starts (powersgd)", at_least=2
     )
 
 

@@ -10,14 +10,12 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
@@ -66,18 +64,6 @@ def follows_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> It
     parameters = dict(model.named_parameters())
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [parameters[name] for name in members]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of a trained tensor: its elements [start, start + n), flattened."""
-
-    name: str  # clean name of the tensor
-    start: int
-    weight: Tensor  # float32 [n], which the optimizer updates
-    gradient: Tensor | None  # [n], summed over the ranks
-    state: Mapping[str, Any]  # of the optimizer: moments [n] and the step count
-    network_weight: Tensor | None = None  # [n], what the network computes with if it is not `weight` itself
 
 
 class Engine(Collectives):
@@ -194,8 +180,8 @@ class Engine(Collectives):
         """Clip the gradients, step the optimizer at learning rate `lr` and update the EMA.
 
         If the gradient norm is non-finite or above `norm_limit`, no weight, moment or average changes. This is decided
-        on the device without synchronizing the host, except where the optimizer is not fused or DDP runs PowerSGD. A
-        `clip_norm` of 0 clips nothing.
+        on the device without synchronizing the host, except where the optimizer is not fused. A `clip_norm` of 0
+        clips nothing.
 
         Returns:
             Gradient norm before clipping: [], on the device, equal on all ranks.
@@ -206,7 +192,6 @@ class Engine(Collectives):
             norm = self._clip_gradients(clip_norm or math.inf)  # with an infinite limit the norm is only computed
         self._set_lr(lr)
         self._step(norm, norm_limit)
-        self._reset_powersgd(norm, norm_limit)
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.update(is_accepted(norm, norm_limit), ema_decay)
@@ -231,52 +216,25 @@ class Engine(Collectives):
             with self.in_collective("optimizer step"):  # Muon gathers what FSDP2 shards
                 self.optimizer.step()
 
-    def _reset_powersgd(self, norm: Tensor, norm_limit: float) -> None:
-        """Clear PowerSGD's error feedback and low-rank factors after a skipped step: they carry over into the next."""
-        for _, state in getattr(self.model, "_comm_hooks", ()):
-            if isinstance(state, PowerSGDState) and not is_accepted(norm, norm_limit):
-                for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-                    memory.clear()
-
     def _set_lr(self, lr: float) -> None:
         for group in self.unwrapped_optimizer.param_groups:
             group["lr"] = lr
 
-    # --- this rank's shards, see `mmldlm.trainer.update_check` ----------------------------------------------
+    # --- the weights that this rank computes with, see `mmldlm.trainer.replica_check` -----------------------
 
     @property
     def replica(self) -> int:
         """Index of the replica of the weights that the network of this rank computes with, or has a shard of."""
         return self.rank
 
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas of the weights that the optimizers of all ranks update together."""
-        return self.world_size
-
-    @property
-    def gradient_factor(self) -> float:
-        """Factor between the gradients before `update` and those that it clips; synchronizes the host in fp16."""
-        return 1.0 if self.loss_scale is None else self.world_size / float(self.loss_scale.scale)
-
-    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
-        """Yield this rank's shard of every trained tensor; a shard may be empty.
-
-        It has `gradients` on request, which exist between the last backward of a step and its update.
-        """
-        for name, parameter in self._trainable_params():
-            state = self.unwrapped_optimizer.state.get(parameter, {})
-            gradient = flat_local(parameter.grad) if gradients and parameter.grad is not None else None
-            state = {key: flat_local(value) if _has_dims(value) else value for key, value in state.items()}
-            yield Shard(name, self._shard_start(parameter), flat_local(parameter), gradient, state)
-
     def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, start, elements) of the weights in this rank's `replica`, flattened as in a `Shard`."""
-        return ((shard.name, shard.start, shard.weight) for shard in self.local_shards())
+        """Yield name, start and elements of the trained weights in this rank's `replica`, flattened."""
+        for name, parameter in self._trainable_params():
+            yield name, self._shard_start(parameter), to_local(parameter.detach()).reshape(-1)
 
-    def drop_gradients(self) -> None:
-        """Discard the gradients of a backward pass; weights and optimizer state stay as they are (collective)."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def copied_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield names of weights that the network has a copy of: this rank's part of the copy, and what is updated."""
+        yield from ()
 
     def _shard_start(self, parameter: nn.Parameter) -> int:
         return 0
@@ -393,12 +351,3 @@ class Engine(Collectives):
         for group in self.unwrapped_optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.name}"
-
-
-def flat_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor as a vector, without copying it."""
-    return to_local(tensor.detach()).reshape(-1)
-
-
-def _has_dims(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

@@ -106,10 +106,6 @@ class FSDP2Engine(Engine):
     def replica(self) -> int:
         return self._place.replica
 
-    @property
-    def num_replicas(self) -> int:
-        return self._place.replicas
-
     def _shard_start(self, parameter: nn.Parameter) -> int:
         return _Place.of(parameter).start(parameter)
 
@@ -146,7 +142,6 @@ class _Place:
     shard: int
     shards: int
     replica: int
-    replicas: int
     mesh: DeviceMesh
 
     @classmethod
@@ -156,8 +151,7 @@ class _Place:
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert coordinate is not None, "this rank is not in the mesh"
         replica, shard = (0, *coordinate)[-2:]
-        shards = mesh.size(mesh.ndim - 1)
-        return cls(shard, shards, replica, mesh.size() // shards, mesh)
+        return cls(shard, mesh.size(mesh.ndim - 1), replica, mesh)
 
     def numel(self, tensor: Tensor) -> int:
         """Return the elements of each shard of a tensor, as `torch.chunk` cuts it; the last ones may have fewer."""

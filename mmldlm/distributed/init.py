@@ -139,13 +139,7 @@ def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
         "none": DDPCommunicationHookType.NO,
         "fp16": DDPCommunicationHookType.FP16,
         "bf16": DDPCommunicationHookType.BF16,
-        "powersgd": DDPCommunicationHookType.POWER_SGD,
     }[config.comm_hook]
-    options = {
-        "matrix_approximation_rank": config.powersgd_rank,
-        "start_powerSGD_iter": config.powersgd_start_step,
-        "orthogonalization_epsilon": 1e-8,  # with 0, zero gradients become NaN at a rank of 1 or 2
-    }
     return DistributedDataParallelKwargs(
         bucket_cap_mb=config.bucket_cap_mb,
         find_unused_parameters=config.find_unused_parameters,
@@ -153,7 +147,6 @@ def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
         broadcast_buffers=config.broadcast_buffers,
         static_graph=config.static_graph,
         comm_hook=hook,
-        comm_state_option=options if config.comm_hook == "powersgd" else {},
     )
 
 

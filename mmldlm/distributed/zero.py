@@ -32,7 +32,7 @@ from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import NO_STATE, check_optimizer_entries, clean_name, model_state
 from mmldlm.checkpoint.tensors import read_range
 from mmldlm.distributed.deepspeed_adam import replay_steps
-from mmldlm.distributed.engine import Engine, Shard, follows_parameters, is_accepted, owners_by_size
+from mmldlm.distributed.engine import Engine, follows_parameters, is_accepted, owners_by_size
 from mmldlm.utils.meta_device import materialize
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            if self._norm_limit >= 0:  # otherwise `drop_gradients`, which DeepSpeed would report as an overflow
+            if self._norm_limit >= 0:  # otherwise the gradients are only measured: DeepSpeed would report an overflow
                 update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
@@ -179,43 +179,17 @@ class ZeroEngine(Engine):
     def replica(self) -> int:
         return 0 if self.stage == 3 else self.rank
 
-    @property
-    def num_replicas(self) -> int:
-        return 1
+    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
+        for name, parameter in self._trainable_params():
+            fragment, start = self._fragment(parameter) if self.stage == 3 else (parameter.detach().reshape(-1), 0)
+            yield name, start, fragment
 
-    def local_shards(self, gradients: bool = False) -> Iterator[Shard]:
-        if gradients and self.device.type == "cuda":
-            torch.cuda.synchronize()  # with offload, gradients are still on their way to the host
-        step, keys = self._optimizer_layout()
+    def copied_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # with attributes of DeepSpeed
         for name, parameter in parameters:
-            weight, start = self._fragment(parameter)
-            size, gradient = len(weight), None
-            if self.stage == 3:
-                network_weight = parameter.ds_tensor.detach()[:size]
-                if gradients:
-                    gradient = self.zero_optimizer.get_local_fp32_grad_for_param(parameter)[:size]
-            elif not size:  # in the partitions of other ranks alone
-                continue
-            else:
-                network_weight = parameter.detach().reshape(-1)[start : start + size]
-                if gradients:
-                    gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
-                    # In bf16 DeepSpeed may keep the gradient of the whole tensor.
-                    gradient = gradient[start:][:size] if len(gradient) == parameter.numel() else gradient[:size]
-            state = {key: self._fragment(parameter, key)[0] for key in keys}
-            yield Shard(name, start, weight, gradient, {**state, "step": step}, network_weight)
-
-    def network_weights(self) -> Iterator[tuple[str, int, Tensor]]:
-        if self.stage == 3:
-            return super().network_weights()
-        return ((name, 0, parameter.detach().reshape(-1)) for name, parameter in self._trainable_params())
-
-    def drop_gradients(self) -> None:
-        # DeepSpeed drops them where they are, as for a step that is skipped.
-        self._norm_limit = -1.0
-        with self.in_collective("optimizer step: overflow"):
-            self.deepspeed.step()
+            fragment, start = self._fragment(parameter)
+            copy = parameter.ds_tensor if self.stage == 3 else parameter.reshape(-1)[start:]
+            yield name, copy.detach()[: len(fragment)], fragment
 
     def _master_params(self) -> list[Tensor]:
         return self._partitions()

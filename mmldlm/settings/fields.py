@@ -77,7 +77,13 @@ SYNONYMS = {
 }
 # Settings that are gone, and what to use in their place.
 _BY_HAND = "gone; use `mmldlm explain` and `mmldlm rewind`, and delete the line"
-REMOVED = {"guard.on_spike": _BY_HAND, "guard.max_rewinds": _BY_HAND}
+_NO_POWERSGD = "gone with comm_hook: powersgd; use comm_hook: fp16 or bf16, and delete the line"
+REMOVED = {
+    "guard.on_spike": _BY_HAND,
+    "guard.max_rewinds": _BY_HAND,
+    "distributed.ddp.powersgd_rank": _NO_POWERSGD,
+    "distributed.ddp.powersgd_start_step": _NO_POWERSGD,
+}
 _MIN_LIKENESS, _MIN_GROUP_LIKENESS = 0.75, 0.75  # of a key that a message suggests, and of its group
 
 

@@ -28,7 +28,6 @@ Kind = Literal[
     "resume",
     "skip",
     "micro_batch",
-    "update",
     "slow_rank",
     "heartbeat",
     "end",

@@ -96,11 +96,6 @@ class Tracker:
         self._scalars(step, values)
         self._progress.update(step, values)
 
-    def update_verified(self, step: int, fingerprint: Sequence[float]) -> None:
-        """Record the fingerprint of a step's update, see `mmldlm.trainer.update_check`; to metrics.jsonl only."""
-        if self.enabled:
-            self._write("update", step, {"fingerprint": fingerprint})
-
     def validation(
         self, step: int, values: Mapping[str, float | str], bin_losses: Mapping[str, Sequence[float]] | None = None
     ) -> None:

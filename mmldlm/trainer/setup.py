@@ -51,7 +51,7 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     for feature in requested_features(config):
         check_supported(feature, launch.engine)
     check_device(config.optim, launch.offloads_optimizer, device_type)
-    check_comm_hook(config.precision, launch.engine, config.distributed.ddp.comm_hook, device_type)
+    check_comm_hook(launch.engine, config.distributed.ddp.comm_hook, device_type)
     check_ema(config.ema.decay, launch.deepspeed)
 
 

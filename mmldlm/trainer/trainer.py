@@ -20,7 +20,6 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig, resolve_precision, with_absolute_paths
 from mmldlm.data.loader import fixed_batches
 from mmldlm.diffusion.objective import Network, NoisedBatch, total_counts
-from mmldlm.distributed.engine import is_accepted
 from mmldlm.distributed.exit_files import clear_exit_files, write_exit
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
@@ -44,13 +43,13 @@ from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.checkpointer import Checkpointer, checkpoint_record
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
 from mmldlm.trainer.memory_fit import all_masked, fit_micro_batches
+from mmldlm.trainer.replica_check import ReplicaCheck
 from mmldlm.trainer.setup import build_components, build_loader, check_settings, step_plan, with_latent_stats
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import report_lines, startup_report, write_run_files
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.step_guard import open_skips_file, propagate_nonfinite
 from mmldlm.trainer.step_log import StepLog
-from mmldlm.trainer.update_check import Gradients, UpdateCheck, measure_gradients
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import is_at
 from mmldlm.utils.garbage import ScheduledCollection
@@ -168,7 +167,7 @@ class Trainer:
         # Before the loader reads latents.
         self.components = with_latent_stats(restored.latents, self.components, config, engine)
         self._model_flops = ModelFlops.from_model(self.components.model)
-        self.update_check = UpdateCheck(config, engine, self.components.model)
+        self._replica_check = ReplicaCheck(engine, config.guard.verify_updates_every)
         engine.prepare(model, self.components.optimizer, restored.weights)
         engine.check_precision()
         self.checkpointer.restore_optimizer(restored)
@@ -266,17 +265,14 @@ class Trainer:
             self.log.stats.data_wait_s += time.perf_counter() - started
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = step
-            self._seed_dropout(step, self.engine.rank)
+            if self.config.model.dropout:
+                # The only random draw that is not a function of (seed, step, slot). Hashes of integers are the same in
+                # every process, unlike those of strings: a resumed run repeats them.
+                torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
             with self._profiler.trace_step(step + 1):
                 yield step, micro_batches
         self.save(wait=True)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
-
-    def _seed_dropout(self, step: int, rank: int) -> None:
-        """Seed dropout, the only random draw that is not a function of (seed, step, slot)."""
-        if self.config.model.dropout:
-            # Hashes of integers are the same in every process, unlike those of strings: a resumed run repeats them.
-            torch.manual_seed(hash((self.config.run.seed, step, rank)) % 2**63)
 
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
@@ -319,28 +315,6 @@ class Trainer:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
         return self.engine.accumulate([batch.to(self.engine.device) for batch in noised])
 
-    @phase("verify")
-    def reference_gradients(self, step: int, totals: StepTotals) -> Gradients | None:
-        """Return the step's gradients, computed with each rank's micro-batches on another rank (collective).
-
-        They must be those of the step itself, see `UpdateCheck`. None if the step is not verified, or without peers.
-        """
-        engine, loader, dropout = self.engine, self.components.loader, self.config.model.dropout
-        if not self.update_check.is_due(step) or not self.update_check.exchanges_micro_batches:
-            return None
-        with self.log.stats.paused():
-            owner = (engine.rank + 1) % engine.world_size
-            micro_batches = loader.read(self.state.samples_drawn, loader.batch_at(step), owner)
-            self._seed_dropout(step, owner)
-            # In reverse order, so that a micro-batch that is lost by its position is another one here. Dropout draws in
-            # order.
-            for batch in self.accumulate(self.corrupt(step, micro_batches)[:: 1 if dropout else -1]):
-                self.backward(self.components.objective(engine.forward, batch, totals.counts)[0])
-            self._seed_dropout(step, engine.rank)
-            gradients = measure_gradients(engine)
-            engine.drop_gradients()
-        return gradients
-
     @phase("forward")
     def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
         """Return this micro-batch's share of the step's loss: 0-d, on the device."""
@@ -354,22 +328,12 @@ class Trainer:
         self.engine.backward(propagate_nonfinite(loss))
 
     @phase("update")
-    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
-        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike.
-
-        Raises:
-            NumericalError: The step is verified, and the ranks compute different updates.
-        """
-        config, engine, check, limit = self.config, self.engine, self.update_check, self.guard.norm_limit
+    def update(self, step: int) -> StepResult:
+        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
+        config, state = self.config, self.state
         scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
-        lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, self.state.lr_cuts)
-        ema_decay = decay_at(step, config.ema)
-        before = check.before_update(reference) if check.is_due(step) else None
-        norm = engine.update(lr, config.optim.clip_norm, limit, ema_decay)
-        if before is not None and is_accepted(norm, limit):
-            fingerprint = check.after_update(step, before, lr, float(norm))
-            if fingerprint is not None:
-                self.tracker.update_verified(step + 1, fingerprint)
+        lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, state.lr_cuts)
+        norm = self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, decay_at(step, config.ema))
         return StepResult(lr, norm)
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
@@ -377,7 +341,7 @@ class Trainer:
 
         Raises:
             MmldlmError: The checkpoint in progress could not be written.
-            NumericalError: A skipped step ends the run by the settings of `guard`.
+            NumericalError: A skipped step ends the run by the settings of `guard`, or the ranks' weights differ.
             StoppedBySignal: A rank received a signal to stop; a checkpoint has been saved.
         """
         self.engine.compute_timer.stop(totals.flops)
@@ -389,6 +353,7 @@ class Trainer:
         flops = self._flops(totals, totals.samples)
         self.log.compare_ranks(state.step, totals.work())
         self.log.end_step(state.step, result.grad_norm, totals["tokens"], flops, totals.samples)
+        self._replica_check.after_step(state.step, result.lr)
         if config.train.is_due(state.step, config.log.every):
             self.log.write(result.lr, asdict(size))
         if config.train.is_due(state.step, config.validation.every):

@@ -13,9 +13,7 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed import grad_scaler as loss_scale
-from mmldlm.distributed.capabilities import check_comm_hook
 from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale
-from mmldlm.errors import ConfigError
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import Single, assert_same_run, records, saved_tensors
@@ -165,15 +163,3 @@ def test_overflow_at_the_smallest_scale_is_an_error() -> None:
     assert Skip.classify(1, math.inf, records, MIN_SCALE).reason == "norm"
     assert Skip.classify(1, 9.0, records, 2.0).reason == "spike"
     assert Skip.classify(1, math.nan, [[{"samples": [1], "loss": math.nan}]], 2.0).reason == "loss"
-
-
-@pytest.mark.quick
-def test_fp16_refuses_powersgd() -> None:
-    with pytest.raises(ConfigError, match=r"comm_hook: expected none, fp16 or bf16 .* found powersgd"):
-        check_comm_hook("fp16", "ddp", "powersgd", "cuda")
-    for precision, engine, hook in (
-        ("fp16", "single", "powersgd"),
-        ("fp16", "ddp", "fp16"),
-        ("bf16", "ddp", "powersgd"),
-    ):
-        check_comm_hook(precision, engine, hook, "cuda")

@@ -140,9 +140,9 @@ def wait_for_step(folder: Path, step: int, log: Path, ended: Callable[[], object
     assert there(), log.read_text()[-3000:]
 
 
-def saved_tensors(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a group of a run's newest checkpoint."""
-    path = max((folder / "checkpoints").glob("step-*"))
+def saved_tensors(folder: Path, name: str = "model", step: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a group of a run's checkpoint; the newest by default."""
+    path = max((folder / "checkpoints").glob("step-*" if step is None else f"step-{step:08}"))
     return {key: tensor.clone() for key, tensor in TensorFiles.open(verify_checkpoint(path), name).items()}
 
 

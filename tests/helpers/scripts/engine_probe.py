@@ -22,7 +22,6 @@ from mmldlm.distributed.flight_recorder import collectives
 from mmldlm.errors import exit_process
 from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.trainer import Trainer
-from mmldlm.trainer.update_check import Gradients
 
 facts: dict[str, Any] = {"steps": []}
 
@@ -83,13 +82,13 @@ class ProbedTrainer(Trainer):
         super().backward(loss)
         facts["steps"][-1].setdefault("in_backward", []).append(large(collectives()[start:]))
 
-    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
+    def update(self, step: int) -> StepResult:
         if len(facts["steps"]) > 1:  # from the first step on, the optimizer has its state
             model = self.engine.unwrapped_model
             trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             # The least of all steps: in a single step a buffer of the exchange may still be alive.
             facts["held"] = min(facts.get("held", math.inf), tensor_bytes(model) / trained)
-        return super().update(step, reference)
+        return super().update(step)
 
 
 status = train.main(trainer_cls=ProbedTrainer)

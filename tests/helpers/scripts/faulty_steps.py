@@ -28,7 +28,6 @@ from mmldlm.errors import exit_process
 from mmldlm.telemetry.step_stats import StepNumbers, StepStats
 from mmldlm.trainer.step import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
-from mmldlm.trainer.update_check import Gradients
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS = {fault["step"]: fault for fault in json.loads(os.environ["FAULTS"])}
@@ -119,8 +118,8 @@ class FaultyTrainer(Trainer):
         self.log.add(loss, sums, batch)
         return loss
 
-    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
-        return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step, reference)
+    def update(self, step: int) -> StepResult:
+        return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step)
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
         facts["digests"].append(digest(self.engine))

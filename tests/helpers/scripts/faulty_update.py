@@ -24,7 +24,6 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.trainer import Trainer
-from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import train_and_exit
 
 RANK, KIND, STEP = int(os.environ["RANK"]), os.environ["FAULT"], int(os.environ["FAULT_STEP"])
@@ -91,7 +90,7 @@ class FaultyTrainer(Trainer):
         future.set_result(mean)
         return future
 
-    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
+    def update(self, step: int) -> StepResult:
         update = self.engine.update
 
         def update_and_change(*arguments: Any) -> Tensor:
@@ -104,7 +103,7 @@ class FaultyTrainer(Trainer):
             self.engine.update = update_and_change
         if self.is_faulty("cuts"):
             self.state.lr_cuts = 1
-        return super().update(step, reference)
+        return super().update(step)
 
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
         return super().corrupt(step + 1000 if self.is_faulty("noise") else step, micro_batches)

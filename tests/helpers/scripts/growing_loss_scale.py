@@ -9,17 +9,16 @@ import os
 from mmldlm.distributed import grad_scaler
 from mmldlm.trainer.step import StepResult
 from mmldlm.trainer.trainer import Trainer
-from mmldlm.trainer.update_check import Gradients
 from tests.helpers.trainer_scripts import train_and_exit
 
 STEP = int(os.environ["GROWS_FROM"])
 
 
 class GrowingTrainer(Trainer):
-    def update(self, step: int, reference: Gradients | None = None) -> StepResult:
+    def update(self, step: int) -> StepResult:
         if step == STEP:
             grad_scaler.GROWTH_INTERVAL = 1
-        return super().update(step, reference)
+        return super().update(step)
 
 
 grad_scaler.INITIAL_SCALE = 2.0**20

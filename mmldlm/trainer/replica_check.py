@@ -1,0 +1,104 @@
+"""`ReplicaCheck`: at some steps, whether the ranks still train one model.
+
+Faulty hardware or software of one node may change what a rank computes without any error. Where several ranks have the
+same weights (DDP, ZeRO-1 and 2, replicas of FSDP2) they are compared, and under ZeRO the network's copy of a weight
+with the one that the optimizer updates. What no two ranks have, this cannot find.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from functools import cache
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mmldlm.distributed.engine import Engine
+from mmldlm.errors import NumericalError
+
+PERIOD = 4093  # of the signs; a prime, so that they do not line up with the rows of a matrix
+TOLERANCE = 1e-6  # of a fingerprint: far above the rounding of its sum, far below what a fault changes
+
+
+@cache
+def _signs() -> Tensor:
+    """Return the directions of the fingerprint, float64 [PERIOD, 2]."""
+    return torch.randint(0, 2, (PERIOD, 2), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+
+
+def fingerprint(name: str, start: int, values: Tensor) -> Tensor:
+    """Return two projections of a part of a tensor onto fixed directions of +-1: float64 [2], on its device.
+
+    They are linear, so the fingerprint of a whole tensor is the sum of those of its shards.
+
+    Args:
+        name: Name of the tensor, of which its directions are a function.
+        start: Index in the flattened tensor of the first element of `values` [n].
+    """
+    signs = _signs().roll(-(start + zlib.crc32(name.encode())) % PERIOD, 0).to(values.device)
+    whole = len(values) // PERIOD * PERIOD
+    column_sums, rest = values[:whole].view(-1, PERIOD).sum(0, dtype=torch.float64), values[whole:].double()
+    return column_sums @ signs + rest @ signs[: len(rest)]
+
+
+class ReplicaCheck:
+    """Comparison of the ranks in the first step of every start and in every `every`-th step; 0 for never."""
+
+    def __init__(self, engine: Engine, every: int):
+        self.engine, self.every, self._is_first_step = engine, every, True
+
+    def after_step(self, step: int, lr: float) -> None:
+        """Compare the ranks after step `step`, counted from 1, if it is due (collective).
+
+        Raises:
+            NumericalError: They differ; the message names the step, the weight and, if known, the rank.
+        """
+        engine, due = self.engine, self._is_first_step or (self.every > 0 and step % self.every == 0)
+        if engine.world_size == 1 or not self.every or not due:
+            return
+        self._is_first_step = False
+        stale = next((name for name, copy, master in engine.copied_weights() if not _is_copy(copy, master)), None)
+        names, rows = [], []
+        for name, start, values in engine.network_weights():
+            names.append(name)
+            rows.append(fingerprint(name, start, values))
+        prints = torch.stack(rows).cpu()  # [tensors, 2]
+        own = torch.tensor([lr, engine.replica, stale is not None, *prints.sum(0)], dtype=torch.float64)
+        by_rank = engine.gather_vectors(own, "comparison of the replicas")
+        rates, replicas, has_stale, sums = by_rank[:, 0], by_rank[:, 1].long(), by_rank[:, 2], by_rank[:, 3:]
+        for rank in range(engine.world_size):
+            if rates[rank] != rates[0]:
+                _fail(step, f"the learning rate is {rates[rank]:g} on rank {rank} and {rates[0]:g} on rank 0")
+        if has_stale.any():
+            rank, name = next(
+                (rank, name) for rank, name in enumerate(engine.gather(stale, "weights that are stale")) if name
+            )
+            _fail(step, f"the network computes with another {name} than the optimizer has updated, on rank {rank}")
+        # Weights that are not finite are no disagreement; the guard acts on them in the next step.
+        if math.isfinite(sums.sum()) and _spread(replicas, sums).any():
+            # [ranks, tensors, 2]
+            all_prints = engine.gather_vectors(prints.flatten(), "comparison of each weight").view(-1, len(names), 2)
+            worst = int(_spread(replicas, all_prints, tolerance=0.0).amax(1).argmax())
+            _fail(step, f"the replicas of the weights differ, most in {names[worst]}")
+
+
+def _is_copy(copy: Tensor, master: Tensor) -> bool:
+    return torch.equal(copy, master.to(copy.device, copy.dtype))
+
+
+def _spread(replicas: Tensor, by_rank: Tensor, tolerance: float = TOLERANCE) -> Tensor:
+    """Return by how much the sums over the ranks of each replica differ, [...], beyond the tolerance.
+
+    `by_rank` is [ranks, ...].
+    """
+    totals = by_rank.new_zeros(int(replicas.max()) + 1, *by_rank.shape[1:]).index_add(0, replicas, by_rank)
+    return (totals.amax(0) - totals.amin(0) - tolerance * totals.abs().amax(0)).clamp_min(0)
+
+
+def _fail(step: int, text: str) -> NoReturn:
+    raise NumericalError(
+        f"step {step}: {text} (guard.verify_updates_every); this update is in no checkpoint, see 'When the ranks "
+        "disagree' in docs/engines.md"
+    )

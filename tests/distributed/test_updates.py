@@ -1,0 +1,107 @@
+"""Every update of every engine is that of one process, and the one that AdamW's formula gives; faults are seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmldlm.config import load_config
+from mmldlm.data.store import Store
+from mmldlm.optim.param_groups import parameter_groups
+from mmldlm.run.factory import build_meta_model
+from tests.helpers.engine_runs import CURVE, Single, difference, records, saved_tensors
+from tests.helpers.forked_runs import ForkedRuns
+
+SHORT = ("train.steps=5", "validation.every=0", "checkpoint.every_steps=1", "guard.verify_updates_every=0")
+FAULTS = ("reduction", "noise", "accumulation", "lr", "stale")
+ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
+CASES = [(engine, "fp32") for engine in ENGINES] + [(engine, "bf16") for engine in ENGINES]
+CASES += [("ddp", "fp16"), ("fsdp2", "fp16")]
+DEFAULT = {("ddp", "fp32"), ("fsdp2", "bf16"), ("zero2", "fp32"), ("zero3", "bf16"), ("fsdp2", "fp16")}
+DEFAULT_FAULTS = {
+    ("ddp", "fp32", "reduction"),
+    ("ddp", "fp16", "accumulation"),
+    ("fsdp2", "fp32", "lr"),
+    ("fsdp2", "bf16", "noise"),
+    ("zero2", "fp32", "stale"),
+    ("zero3", "bf16", "lr"),
+}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}  # of the curve
+FORMULA_TOLERANCE = 1e-3  # of the norm of a tensor's update
+
+
+def largest_error_of_adamw(folder: Path, config: Path, store: Path) -> float:
+    """Return by how much the last update differs from AdamW (arXiv 1711.05101, algorithm 2), relative to its norm.
+
+    All it needs is in two checkpoints: the first moments tell the gradient, of which the second ones have the square.
+    """
+    settings = load_config(config, [])
+    (beta1, beta2), eps = settings.optim.betas, settings.optim.eps
+    model = build_meta_model(settings, Store.open(store).manifest, "cpu")
+    groups = parameter_groups(model, settings.optim.weight_decay)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decay = {names[id(parameter)]: group["weight_decay"] for group in groups for parameter in group["params"]}
+    lr, worst = records(folder)[5]["optim/lr"], 0.0
+    before, after = ({**saved_tensors(folder, "model", step)} for step in (4, 5))
+    old, new = (saved_tensors(folder, "optimizer", step) for step in (4, 5))
+    for name, weight in before.items():
+        if f"{name}/exp_avg" not in new:
+            continue
+        mean0, mean, square0, square = (
+            state[f"{name}/{key}"].double() for key in ("exp_avg", "exp_avg_sq") for state in (old, new)
+        )
+        gradient, steps = (mean - beta1 * mean0) / (1 - beta1), float(new[f"{name}/step"])
+        expected_square = beta2 * square0 + (1 - beta2) * gradient.square()
+        worst = max(worst, float((square - expected_square).norm() / square.norm().clamp_min(1e-30)))
+        step = mean / (1 - beta1**steps) / ((square / (1 - beta2**steps)).sqrt() + eps)
+        expected = -lr * (step + decay[name] * weight.double())
+        update = after[name].double() - weight.double()
+        rounding = 2e-7 * float(weight.norm())  # of float32 weights
+        worst = max(worst, (float((update - expected).norm()) - rounding) / max(float(expected.norm()), 1e-30))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in CASES],
+)
+def test_updates_are_those_of_adamw_and_of_one_process(
+    engine: str,
+    precision: str,
+    parity_config: Path,
+    tiny_store: Path,
+    single: Single,
+    forked: ForkedRuns,
+    tmp_path: Path,
+) -> None:
+    settings = (*SHORT, f"precision={precision}")
+    forked.succeed(engine, tmp_path / "run", 2, parity_config, *settings)
+    assert difference(tmp_path / "run", single(*settings), CURVE) < TOLERANCE[precision]
+    assert largest_error_of_adamw(tmp_path / "run", parity_config, tiny_store) < FORMULA_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "fault"),
+    [
+        pytest.param(*case, fault, marks=[] if (*case, fault) in DEFAULT_FAULTS else pytest.mark.slow)
+        for case in CASES
+        for fault in FAULTS
+        if (case[0], fault) != ("ddp", "stale")  # of which one rank has the right weights: see test_replica_check.py
+    ],
+)
+def test_a_fault_of_a_rank_is_beyond_the_tolerance(
+    engine: str,
+    precision: str,
+    fault: str,
+    parity_config: Path,
+    tiny_store: Path,
+    single: Single,
+    forked: ForkedRuns,
+    tmp_path: Path,
+) -> None:
+    """What the test above compares would not pass with any of these."""
+    settings, variables = (*SHORT, f"precision={precision}"), {"FAULT": fault, "FAULT_STEP": "2"}
+    forked.succeed(engine, tmp_path / "run", 2, parity_config, *settings, script="faulty_update.py", **variables)
+    if difference(tmp_path / "run", single(*settings), CURVE) < TOLERANCE[precision]:
+        assert largest_error_of_adamw(tmp_path / "run", parity_config, tiny_store) > FORMULA_TOLERANCE
