@@ -37,6 +37,7 @@ _MAX_LABEL_LENGTH = 48
 _RC_PARAMS: Any = {
     "font.size": 9,
     "axes.titlelocation": "left",
+    "axes.titlesize": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
