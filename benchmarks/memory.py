@@ -79,7 +79,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "256 x 8, selective": (DEEP, batch(12), checkpointing("selective")),
     "256 x 8, every second": (DEEP, batch(12), checkpointing("every_k")),
     "256 x 8, bf16": (DEEP, batch(4), "precision=bf16"),
-    "256 x 4, bf16, 30 steps": (NARROW, batch(8, 4, steps=30), "precision=bf16"),
     "512 x 6": (WIDE, batch(8)),
     "512 x 6, few tokens, AdamW not fused": (WIDE, batch(1), "optim.fused=false"),
     "512 x 6, bf16, full": (WIDE, batch(3), "precision=bf16", checkpointing("full")),
