@@ -65,8 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         start_process(outlives_terminal)
     if name not in COMMANDS:
-        problem = f"the command {name} is gone: {REMOVED[name]}" if name in REMOVED else f"unknown command {name!r}"
-        print(f"mmldlm: error: {problem}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        unknown = f"unknown command {name!r}, expected one of {', '.join(COMMANDS)}"
+        problem = f"the command {name} is gone: {REMOVED[name]}" if name in REMOVED else unknown
+        print(f"mmldlm: error: {problem}", file=sys.stderr)
         return ExitCode.USAGE
     if argv is None and name in COMPUTE_COMMANDS:
         configure_cuda_allocator(os.environ)  # before the module imports torch
