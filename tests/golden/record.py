@@ -366,7 +366,7 @@ def _hexed(value: Any) -> Any:
 
 def _curve(folder: Path) -> list[dict[str, str]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    timed = ("speed/", "memory/", "time", "data/", "host/", "cpu/", "system/")
+    timed = ("speed/", "memory/", "time", "data/", "host/", "cpu/", "system/", "hash")
     records = [record for record in map(json.loads, lines) if record["kind"] in ("train", "validation")]
     return [_hexed({key: value for key, value in each.items() if not key.startswith(timed)}) for each in records]
 
