@@ -76,6 +76,7 @@ class RunEnd(ExitStack):
             write_exit(self._run_dir, self._launch.rank, step, code, cause)
         # Last, since it releases the lock: another run may own the folder from then on.
         self.close()
+        self._engine = self._fetch = self._finish = None  # cycles, which would keep network and loader in memory
         if lost is not None:
             raise lost from error
 

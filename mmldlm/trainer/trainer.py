@@ -35,6 +35,7 @@ from mmldlm.trainer.setup import open_run, resolve_config
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import open_records
 from mmldlm.trainer.step_log import StepLog, StepResult, StepTotals
+from mmldlm.utils.callback import Callback
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,6 +56,7 @@ class Trainer:
         self._signals = SignalRequests()
         self._notices = Notices(log_library_warnings=self.launch.local_rank == 0)
         self._end = RunEnd(self.run_dir, self.launch)
+        self.callbacks: list[Callback] = []
 
     # --- opening and closing -------------------------------------------------------------------------------
 
@@ -71,7 +73,10 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end.end(error, self.config.train, self.state.step)
+        try:
+            self._end.end(error, self.config.train, self.state.step)
+        finally:
+            self.callbacks.clear()  # which may hold this trainer: a cycle would keep network and loader in memory
 
     def _open(self) -> Mapping[str, str]:
         """Start the engine, build the components, and lock the folder; return the ranks' common fingerprint."""
@@ -102,8 +107,8 @@ class Trainer:
         self.log = StepLog(config, engine, self.components, self.state, self.tracker, report, self.run_dir, end)
         self.guard = self.log.guard
         end.own_records(self.log.fetch, self._finish_checkpoint)
-        self.callbacks = build_callbacks(config, self.components, engine, self.log, self.save)
-        for callback in self.callbacks:
+        for callback in build_callbacks(config, self.components, engine, self.log, self.save):
+            self.callbacks.append(callback)
             end.callback(callback.close)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)

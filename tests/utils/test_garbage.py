@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -61,3 +63,18 @@ def test_a_step_leaves_no_tensors_in_cycles(tiny_config: Path, checkpointing: st
             if step > 0:  # the first one ends with a collection
                 alive.append(sum(isinstance(value, torch.Tensor) for value in gc.get_objects()))
     assert max(alive[1:]) <= alive[0] + 5, alive
+
+
+def test_a_run_that_has_ended_is_freed_at_once(tiny_config: Path) -> None:
+    """Without a collection: the next run of this process may need the memory, and workers of the loader would stay."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Trainer(load_config(tiny_config, ["train.steps=2", "data.num_workers=1"])) as run:
+            for step, batches in run.steps():
+                train_step(run, step, batches)
+            kept = [weakref.ref(run.engine.unwrapped_model), weakref.ref(run.components.loader)]
+        del run, batches
+        assert [reference() for reference in kept] == [None, None] and not multiprocessing.active_children()
+    finally:
+        gc.enable()
