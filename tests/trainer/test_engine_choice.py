@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from mmldlm.tools.run_history import History
 
 from mmldlm import cli, train
 from mmldlm.data.batch_schedule import TrainConfig
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
+from mmldlm.tools.runs import History
 from mmldlm.trainer.engine_choice import (
     GPU_HOURS_BETWEEN_FAILURES,
     Choice,
