@@ -35,6 +35,7 @@ def busy_loops(count: int) -> Iterator[None]:
 def train(config: Path, *settings: str, script: Path | None = None, **variables: str) -> str:
     """Train in a process of its own without OMP_NUM_THREADS unless given; return what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["OMP_WAIT_POLICY"] = "passive"  # threads that spin take minutes for a few steps beside other tests
     program = [str(script)] if script else ["-m", "mmldlm.train"]
     done = subprocess.run(
         [sys.executable, *program, str(config), *settings],
