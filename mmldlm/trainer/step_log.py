@@ -25,7 +25,7 @@ from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import Skip, StepGuard, open_skips_file
-from mmldlm.utils.cpu import cores_used_by_others, cpu_times
+from mmldlm.utils.cpu import CpuTimes, cores_used_by_others, cpu_times
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class StepLog:
         self._tokens = self._samples = self._steps = 0
         self._flops = 0.0
 
-    def start_interval(self) -> None:
-        """Start the time of the next record."""
+    def start_interval(self, now: CpuTimes | None = None) -> None:
+        """Start the time of the next record; `now` are the CPU times if they have just been read."""
         self._data_wait_s = 0.0
-        self._cpu_times = cpu_times()
+        self._cpu_times = now or cpu_times()
         self._start_time = time.perf_counter()
 
     def add_data_wait(self, seconds: float) -> None:
@@ -261,7 +261,7 @@ class StepLog:
             return
         assert isinstance(self._sums, Tensor) and isinstance(self._counts, Tensor)
         totals = self.engine.sum(torch.stack([self._sums, self._counts]), "all-reduce of the losses to log")
-        batch_sizes = asdict(components.loader.batch_at(step - 1))
+        batch_sizes, now = asdict(components.loader.batch_at(step - 1)), cpu_times()
         values = {
             **components.objective.stats.summary(*totals),
             "optim/grad_norm": self._norm,
@@ -276,7 +276,7 @@ class StepLog:
             "health/skipped_steps": state.skipped_steps,
             "optim/lr": lr,
             **(self.rank_times.record() if self.rank_times is not None else {}),
-            "speed/cores_of_others": cores_used_by_others(self._cpu_times, cpu_times()),
+            "speed/cores_of_others": cores_used_by_others(self._cpu_times, now),
             "data/epoch": state.samples_drawn / len(components.loader.order),
             **self._epochs(),
             **{f"data/{name}": size for name, size in batch_sizes.items() if size},
@@ -287,7 +287,7 @@ class StepLog:
         self.tracker.train(step, {**values, "grad_norms": self._norms})
         self._norms = []
         self._clear()
-        self.start_interval()
+        self.start_interval(now)
 
     def _flop_rates(self, flops_per_s: float) -> dict[str, float]:
         """Return the rate of useful FLOPs over all ranks, and the MFU if the peak of the device is known."""

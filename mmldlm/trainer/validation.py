@@ -19,42 +19,48 @@ from mmldlm.trainer.step_log import StepLog
 from mmldlm.utils.callback import Callback
 
 
-@contextmanager
-def _eval_mode(
-    config: RunConfig, components: Components, engine: Engine, log: StepLog, activity: str
-) -> Iterator[LoadedRun]:
-    """Yield the network for evaluation: no dropout, no gradients, EMA weights if `ema.eval_weights` says so.
+class _Evaluation(Callback):
+    """Callback that computes with the network of a run outside of its steps."""
 
-    The time spent here is not counted as time of a step; heartbeats report `activity`.
-    """
-    log.fetch()
-    with log.paused():
-        log.tracker.heartbeat(log.state.step, activity)
-        engine.unwrapped_model.eval()
-        with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
-            yield LoadedRun(
-                folder=log.run_dir,
-                config=config,
-                store=components.store,
-                tokenizer=components.tokenizer,
-                model=engine.eval_forward,
-                objective=components.objective,
-                device=engine.device,
-                step=log.state.step,
-                weights=config.ema.eval_weights,
-                has_ema=config.ema.decay > 0,
-            )
-        # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
-        engine.unwrapped_model.train()
+    def __init__(self, config: RunConfig, components: Components, engine: Engine, log: StepLog):
+        self.config, self.components, self.engine, self.log = config, components, engine, log
+
+    @contextmanager
+    def eval_mode(self, activity: str) -> Iterator[LoadedRun]:
+        """Yield the network for evaluation: no dropout, no gradients, EMA weights if `ema.eval_weights` says so.
+
+        The time spent here is not counted as time of a step; heartbeats report `activity`.
+        """
+        config, components, engine, log = self.config, self.components, self.engine, self.log
+        log.fetch()
+        with log.paused():
+            log.tracker.heartbeat(log.state.step, activity)
+            engine.unwrapped_model.eval()
+            with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
+                yield LoadedRun(
+                    folder=log.run_dir,
+                    config=config,
+                    store=components.store,
+                    tokenizer=components.tokenizer,
+                    model=engine.eval_forward,
+                    objective=components.objective,
+                    device=engine.device,
+                    step=log.state.step,
+                    weights=config.ema.eval_weights,
+                    has_ema=config.ema.decay > 0,
+                )
+            # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
+            engine.unwrapped_model.train()
 
 
-class Validation(Callback):
+class Validation(_Evaluation):
     """Losses on the validation split, with figures and samples; the best checkpoints are kept by them."""
 
     def __init__(
         self, config: RunConfig, components: Components, engine: Engine, log: StepLog, save: Callable[..., None]
     ):
-        self.config, self.components, self.engine, self.log, self.save = config, components, engine, log, save
+        super().__init__(config, components, engine, log)
+        self.save = save
 
     def after_step(self, step: int) -> None:
         """Validate if it is due, and save a checkpoint if the loss is among the best (collective)."""
@@ -62,7 +68,7 @@ class Validation(Callback):
         if not config.train.is_due(step, config.validation.every):
             return
         tracker, state = log.tracker, log.state
-        with _eval_mode(config, components, engine, log, "validation") as run:
+        with self.eval_mode("validation") as run:
             losses = validation_losses(
                 components.objective, components.store, components.validation_ids, config, engine
             )
@@ -85,11 +91,8 @@ class Validation(Callback):
                 self.save(validation_loss=loss)
 
 
-class Quality(Callback):
+class Quality(_Evaluation):
     """Metrics of texts and latents generated with the present weights."""
-
-    def __init__(self, config: RunConfig, components: Components, engine: Engine, log: StepLog):
-        self.config, self.components, self.engine, self.log = config, components, engine, log
 
     def after_step(self, step: int) -> None:
         """Evaluate and log if it is due (collective)."""
@@ -97,5 +100,5 @@ class Quality(Callback):
         if not config.train.is_due(step, config.validation.quality_every):
             return
         ids = validation_ids(components.store.split("validation"), config.validation.quality_samples)
-        with _eval_mode(config, components, self.engine, self.log, "quality") as run:
+        with self.eval_mode("quality") as run:
             self.log.tracker.quality(step, quality(run, ids, self.engine))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,23 +63,31 @@ def largest_error_of_adamw(folder: Path, config: Path, store: Path) -> float:
     return worst
 
 
+@pytest.fixture
+def errors(
+    parity_config: Path, tiny_store: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+) -> Callable[..., tuple[float, float]]:
+    """Train two ranks; return how far they are from the curve of one process, and from AdamW's formula."""
+
+    def train(engine: str, precision: str, script: str = "", **variables: str) -> tuple[float, float]:
+        folder, settings = tmp_path / "run", (*SHORT, f"precision={precision}")
+        forked.succeed(engine, folder, 2, parity_config, *settings, script=script, **variables)
+        curve = difference(folder, single(*settings), CURVE)
+        return curve, largest_error_of_adamw(folder, parity_config, tiny_store)
+
+    return train
+
+
 @pytest.mark.parametrize(
     ("engine", "precision"),
     [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in CASES],
 )
 def test_updates_are_those_of_adamw_and_of_one_process(
-    engine: str,
-    precision: str,
-    parity_config: Path,
-    tiny_store: Path,
-    single: Single,
-    forked: ForkedRuns,
-    tmp_path: Path,
+    engine: str, precision: str, errors: Callable[..., tuple[float, float]]
 ) -> None:
-    settings = (*SHORT, f"precision={precision}")
-    forked.succeed(engine, tmp_path / "run", 2, parity_config, *settings)
-    assert difference(tmp_path / "run", single(*settings), CURVE) < TOLERANCE[precision]
-    assert largest_error_of_adamw(tmp_path / "run", parity_config, tiny_store) < FORMULA_TOLERANCE
+    of_curve, of_formula = errors(engine, precision)
+    assert of_curve < TOLERANCE[precision]
+    assert of_formula < FORMULA_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -91,17 +100,9 @@ def test_updates_are_those_of_adamw_and_of_one_process(
     ],
 )
 def test_a_fault_of_a_rank_is_beyond_the_tolerance(
-    engine: str,
-    precision: str,
-    fault: str,
-    parity_config: Path,
-    tiny_store: Path,
-    single: Single,
-    forked: ForkedRuns,
-    tmp_path: Path,
+    engine: str, precision: str, fault: str, errors: Callable[..., tuple[float, float]]
 ) -> None:
     """What the test above compares would not pass with any of these."""
-    settings, variables = (*SHORT, f"precision={precision}"), {"FAULT": fault, "FAULT_STEP": "2"}
-    forked.succeed(engine, tmp_path / "run", 2, parity_config, *settings, script="faulty_update.py", **variables)
-    if difference(tmp_path / "run", single(*settings), CURVE) < TOLERANCE[precision]:
-        assert largest_error_of_adamw(tmp_path / "run", parity_config, tiny_store) > FORMULA_TOLERANCE
+    of_curve, of_formula = errors(engine, precision, "faulty_update.py", FAULT=fault, FAULT_STEP="2")
+    if of_curve < TOLERANCE[precision]:
+        assert of_formula > FORMULA_TOLERANCE
