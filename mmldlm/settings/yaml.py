@@ -43,7 +43,7 @@ def parse_yaml(text: str, source: str) -> Any:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{display_name(source)}: expected at most {MAX_BYTES} characters, found more")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
     except ConfigError as error:
         raise ConfigError(f"{display_name(source)}: {error}") from None
     # PyYAML passes on Python's errors for malformed numbers, dates and keys, and for deep nesting.

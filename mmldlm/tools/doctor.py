@@ -173,7 +173,7 @@ def check_backend(device: str) -> Finding:
     return ok("backend", f"{backend} {version}" if backend == "nccl" else f"{backend} of torch {version}")
 
 
-def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:
+def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - of the loaders
     """Check the free space of the tmpfs in `folder`."""
     name, needed = "shared memory", processes * _SHARED_MEMORY_MIB_PER_PROCESS
     try:

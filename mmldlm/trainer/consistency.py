@@ -8,7 +8,6 @@ import platform
 import re
 import socket
 import subprocess
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
@@ -128,25 +127,13 @@ def revision(package: Path = Path(mmldlm.__file__).parent) -> str:
 
 
 def disagreements(fingerprints: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a line for each key whose values differ: the ranks that deviate, their values and the usual value.
-
-    The usual value is the most frequent one; of several equally frequent ones, the first.
-    """
+    """Return a line for each key that is not the same on all ranks, with the first rank that differs from rank 0."""
     lines = []
     for key in dict.fromkeys(key for fingerprint in fingerprints for key in fingerprint):
         values = [fingerprint.get(key, ABSENT) for fingerprint in fingerprints]
-        counts = Counter(values)
-        if len(counts) == 1:
-            continue
-        max_count = max(counts.values())
-        usual = next(value for value in values if counts[value] == max_count)
-        deviating = [
-            f"{_format_ranks([i for i, v in enumerate(values) if v == value])}: {key} is {_short(value)}"
-            for value in counts
-            if value != usual
-        ]
-        others = _format_ranks([i for i, v in enumerate(values) if v == usual])
-        lines.append(f"{', '.join(deviating)}, {_short(usual)} on {others}")
+        rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if rank is not None:
+            lines.append(f"rank {rank}: {key} is {_short(values[rank])}, {_short(values[0])} on rank 0")
     return lines
 
 
@@ -164,14 +151,3 @@ def _version(name: str) -> str:
 def _short(value: str) -> str:
     """Return the value for a message: of a hash, its first 12 digits."""
     return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value or "empty"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3` or `ranks 0, 2-7`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], rank]
-        else:
-            parts.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, part)) for part in parts)
