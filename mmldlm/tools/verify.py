@@ -38,7 +38,7 @@ from mmldlm.utils.progress import Progress
 Difference = tuple[float, str]  # of a recorded and a recomputed value: relative, and a line about it
 
 # Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
-# rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/trust.md.
+# rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/checkpoints.md.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 MAX_PRINTED = 30  # problems
 COMPARED_KINDS = ("train", "validation", "quality", "skip")

@@ -1,4 +1,4 @@
-"""`mmldlm compare` on real runs, and what docs/trust.md says about it."""
+"""`mmldlm compare` on real runs, and what docs/review.md says about it."""
 
 from __future__ import annotations
 
@@ -166,17 +166,17 @@ def test_page(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The commands of the section on comparing, with fewer steps."""
-    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    introduction, section = page.partition("\n## ")[0], page.partition("\n## Compare\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "review.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Compare\n")[2].partition("\n## ")[0]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own").symlink_to(tiny_store)
     (tmp_path / "configs").mkdir()
-    (trust,) = re.findall(r"```yaml\n(.*?)```", introduction, re.DOTALL)
-    small = {"width: 64": "width: 32", "steps: 400": "steps: 20", "every: 2}": "every: 1, figures_every: 0}"}
-    for old, new in small.items():
-        assert old in trust
-        trust = trust.replace(old, new)
-    (tmp_path / "configs" / "trust.yaml").write_text(trust, encoding="utf-8")
+    (small,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    fewer = {"width: 64": "width: 32", "steps: 400": "steps: 20", "every: 2}": "every: 1, figures_every: 0}"}
+    for old, new in fewer.items():
+        assert old in small
+        small = small.replace(old, new)
+    (tmp_path / "configs" / "small.yaml").write_text(small, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     commands = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
     commands = [line for line in commands if line.startswith(("printf", ".venv/bin/mmldlm"))]
@@ -191,5 +191,5 @@ def test_page(
         if " compare " in line and "--json" not in line:
             assert re.search(r"^loss/total (of these two runs alone|over seeds): ", output, re.MULTILINE), line
         if " monitor " in line:
-            assert re.search(r"^faster - trust: loss/total .* % \[", output, re.MULTILINE), output
-    assert (tmp_path / "runs/trust/report/paired.png").exists()
+            assert re.search(r"^faster - small: loss/total .* % \[", output, re.MULTILINE), output
+    assert (tmp_path / "runs/small/report/paired.png").exists()

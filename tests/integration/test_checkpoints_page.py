@@ -1,4 +1,4 @@
-"""The commands of docs/trust.md about verify, explain and rewind, as printed, on one small run."""
+"""The commands of docs/checkpoints.md about verify, explain and rewind, as printed, on one small run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_commands_of_the_page(
     # The page's first step with a spike is the sample's, and the run has it in its first start.
     assert cli.main(["train", "configs/own.yaml"]) == 0
     said = []
-    for program, *arguments in commands("trust.md"):
+    for program, *arguments in commands("checkpoints.md"):
         assert program == ".venv/bin/mmldlm"
         capsys.readouterr()
         assert cli.main([argument.replace("own:44", f"own:{sample}") for argument in arguments]) == 0
