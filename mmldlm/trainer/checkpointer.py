@@ -30,10 +30,7 @@ from mmldlm.config import RunConfig, with_absolute_paths
 from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import MmldlmError
-from mmldlm.run.compatibility import (
-    LATENTS_NAME,
-    identity,
-)
+from mmldlm.run.compatibility import LATENTS_NAME, identity
 from mmldlm.settings.fields import to_yaml
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.restore import RestoredRun
@@ -114,11 +111,9 @@ class Checkpointer:
 
     def save_requested(self) -> bool:
         """Return whether this process received SIGUSR1 or, on rank 0, the file `CHECKPOINT` exists or time is up."""
-        return self.signals.save or (self.engine.is_main and (self._interval_elapsed() or self._file_requested()))
-
-    def _interval_elapsed(self) -> bool:
         minutes = self.config.checkpoint.every_minutes
-        return minutes is not None and time.monotonic() - self._save_time >= 60 * minutes
+        is_due = minutes is not None and time.monotonic() - self._save_time >= 60 * minutes
+        return self.signals.save or (self.engine.is_main and (is_due or self._file_requested()))
 
     def _file_requested(self) -> bool:
         now = time.monotonic()

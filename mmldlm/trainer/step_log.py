@@ -124,7 +124,8 @@ class StepLog:
         self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
         self._norm = self._loss_scale = 1.0  # of the last step that was fetched
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
-        self._peak_flops = peak_flops(name, config.precision)
+        peak = peak_flops(name, config.precision)
+        self._peak_flops = None if peak is None else peak * engine.world_size
         self._norms: list[float] = []  # of all steps since the last record
         self._clear()
         self.start_interval()
@@ -262,13 +263,17 @@ class StepLog:
         assert isinstance(self._sums, Tensor) and isinstance(self._counts, Tensor)
         totals = self.engine.sum(torch.stack([self._sums, self._counts]), "all-reduce of the losses to log")
         batch_sizes, now = asdict(components.loader.batch_at(step - 1)), cpu_times()
+        # A mixture has no common epoch.
+        sources, of_sources = components.store.sources, components.loader.order.epochs(state.samples_drawn)
+        epochs = {f"data/epoch/{source.name}": value for source, value in zip(sources, of_sources, strict=True)}
         values = {
             **components.objective.stats.summary(*totals),
             "optim/grad_norm": self._norm,
             **({"optim/loss_scale": self._loss_scale} if self.engine.loss_scale is not None else {}),
             "speed/tokens_per_s": self._tokens / seconds,
             "speed/samples_per_s": self._samples / seconds,
-            **self._flop_rates(self._flops / seconds),
+            "speed/tflops_per_s": self._flops / seconds / 1e12,
+            **({"speed/mfu": self._flops / seconds / self._peak_flops} if self._peak_flops is not None else {}),
             "speed/step_s": seconds / self._steps,
             "speed/data_wait_s": self._data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
@@ -278,7 +283,7 @@ class StepLog:
             **(self.rank_times.record() if self.rank_times is not None else {}),
             "speed/cores_of_others": cores_used_by_others(self._cpu_times, now),
             "data/epoch": state.samples_drawn / len(components.loader.order),
-            **self._epochs(),
+            **(epochs if len(epochs) > 1 else {}),
             **{f"data/{name}": size for name, size in batch_sizes.items() if size},
             **memory_metrics(),
         }
@@ -288,19 +293,6 @@ class StepLog:
         self._norms = []
         self._clear()
         self.start_interval(now)
-
-    def _flop_rates(self, flops_per_s: float) -> dict[str, float]:
-        """Return the rate of useful FLOPs over all ranks, and the MFU if the peak of the device is known."""
-        rates = {"speed/tflops_per_s": flops_per_s / 1e12}
-        if self._peak_flops is not None:
-            rates["speed/mfu"] = flops_per_s / (self._peak_flops * self.engine.world_size)
-        return rates
-
-    def _epochs(self) -> dict[str, float]:
-        """Return the epoch of each store of a mixture; a mixture has no common epoch."""
-        sources, epochs = self.components.store.sources, self.components.loader.order.epochs(self.state.samples_drawn)
-        values = {f"data/epoch/{source.name}": value for source, value in zip(sources, epochs, strict=True)}
-        return values if len(values) > 1 else {}
 
 
 def _create_plateau(config: RunConfig, state: TrainState) -> Plateau | None:

@@ -62,8 +62,10 @@ class Trainer:
 
     def __enter__(self) -> Self:
         try:
-            fingerprint = self._open()
-            restored = self._restore()
+            self._end.enter_context(self._notices)
+            self.engine, components, fingerprint = open_run(self.config, self.launch, self.run_dir, self._end)
+            restored, self.components = restore_run(self.config, components, self.engine, self.run_dir)
+            self.state = restored.state
             self._start(restored, fingerprint)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -77,18 +79,6 @@ class Trainer:
             self._end.end(error, self.config.train, self.state.step)
         finally:
             self.callbacks.clear()  # which may hold this trainer: a cycle would keep network and loader in memory
-
-    def _open(self) -> Mapping[str, str]:
-        """Start the engine, build the components, and lock the folder; return the ranks' common fingerprint."""
-        self._end.enter_context(self._notices)
-        self.engine, self.components, fingerprint = open_run(self.config, self.launch, self.run_dir, self._end)
-        return fingerprint
-
-    def _restore(self) -> RestoredRun:
-        """Wrap the model for the engine and restore the run."""
-        restored, self.components = restore_run(self.config, self.components, self.engine, self.run_dir)
-        self.state = restored.state
-        return restored
 
     def _start(self, restored: RestoredRun, fingerprint: Mapping[str, str]) -> None:
         """Open everything that a step needs, and write and print the start-up report."""
