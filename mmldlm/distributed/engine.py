@@ -147,17 +147,18 @@ class Engine(Collectives):
             return network(*args, **kwargs)
 
     def warm_up(self, loss_fn: Callable[[Callable[..., Any]], Tensor]) -> None:
-        """Run one forward and backward before the first step and discard the gradients (collective).
+        """Run forward and backward twice before the first step and discard the gradients (collective).
 
         DDP records its graph in its first backward, which must reduce gradients (otherwise an assertion in PyTorch
-        fails), and rebuilds its buckets after it. After the warm-up all steps are alike, so a resumed run is
-        bit-identical.
+        fails), the order of the gradients in its second one, and rebuilds its buckets after that. After the warm-up
+        all steps add the ranks' gradients in one order, so a resumed run is bit-identical.
         """
         if self.name != DDP:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            self.backward(loss_fn(self.forward))
+            for _ in range(2):
+                self.backward(loss_fn(self.forward))
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
