@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
-from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
 from mmldlm.distributed.grad_scaler import LossScale, to_local
-from mmldlm.distributed.launcher import DDP, LauncherEnv
+from mmldlm.distributed.launch import DDP, LauncherEnv
+from mmldlm.distributed.library_calls import library_call
 from mmldlm.distributed.process_group import set_group_timeouts
-from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
 from mmldlm.utils.meta_device import materialize
@@ -110,7 +109,7 @@ class Engine(Collectives):
     @contextlib.contextmanager
     def _set_up(self, name: str) -> Iterator[None]:
         """Call Accelerate or DeepSpeed within the context (collective)."""
-        with only_passed_on(), self.in_collective(name), library_errors_are_config_errors(self.launch.source):
+        with self.in_collective(name), library_call(self.launch.source, self.launch.accelerate):
             yield
 
     @cached_property

@@ -14,7 +14,7 @@ import torch
 
 from mmldlm.config import load_config
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.environment import settings_to_export, variables_not_in
+from mmldlm.distributed.process_group import settings_to_export
 from mmldlm.errors import ConfigError
 from tests.helpers.engine_runs import CURVE, difference
 from tests.helpers.forked_runs import ForkedRuns
@@ -194,18 +194,3 @@ def test_start_tells_of_variables_that_turn_timeouts_off(
         run = tmp_path / value
         forked.succeed("ddp", run, 2, parity_config, *SHORT, "train.steps=1", **{name: value})
         assert run.with_suffix(".log").read_text().count(f"warning      {name}=0: ") == told
-
-
-@pytest.mark.quick
-def test_unknown_nccl_variables_are_reported() -> None:
-    libraries = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
-    assert libraries
-    names = ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_NO_SUCH_THING"]
-    assert variables_not_in(libraries, names) == ["TORCH_NCCL_NO_SUCH_THING"]
-
-
-@pytest.mark.quick
-def test_prefixed_nccl_variables_are_known(tmp_path: Path) -> None:
-    (tmp_path / "libnccl.so").write_bytes(b"..SOCKET_NTHREADS\0..NCCL_DEBUG\0")
-    names = ["NCCL_SOCKET_NTHREADS", "NCCL_DEBUG", "NCCL_SOCKET_NTHREAD"]
-    assert variables_not_in([tmp_path / "libnccl.so"], names) == ["NCCL_SOCKET_NTHREAD"]
