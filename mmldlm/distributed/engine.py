@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
+from mmldlm.distributed.compute_time import DeviceTimer, HostTimer
 from mmldlm.distributed.grad_scaler import LossScale, to_local
 from mmldlm.distributed.launch import DDP, LauncherEnv
 from mmldlm.distributed.library_calls import library_call
@@ -123,10 +123,10 @@ class Engine(Collectives):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @cached_property
-    def compute_timer(self) -> ComputeTimer:
+    def compute_timer(self) -> HostTimer | DeviceTimer:
         """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
         if self.device.type != "cuda" or self.world_size == 1:
-            return self.host_timer
+            return HostTimer()
         return DeviceTimer(self.unwrapped_model.get_submodule("blocks").children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

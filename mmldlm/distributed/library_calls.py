@@ -13,6 +13,9 @@ from pydantic import ValidationError
 from mmldlm.errors import ConfigError
 from mmldlm.utils.short_repr import short_repr, truncate
 
+# Before the first import of DeepSpeed, which would otherwise warn on every machine without a GPU.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")  # of Accelerate's variables
 LIBRARIES = ("accelerate", "deepspeed", "pydantic")
 MAX_MESSAGE_CHARS = 400
@@ -25,8 +28,6 @@ def library_call(source: str, variables: Mapping[str, str]) -> Iterator[None]:
     What the libraries say of a value is raised as a `ConfigError` of one line; errors of other kinds, or that our code
     or PyTorch raises, pass unchanged. `source` names the file that the libraries follow, or the engine.
     """
-    # Accelerate imports DeepSpeed, which would otherwise warn on every machine without a GPU.
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     hidden = _pop_variables()
     os.environ.update(variables)
     try:
