@@ -111,8 +111,7 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            if self._norm_limit >= 0:  # otherwise the gradients are only measured: DeepSpeed would report an overflow
-                update_scale(optimizer.overflow)
+            update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
         optimizer._update_scale = check_norm
