@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from mmldlm.distributed.capabilities import ZERO_ENGINES
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.config import DDPConfig, DistributedConfig
+from mmldlm.distributed.config import DistributedConfig
 from mmldlm.distributed.deepspeed_file import StepPlan
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.grad_scaler import LossScale
@@ -29,9 +30,7 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
 
     A `ConfigError` says what contradicts the run config in the DeepSpeed file, and which rank has another engine.
     """
-    device_type, deepspeed = "cuda" if torch.cuda.is_available() else "cpu", None
-    if launch.deepspeed is not None:
-        deepspeed = launch.deepspeed.resolve(plan, device_type)
+    deepspeed = None if launch.deepspeed is None else launch.deepspeed.resolve(plan)
     export_settings(config)
     watchdog = join_process_group(config, launch) if launch.engine != SINGLE else None
     processes = Collectives(launch.rank, launch.world_size, watchdog)
@@ -45,7 +44,7 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
                 )
         with library_call(launch.source, launch.accelerate):
             accelerator = _build_accelerator(config, launch, plan, deepspeed)
-        _check_accelerator(accelerator, launch, "MULTI_GPU" if device_type == "cuda" else "MULTI_CPU")
+        _check_accelerator(accelerator, launch, "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU")
         engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
         if plan.precision == "fp16":
             engine.loss_scale = LossScale(engine.device)
@@ -79,29 +78,11 @@ def _build_accelerator(
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate knows no FSDP on CPU and would train DDP
         plugin = fsdp_plugin(plan.precision, FSDP_BLOCK_CLASS)
         hybrid = ParallelismConfig(launch.replicas, launch.world_size // launch.replicas)
-        return Accelerator(
-            cpu=on_cpu,
-            mixed_precision="no",
-            fsdp_plugin=plugin,
-            parallelism_config=hybrid if launch.replicas > 1 else None,
-        )
-    return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[_ddp_handler(config.ddp)])
-
-
-def _ddp_handler(config: DDPConfig) -> DistributedDataParallelKwargs:
-    hook = {
-        "none": DDPCommunicationHookType.NO,
-        "fp16": DDPCommunicationHookType.FP16,
-        "bf16": DDPCommunicationHookType.BF16,
-    }[config.comm_hook]
-    return DistributedDataParallelKwargs(
-        bucket_cap_mb=config.bucket_cap_mb,
-        find_unused_parameters=config.find_unused_parameters,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        broadcast_buffers=config.broadcast_buffers,
-        static_graph=config.static_graph,
-        comm_hook=hook,
-    )
+        parallelism = hybrid if launch.replicas > 1 else None
+        return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin, parallelism_config=parallelism)
+    hook = DDPCommunicationHookType({"none": "no"}.get(config.ddp.comm_hook, config.ddp.comm_hook))
+    ddp = DistributedDataParallelKwargs(**{**asdict(config.ddp), "comm_hook": hook})
+    return Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[ddp])
 
 
 def _engine_class(engine: str) -> type[Engine]:

@@ -10,7 +10,6 @@ from mmldlm.distributed.deepspeed_file import DeepSpeedFile, read_deepspeed
 from mmldlm.distributed.library_calls import PREFIXES, library_call
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
-from mmldlm.utils.short_repr import short_repr
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
 ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
@@ -95,34 +94,36 @@ def read_launcher_env(
     """
     launcher = _launcher_name(environment)
     variables = {**environment, **(_file_variables(accelerate_file, environment) if accelerate_file else {})}
-    launched = _check_ranks(variables)
+    launched, world_size = {"RANK", "LOCAL_RANK"} <= variables.keys(), _read_int(variables, "WORLD_SIZE", 1)
     use_fsdp, use_deepspeed = (_is_true(variables, f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
-    _check_variables(variables, use_fsdp, use_deepspeed, launched)
-    launcher_file = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
-    launcher_file = "" if launcher_file == "none" else launcher_file  # Accelerate writes "none" for no file
-    if deepspeed_file and launcher_file and Path(deepspeed_file).resolve() != Path(launcher_file).resolve():
-        raise ConfigError(
-            f"--deepspeed_config: {deepspeed_file} here, {launcher_file} in the accelerate config; set only one"
-        )
-    deepspeed_file = deepspeed_file or launcher_file
-    use_deepspeed = use_deepspeed or bool(deepspeed_file)
+    file = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    file = "" if file == "none" else file  # Accelerate's word for no file
+    if deepspeed_file and file:
+        raise ConfigError(f"--deepspeed_config: {deepspeed_file} here, {file} in the accelerate config; set only one")
+    file = deepspeed_file or file
+    use_deepspeed = use_deepspeed or bool(file)
     if use_fsdp and use_deepspeed:
         raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
-    if not launched and (use_fsdp or use_deepspeed):
+    if not launched and (use_fsdp or use_deepspeed or world_size > 1 or "MASTER_ADDR" in variables):
+        requested = "FSDP" if use_fsdp else "DeepSpeed" if use_deepspeed else "a process group"
         raise ConfigError(
-            f"launcher: {'FSDP' if use_fsdp else 'DeepSpeed'} is requested, but no process group is described; start "
-            "it with accelerate launch, torchrun or deepspeed (and without `use_cpu` in the accelerate config)"
+            f"launcher: {requested} is requested, but RANK and LOCAL_RANK are not set: every process would train its "
+            "own copy; use accelerate launch (with `distributed_type: MULTI_GPU` for DDP, without `use_cpu`), torchrun "
+            "or deepspeed, or `num_processes: 1`"
         )
-    world_size = _read_int(variables, "WORLD_SIZE", 1)
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if launched and missing:
+        raise ConfigError(f"launcher: RANK and LOCAL_RANK are set, but {' and '.join(missing)} not; expected all five")
+    _check_variables(variables, use_fsdp, use_deepspeed, launched)
     if launcher == "deepspeed":  # whose name for it is another; the loader's workers are by this one
         environment.setdefault("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size)))
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"]
     local_world_size = _read_int(variables, "LOCAL_WORLD_SIZE", world_size) or 1
-    deepspeed = None
+    engine, deepspeed = SINGLE if not launched else FSDP2 if use_fsdp else DDP, None
     if use_deepspeed:
         accelerates = {name: value for name, value in variables.items() if name.startswith(PREFIXES)}
-        deepspeed = read_deepspeed(deepspeed_file, accelerates, world_size, local_world_size)
-    engine = deepspeed.engine if deepspeed else FSDP2 if use_fsdp else DDP if launched else SINGLE
+        deepspeed = read_deepspeed(file, accelerates, world_size, local_world_size)
+        engine = deepspeed.engine
     nodes = "CROSS_SIZE" if launcher == "deepspeed" else "GROUP_WORLD_SIZE"  # torchrun's
     return LauncherEnv(
         engine=engine,
@@ -173,9 +174,6 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
         )
     if precision not in PRECISIONS:
         raise ConfigError(f'{path}: mixed_precision: expected "no" in quotes, bf16 or fp16, found {precision}')
-    for key, section in tree.items():
-        if str(key).endswith("_config") and not isinstance(section or {}, Mapping):
-            raise ConfigError(f"{path}: {key}: expected keys below it, found {short_repr(section)}")
     with library_call(path, {}):
         from accelerate.commands import launch
         from accelerate.utils import launch as environments
@@ -195,24 +193,6 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
         else:
             _, variables = environments.prepare_simple_launcher_cmd_env(args)
     return {name: value for name, value in variables.items() if name.startswith(PREFIXES)}
-
-
-def _check_ranks(variables: Mapping[str, str]) -> bool:
-    """Return whether this is one process of a group; a launch that describes only part of one is a `ConfigError`."""
-    if "MASTER_ADDR" in variables and "LOCAL_RANK" not in variables:
-        raise ConfigError(
-            "launcher: MASTER_ADDR is set but LOCAL_RANK is not: every process would train its own copy; "
-            "use `distributed_type: MULTI_GPU` without `use_cpu` in the accelerate config, or torchrun, or for one "
-            "process `num_processes: 1`"
-        )
-    launched, world_size = {"RANK", "LOCAL_RANK"} <= variables.keys(), _read_int(variables, "WORLD_SIZE", 1)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not variables.get(name)]
-    if missing and (launched or world_size > 1):
-        raise ConfigError(f"launcher: expected all of {', '.join(names)}, but {' and '.join(missing)} not set")
-    if (rank := _read_int(variables, "RANK", 0)) >= world_size:
-        raise ConfigError(f"launcher: RANK: expected less than WORLD_SIZE, which is {world_size}, found {rank}")
-    return launched
 
 
 def _check_variables(variables: Mapping[str, str], use_fsdp: bool, use_deepspeed: bool, launched: bool) -> None:
@@ -256,8 +236,6 @@ def _read_replicas(variables: Mapping[str, str], use_fsdp: bool, world_size: int
         )
     if replicas * shards != world_size:
         raise ConfigError(f"{found}: expected a product of {world_size}, the number of processes")
-    if shards == 1 and world_size > 1:
-        raise ConfigError(f"{found}: nothing would be sharded; use distributed_type: MULTI_GPU (DDP)")
     return replicas
 
 

@@ -82,21 +82,17 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         ({"fp16": {"enabled": True}}, "fp16.enabled is true, but false"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, 'grad_accum_dtype is "bf16", but "fp32" by the run config'),
         ({"prescale_gradients": "auto"}, 'prescale_gradients: "auto" is not supported here'),
-        *(
-            ({"zero_optimization": {"stage": 3, name: True}}, f"{name}: expected false without CUDA")
-            for name in QUANTIZED
-        ),
     ],
 )
 def test_refused_configs(config: dict[str, Any], complaint: str, read: Read, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
-        read(**config).resolve(PLAN, "cpu")
+        read(**config).resolve(PLAN)
     assert str(caught.value).startswith(f"{tmp_path / 'ds.json'}: ") and "\n" not in str(caught.value)
 
 
 def test_all_contradictions_are_in_one_line(read: Read) -> None:
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 3, .*gradient_clipping is 9.0, "):
-        read(gradient_accumulation_steps=3, gradient_clipping=9.0).resolve(PLAN, "cpu")
+        read(gradient_accumulation_steps=3, gradient_clipping=9.0).resolve(PLAN)
 
 
 @pytest.mark.parametrize(("text", "complaint"), [("[", "is not readable JSON"), ("[]", "JSON object, found list")])
@@ -110,7 +106,7 @@ def test_broken_files(text: str, complaint: str, tmp_path: Path) -> None:
 def test_auto_is_filled_from_the_run_config(engine: str) -> None:
     launch = read_launcher_env(dict(LAUNCHED), deepspeed_file=str(ROOT / "ds_configs" / f"{engine}.json"))
     assert launch.deepspeed is not None and launch.engine == engine
-    result = launch.deepspeed.resolve(PLAN, "cpu")
+    result = launch.deepspeed.resolve(PLAN)
     assert '"auto"' not in json.dumps(result)
     assert result["gradient_accumulation_steps"] == 4 and result["train_micro_batch_size_per_gpu"] == 2
     assert result["train_batch_size"] == 32 and result["gradient_clipping"] == 1.0 and result["bf16"]["enabled"] is True
@@ -120,26 +116,25 @@ def test_auto_is_filled_from_the_run_config(engine: str) -> None:
 def test_auto_buckets_follow_from_the_width(width: int, read: Read) -> None:
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     file = read(zero_optimization={"stage": 3, **dict.fromkeys(names, "auto")})
-    zero = file.resolve(dataclasses.replace(PLAN, width=width), "cpu")["zero_optimization"]
+    zero = file.resolve(dataclasses.replace(PLAN, width=width))["zero_optimization"]
     assert [zero[name] for name in names] == [width**2, int(0.9 * width**2), 10 * width]
 
 
 def test_gradients_accumulate_in_float32(read: Read) -> None:
     for value in ({}, {"data_types": {"grad_accum_dtype": "auto"}}, {"data_types": {"grad_accum_dtype": "fp32"}}):
-        assert read(**value).resolve(PLAN, "cpu")["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert read(**value).resolve(PLAN)["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 def test_a_partition_of_a_node(read: Read) -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": "auto"}
     file = read(zero_optimization=zero)
     assert file.secondary_partition == 2, "LOCAL_WORLD_SIZE"
-    assert file.resolve(PLAN, "cpu")["zero_optimization"] == {**zero, "zero_hpz_partition_size": 2}
+    assert file.resolve(PLAN)["zero_optimization"] == {**zero, "zero_hpz_partition_size": 2}
 
 
 def test_quantized_exchanges_are_reported(read: Read) -> None:
     for name in QUANTIZED:
         file = read(zero_optimization={"stage": 3, name: True})
-        file.resolve(PLAN, "cuda")
         assert [f"{name}: the curve differs" in notice for notice in file.notices] == [True]
 
 
@@ -147,7 +142,7 @@ def test_keys_without_effect_are_left_out_with_one_notice(read: Read) -> None:
     plain = read()
     given = {key: {"type": "AdamW"} if key in ("optimizer", "scheduler") else 7 for key in LEFT_OUT}
     file = read(**given)
-    assert file.resolve(PLAN, "cpu") == plain.resolve(PLAN, "cpu") and not plain.notices
+    assert file.resolve(PLAN) == plain.resolve(PLAN) and not plain.notices
     (notice,) = file.notices
     assert all(key in notice for key in LEFT_OUT)
     params = {"lr": "auto", "torch_adam": True, "adam_w_mode": True}
@@ -175,7 +170,7 @@ def test_section_becomes_a_deepspeed_config(tmp_path: Path) -> None:
     devices = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
     launch = section_launch(tmp_path, zero_stage=3, gradient_clipping=1, zero3_save_16bit_model=True, **devices)
     assert launch.deepspeed is not None
-    resolved = launch.deepspeed.resolve(PLAN, "cpu")
+    resolved = launch.deepspeed.resolve(PLAN)
     zero = resolved["zero_optimization"]
     assert (zero["stage"], zero["offload_param"]["device"], zero["reduce_bucket_size"]) == (3, "cpu", 100_000_000)
     assert resolved["communication_data_type"] == "fp32"
@@ -190,7 +185,6 @@ def test_section_becomes_a_deepspeed_config(tmp_path: Path) -> None:
         ({"zero_stage": "two"}, r"deepspeed_config of the accelerate config: .*'two' \(ValueError in accelerate\)"),
         ({"zero_stage": 2, "offload_param_device": "cpu"}, "offload_param.device: expected none, or stage 3"),
         ({"zero_stage": 2, "offload_optimizer_device": "nvme"}, "offload_optimizer.nvme_path: expected a folder"),
-        ({"zero_stage": 2, "zero_stag": 3}, "zero_stag: unknown key"),
         ({"zero_stage": 2, "gradient_accumulation_steps": 3}, "gradient_accumulation_steps is 3, but 4 by the run"),
         # What belongs in the file is refused by Accelerate.
         ({"deepspeed_config_file": "ds_configs/zero2.json", "zero_stage": 3}, r"zero2.json: When using .*zero_stage"),
@@ -203,4 +197,4 @@ def test_refused_sections(
     with pytest.raises(ConfigError, match=complaint):
         launch = section_launch(tmp_path, **section)
         assert launch.deepspeed is not None
-        launch.deepspeed.resolve(PLAN, "cpu")
+        launch.deepspeed.resolve(PLAN)

@@ -77,7 +77,7 @@ def launch_of(path: Path, **environment: str) -> LauncherEnv:
 
 def resolve(launch: LauncherEnv, plan: StepPlan = PLAN) -> dict[str, Any]:
     assert launch.deepspeed is not None
-    return launch.deepspeed.resolve(plan, "cpu")
+    return launch.deepspeed.resolve(plan)
 
 
 @pytest.mark.quick

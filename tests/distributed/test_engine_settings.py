@@ -21,7 +21,6 @@ from tests.helpers.forked_runs import ForkedRuns
 
 DEFAULTS = DistributedConfig(nccl={})
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-ALIASES = ("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # older names
 SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 
 
@@ -164,22 +163,10 @@ def test_allow_long_timeout() -> None:
 
 
 @pytest.mark.quick
-def test_nccl_may_not_name_what_other_settings_export() -> None:
-    for name in (*settings_to_export(DEFAULTS), *ALIASES):
-        with pytest.raises(ConfigError, match=rf"^distributed.nccl: {name} has .*; use distributed\.\w+$") as refused:
-            load_config(None, [f"distributed.nccl={{{name}: 1}}"])
-        setting = str(refused.value).rpartition("use distributed.")[2]
-        changed = settings_to_export(
-            replace(DEFAULTS, **{setting: type(getattr(DEFAULTS, setting))(not getattr(DEFAULTS, setting))})
-        )
-        assert name in ALIASES or changed[name] != settings_to_export(DEFAULTS)[name]
-
-
-@pytest.mark.quick
 def test_exported_names_and_values_are_those_of_torchs_headers() -> None:
     nccl, recorder = ((HEADERS / name).read_text() for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp"))
     exported = settings_to_export(DEFAULTS)
-    assert [name for name in (*exported, *ALIASES) if f'"{name}"' not in nccl + recorder] == []
+    assert [name for name in exported if f'"{name}"' not in nccl + recorder] == []
     modes = dict(re.findall(r"(\w+) = (\d)", nccl.partition("enum ErrorHandlingMode")[2].partition("}")[0]))
     assert exported["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == modes["SkipCleanUp"], "torch's default"
     off = settings_to_export(replace(DEFAULTS, async_error_handling=False))

@@ -80,13 +80,12 @@ def test_nodes_and_their_processes(world_size: int, variables: dict[str, str], n
 REFUSED_LAUNCHES: list[tuple[dict[str, str], str]] = [
     # Only a part of a process group.
     ({"MASTER_ADDR": "a"}, "every process would train its own copy"),
-    ({"WORLD_SIZE": "2"}, "but RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT not set"),
-    ({"RANK": "0", "LOCAL_RANK": "0"}, "but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set"),
-    ({**LAUNCHED, "MASTER_PORT": ""}, "but MASTER_PORT not set"),
-    ({"RANK": "3"}, "RANK: expected less than WORLD_SIZE, which is 1, found 3"),
+    ({"WORLD_SIZE": "2"}, "every process would train its own copy"),
+    ({"RANK": "0", "LOCAL_RANK": "0"}, "but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not"),
+    ({**LAUNCHED, "MASTER_PORT": ""}, "but MASTER_PORT not; expected all five"),
     ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE: expected a whole number, found 'two'"),
-    ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "FSDP is requested, but no process group"),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is requested, but no process group"),
+    ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "FSDP is requested, but RANK"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is requested, but RANK"),
     ({**FSDP, "ACCELERATE_USE_DEEPSPEED": "true"}, "both FSDP and DeepSpeed are requested"),
     (
         {**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"},
@@ -104,7 +103,6 @@ REFUSED_LAUNCHES: list[tuple[dict[str, str], str]] = [
     ({**HYBRID, SHARD: "2.0"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE: expected a whole number, found '2.0'"),
     ({**HYBRID, REPLICATE: "2", SHARD: "4"}, "2 x .* 4: expected a product of 4, the number of processes"),
     (HYBRID, "1 x .* 1: expected a product of 4"),
-    ({**HYBRID, REPLICATE: "4"}, "nothing would be sharded; use distributed_type: MULTI_GPU"),
     ({**HYBRID, "ACCELERATE_USE_FSDP": "false", SHARD: "4"}, "expected distributed_type: FSDP with fsdp_version: 2"),
     (
         {**HYBRID, "ACCELERATE_USE_PARALLELISM_CONFIG": "1", REPLICATE: "2", SHARD: "2"},
@@ -146,8 +144,6 @@ def test_all_refused_variables_are_in_one_line() -> None:
     [
         ("{distributed_type: MULTI_GPU, nonsense: 1}", r"unknown keys .*nonsense.* \(ValueError in accelerate\)"),
         ("{distributed_type: FSDP, mixed_precision: no}", 'mixed_precision: expected "no" in quotes, .* found False'),
-        ("{distributed_type: FSDP, fsdp_config: [1]}", "fsdp_config: expected keys below it, found"),
-        ("{distributed_type: DEEPSPEED, deepspeed_config: x}", "deepspeed_config: expected keys below it"),
         (
             "{distributed_type: [FSDP]}",
             "expected MULTI_GPU, FSDP or DEEPSPEED for 2 processes, found",
