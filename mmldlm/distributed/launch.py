@@ -234,8 +234,8 @@ def _read_replicas(variables: Mapping[str, str], use_fsdp: bool, world_size: int
             f"{found}: expected distributed_type: FSDP with fsdp_version: 2 and ACCELERATE_USE_PARALLELISM_CONFIG=true "
             "for them, or no section (DDP replicates over all processes, ZeRO-3 shards; it has zero_hpz_partition_size)"
         )
-    if replicas * shards != world_size:
-        raise ConfigError(f"{found}: expected a product of {world_size}, the number of processes")
+    if replicas * shards != world_size or shards < min(world_size, 2):
+        raise ConfigError(f"{found}: expected a product of {world_size}, the number of processes, and several shards")
     return replicas
 
 

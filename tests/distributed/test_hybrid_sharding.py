@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mmldlm.distributed.launch import read_launcher_env
-from tests.helpers.engine_runs import (
-    CURVE,
-    LAUNCHED,
-    accelerate,
-    assert_same_run,
-    difference,
-    records,
-    succeed,
-    torchrun,
-)
+from tests.helpers.engine_runs import LAUNCHED
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 
-FP32 = 1e-5
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -61,20 +50,6 @@ def test_ranks_with_different_engines_are_refused(parity_config: Path, forked: F
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [accelerate, torchrun])
-def test_launchers(
-    launcher: Callable[..., list[str]], parity_config: Path, single: Callable[..., Path], tmp_path: Path
-) -> None:
-    given = [parity_config, f"run.dir={tmp_path}", "train.micro_batch_size=1"]
-    if launcher is torchrun:
-        command = torchrun(4, *given, "--accelerate_config", "accelerate_configs/fsdp2_hsdp.yaml")
-    else:
-        command = accelerate("fsdp2_hsdp", 4, *given)
-    assert "engine       fsdp2, 4 processes, 2 replicas x 2 shards" in succeed(command)
-    assert_same_run(tmp_path, single(), FP32)
-
-
 def test_settings_reach_the_engine(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Two shards on four processes: half of 16 bytes for each parameter; and our timeout for each group of the mesh."""
     out, short = tmp_path / "facts.json", ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
@@ -99,23 +74,3 @@ def test_replicas_share_the_gradient_norm(parity_config: Path, forked: ForkedRun
     forked.succeed("fsdp2_hsdp", tmp_path / "run", 4, *given, script="uneven_replicas.py", FACTS=str(tmp_path))
     norms = [json.loads((tmp_path / f"norms.rank{rank}.json").read_text()) for rank in range(4)]
     assert len(norms[0]) == 3 and norms == [norms[0]] * 4
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("optim.name=muon", "latent.prediction=epsilon"),
-        pytest.param(("precision=fp16",), marks=pytest.mark.slow),
-        pytest.param(("precision=bf16",), marks=pytest.mark.slow),
-    ],
-)
-def test_other_settings_follow_fsdp2(
-    settings: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    given = (parity_config, "train.steps=8", "validation.every=0", *settings)
-    forked.succeed("fsdp2", tmp_path / "fsdp2", 2, *given)
-    forked.succeed("fsdp2_hsdp", tmp_path / "hybrid", 4, *given, "train.micro_batch_size=1")
-    assert difference(tmp_path / "hybrid", tmp_path / "fsdp2", CURVE[:1]) < 5e-3
-    if settings[0] == "precision=fp16":
-        scales = [[record["optim/loss_scale"] for record in records(run).values()] for run in tmp_path.glob("*/")]
-        assert scales[0] == scales[1]

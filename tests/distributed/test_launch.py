@@ -103,6 +103,7 @@ REFUSED_LAUNCHES: list[tuple[dict[str, str], str]] = [
     ({**HYBRID, SHARD: "2.0"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE: expected a whole number, found '2.0'"),
     ({**HYBRID, REPLICATE: "2", SHARD: "4"}, "2 x .* 4: expected a product of 4, the number of processes"),
     (HYBRID, "1 x .* 1: expected a product of 4"),
+    ({**HYBRID, REPLICATE: "4"}, "4 x .* 1: expected .* several shards"),
     ({**HYBRID, "ACCELERATE_USE_FSDP": "false", SHARD: "4"}, "expected distributed_type: FSDP with fsdp_version: 2"),
     (
         {**HYBRID, "ACCELERATE_USE_PARALLELISM_CONFIG": "1", REPLICATE: "2", SHARD: "2"},
