@@ -33,7 +33,7 @@ from benchmarks.common.counting import covered
 from benchmarks.common.report import ROOT, circumstances, plain_parser, print_status, write_json
 from benchmarks.common.task import SHAPES, Kind, device
 from benchmarks.memory import GPU_SETTINGS, SETTINGS, measure
-from mmldlm.distributed.launcher import DDP
+from mmldlm.distributed.launch import DDP
 from mmldlm.model.flops import peak_flops
 
 BUDGET_S = 555.0  # of a stage, where a command may take 600

@@ -29,7 +29,7 @@ from benchmarks.common.variants import opened, variants
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
-from mmldlm.distributed.launcher import SINGLE, read_launcher_env
+from mmldlm.distributed.launch import SINGLE, read_launcher_env
 from mmldlm.errors import UsageError
 from mmldlm.train import train_step
 from mmldlm.trainer.engine_memory import MIB, Sharding, rank_memory

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before the imports below import torch
     configure_cuda_allocator(os.environ)
 
 from mmldlm.diffusion.noise import MODES
-from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before the imports below import torch
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
-from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
+from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
 from mmldlm.trainer.trainer import Trainer
 

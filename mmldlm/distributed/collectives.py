@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmldlm.distributed.compute_time import HostTimer
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code
 
@@ -19,32 +19,19 @@ T = TypeVar("T")
 
 
 class PendingSum(Sequence[float]):
-    """A sum of small numbers over the ranks, whose all-reduce runs in the background: the first access waits for it.
+    """A sum of small numbers over the ranks, whose all-reduce runs in the background: the first access waits for it."""
 
-    Args:
-        total: float64 [N] on the host, which the all-reduce changes in place.
-        work: The all-reduce; None if there is nothing to wait for.
-    """
+    def __init__(self, total: Tensor, wait: Callable[[], Any]):
+        self._total, self._wait = total, wait
 
-    def __init__(self, total: Tensor, work: dist.Work | None, wait: contextlib.AbstractContextManager[Any]):
-        self._total, self._work, self._wait = total, work, wait
-        self._values = total.numpy()  # the same memory
+    @cached_property
+    def values(self) -> list[float]:
+        """The sum, once it is complete."""
+        self._wait()
+        return self._total.tolist()
 
-    def tensor(self) -> Tensor:
-        """Return the sum: float64 [N] on the host."""
-        if self._work is not None:
-            with self._wait:
-                self._work.wait()
-            self._work = None
-        return self._total
-
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[float]: ...
-    def __getitem__(self, index: int | slice) -> float | list[float]:
-        self.tensor()
-        return self._values[index].tolist()
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
 
     def __len__(self) -> int:
         return len(self._total)
@@ -66,7 +53,6 @@ class Collectives:
     def __init__(self, rank: int = 0, world_size: int = 1, watchdog: Watchdog | None = None):
         self.rank, self.world_size, self.watchdog = rank, world_size, watchdog
         self.peer_lost = False
-        self.host_timer = HostTimer()
 
     @property
     def is_main(self) -> bool:
@@ -74,12 +60,7 @@ class Collectives:
 
     def in_collective(self, collective: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager in which the main thread waits for other ranks, in the collective of this name."""
-        return contextlib.nullcontext() if self.watchdog is None else self._in_collective(self.watchdog, collective)
-
-    @contextlib.contextmanager
-    def _in_collective(self, watchdog: Watchdog, collective: str) -> Iterator[None]:
-        with watchdog.in_collective(collective), self.host_timer.waiting():
-            yield
+        return contextlib.nullcontext() if self.watchdog is None else self.watchdog.in_collective(collective)
 
     def local_items(self, items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
         """Yield this rank's share of `items` as (index, item, whether it counts).
@@ -97,14 +78,20 @@ class Collectives:
 
     def sum(self, values: Tensor, what: str = "sum over the ranks") -> Tensor:
         """Sum a small tensor over the ranks, on the host in float64 (collective); bit-identical on all ranks."""
-        return self.start_sum(values, what).tensor()
+        return torch.tensor(self.start_sum(values, what).values, dtype=torch.float64)
 
     def start_sum(self, values: Tensor, what: str) -> PendingSum:
         """Start a sum over the ranks as `sum` does, and go on without waiting for it (collective)."""
         # A copy: the all-reduce is in place, and `values` may be a float64 tensor on the host already.
         total = values.detach().to("cpu", torch.float64, copy=True)
         work = dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
-        return PendingSum(total, work, self.in_collective(what))
+
+        def wait() -> None:
+            if work is not None:
+                with self.in_collective(what):
+                    work.wait()
+
+        return PendingSum(total, wait)
 
     def gather_vectors(self, values: Tensor, what: str) -> Tensor:
         """Return the small vector of every rank, float64 [ranks, n] on the host (collective)."""
@@ -155,7 +142,6 @@ class Collectives:
         """Leave the process group. One that has lost a rank cannot be closed cleanly; it ends with the process."""
         if self.watchdog is not None:
             self.watchdog.close()
-        self.host_timer.close()
         if dist.is_available() and dist.is_initialized() and not self.peer_lost:
             _closed_groups.append(dist.group.WORLD)
             dist.destroy_process_group()

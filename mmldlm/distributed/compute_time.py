@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,76 +18,25 @@ class Work(NamedTuple):
     flops: float = 0.0
 
 
-class ComputeTimer(Protocol):
-    """Measures the steps of a rank."""
-
-    def start(self) -> None:
-        """Start a step."""
-
-    def stop(self, flops: float) -> None:
-        """End a step of this work."""
-
-    def take(self) -> Work:
-        """Return the sum of the steps whose measurements are complete, since the last call."""
-
-
 class HostTimer:
-    """Measures the thread that creates it: its CPU time, and the time in which it is blocked outside of `waiting`.
-
-    On Linux, time in which the thread could run but had no core is left out: it depends on what else the host does, and
-    is in `speed/cores_of_others` of a run.
-    """
+    """Measures the CPU time of this thread, to which neither waits for other ranks nor those for a core count."""
 
     def __init__(self) -> None:
-        self._waited_s = self._blocked_s = self._cpu_s = 0.0
+        self._started = 0.0
         self._measured = Work()
-        self._schedstat: int | None = None  # a file, open from the first step on: most timers never measure one
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Do not count the time in which the body is blocked, since it waits for other ranks."""
-        waited_s, blocked_s = self._waited_s, self._blocked()
-        yield
-        # Replaces what a context within this one has added. Not in a `finally`: an error in the body ends the run.
-        self._waited_s = waited_s + self._blocked() - blocked_s
 
     def start(self) -> None:
         """Start a step."""
-        if self._schedstat is None:
-            with suppress(OSError):
-                self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        self._blocked_s, self._cpu_s = self._blocked() - self._waited_s, time.thread_time()
+        self._started = time.thread_time()
 
     def stop(self, flops: float) -> None:
         """End a step of this work."""
-        blocked_s, cpu_s = self._blocked() - self._waited_s - self._blocked_s, time.thread_time() - self._cpu_s
-        self._measured = Work(cpu_s + max(blocked_s, 0.0), flops)
+        self._measured = Work(time.thread_time() - self._started, flops)
 
     def take(self) -> Work:
         """Return the last step, once."""
         measured, self._measured = self._measured, Work()
         return measured
-
-    def close(self) -> None:
-        """Close the file of the system's statistics."""
-        if self._schedstat is not None:
-            os.close(self._schedstat)
-            self._schedstat = None
-
-    def _blocked(self) -> float:
-        """Return the seconds in which the thread neither ran nor waited for a core, since some moment."""
-        queued_s, before = self._queued(), -1.0
-        seconds = 0.0
-        while queued_s != before:  # again if the thread lost its core between the readings
-            before, seconds = queued_s, time.perf_counter() - time.thread_time()
-            queued_s = self._queued()
-        return seconds - queued_s
-
-    def _queued(self) -> float:
-        """Return the seconds in which the thread waited for a core; 0 where the system does not say."""
-        if self._schedstat is None:
-            return 0.0
-        return int(os.pread(self._schedstat, 64, 0).split()[1]) * 1e-9
 
 
 class DeviceTimer:

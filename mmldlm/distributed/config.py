@@ -8,17 +8,6 @@ from typing import Literal
 from mmldlm.settings.declaration import setting
 
 DAY_S = 86_400
-SETTINGS_OF_VARIABLES = {  # with older names that PyTorch still reads
-    "NCCL_TIMEOUT": "timeout_s",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "heartbeat_timeout_s",
-    "TORCH_NCCL_BLOCKING_WAIT": "blocking_wait",
-    "NCCL_BLOCKING_WAIT": "blocking_wait",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "async_error_handling",
-    "NCCL_ASYNC_ERROR_HANDLING": "async_error_handling",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "flight_recorder",
-    "TORCH_FR_BUFFER_SIZE": "flight_recorder",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "flight_recorder",
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class DistributedConfig:
     )
     nccl: dict[str, str | int] = setting(
         factory=lambda: {"NCCL_SOCKET_NTHREADS": 4, "NCCL_NSOCKS_PERTHREAD": 4},
-        doc="environment variables that are set before the process group starts",
+        doc="environment variables that are set before the process group starts, and win over other settings",
         advice="NCCL_SOCKET_IFNAME if a node has several networks, NCCL_DEBUG: INFO to see what NCCL chose",
     )
     ddp: DDPConfig = setting(DDPConfig(), "the DDP engine")
@@ -80,8 +69,7 @@ class DistributedConfig:
                     "a hang would go unnoticed for as long (distributed.allow_long_timeout: true accepts it)"
                 )
         for name in self.nccl:
-            if name in SETTINGS_OF_VARIABLES:
-                effect = "has no effect" if name == "NCCL_TIMEOUT" else "has a setting of its own"
-                raise ValueError(f"nccl: {name} {effect}; use distributed.{SETTINGS_OF_VARIABLES[name]}")
+            if name == "NCCL_TIMEOUT":
+                raise ValueError("nccl: NCCL_TIMEOUT has no effect; use distributed.timeout_s")
             if not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")):
                 raise ValueError(f"nccl: expected names such as NCCL_SOCKET_IFNAME, found {name!r}")

@@ -28,10 +28,14 @@ def build_deepspeed_adam(groups: list[dict[str, Any]], offloaded: bool, **option
             return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
         return FusedAdam(groups, adam_w_mode=True, **options)
     except Exception as error:  # DeepSpeed, PyTorch and the dynamic linker each raise types of their own
-        op = "CPUAdam" if offloaded else "FusedAdam"
+        tools = [os.environ.get("CXX", "c++"), "ninja", *([] if offloaded else ["nvcc"])]
+        missing = [f"no {tool} on the PATH" for tool in tools if shutil.which(tool) is None]
+        # Of a compiler's output, the line that states the error.
+        lines = [line.strip() for line in str(error.__cause__ or error).splitlines()] or [type(error).__name__]
+        reason = next((line for line in lines[1:] if "error" in line.lower()), lines[0])
         raise ConfigError(
-            f"optim.name: deepspeed_adam is DeepSpeed's {op}, whose kernel could not be built or loaded: "
-            f"{_missing_tools(offloaded) or _error_line(error.__cause__ or error)}; adamw needs none"
+            f"optim.name: deepspeed_adam is DeepSpeed's {'CPUAdam' if offloaded else 'FusedAdam'}, whose kernel could "
+            f"not be built or loaded: {', '.join(missing) or display_name(reason)}; adamw needs none"
         ) from error
 
 
@@ -51,16 +55,3 @@ def replay_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.step()
     optimizer.param_groups = groups
     del optimizer.state[dummy]
-
-
-def _missing_tools(offloaded: bool) -> str:
-    """Name the tools that the build needs and that are not on the PATH; "" if none."""
-    tools = [os.environ.get("CXX", "c++"), "ninja", *([] if offloaded else ["nvcc"])]
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    return f"no {', no '.join(missing)} on the PATH" if missing else ""
-
-
-def _error_line(error: BaseException) -> str:
-    """Return the line of a compiler's output that states the error, or else the first line."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return display_name(next((line for line in lines[1:] if "error" in line.lower()), lines[0]).strip())

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
-from mmldlm.distributed.accelerate_env import only_passed_on
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.compute_time import ComputeTimer, DeviceTimer
+from mmldlm.distributed.compute_time import DeviceTimer, HostTimer
 from mmldlm.distributed.grad_scaler import LossScale, to_local
-from mmldlm.distributed.launcher import DDP, LauncherEnv
+from mmldlm.distributed.launch import DDP, LauncherEnv
+from mmldlm.distributed.library_calls import library_call
 from mmldlm.distributed.process_group import set_group_timeouts
-from mmldlm.distributed.setup_errors import library_errors_are_config_errors
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.optim.ema import EmaWeights
 from mmldlm.utils.meta_device import materialize
@@ -50,11 +49,6 @@ def owners_by_size(sizes: Mapping[str, int], writers: int) -> dict[str, int]:
     return {name: writer for writer, names in enumerate(parts) for name in names}
 
 
-def with_index(device: torch.device) -> torch.device:
-    """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-
-
 @contextlib.contextmanager
 def follows_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
     """Have the optimizer update the parameters that replace those of equal names within the context."""
@@ -76,7 +70,9 @@ class Engine(Collectives):
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
         self.accelerator, self.launch, self.name = accelerator, launch, launch.engine
-        self.device = with_index(accelerator.device)
+        self.device = accelerator.device
+        if str(self.device) == "cuda":  # of a single process, and not what `set_device` accepts
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 
@@ -110,7 +106,7 @@ class Engine(Collectives):
     @contextlib.contextmanager
     def _set_up(self, name: str) -> Iterator[None]:
         """Call Accelerate or DeepSpeed within the context (collective)."""
-        with only_passed_on(), self.in_collective(name), library_errors_are_config_errors(self.launch.source):
+        with self.in_collective(name), library_call(self.launch.source, self.launch.accelerate):
             yield
 
     @cached_property
@@ -124,10 +120,10 @@ class Engine(Collectives):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @cached_property
-    def compute_timer(self) -> ComputeTimer:
+    def compute_timer(self) -> HostTimer | DeviceTimer:
         """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
         if self.device.type != "cuda" or self.world_size == 1:
-            return self.host_timer
+            return HostTimer()
         return DeviceTimer(self.unwrapped_model.get_submodule("blocks").children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,16 @@
-"""The optimizer of `optim`: how it is built, and its description."""
+"""The optimizer of `optim`: how it is built, its description, and AdamW and Muon for parameters that FSDP2 shards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from mmldlm.distributed.adamw import ShardedAdamW
+from mmldlm.distributed.grad_scaler import to_local
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimConfig, OptimizerName
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
@@ -49,8 +52,6 @@ def build_optimizer(
         kind = ShardedAdamW if sharded else torch.optim.AdamW
         return kind(parameter_groups(model, config.weight_decay), **adamw)
 
-    from mmldlm.distributed.muon import MuonAdamW
-
     matrices = muon_matrices(model)
     muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     muon |= {"momentum": config.muon.momentum, "nesterov": config.muon.nesterov, "ns_steps": config.muon.ns_steps}
@@ -69,3 +70,95 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
         return name
     sizes = [parameter.numel() for group in matrices[0].param_groups for parameter in group["params"]]
     return f"torch.Muon for {len(sizes)} matrices of {sum(sizes):,} parameters, {name} for the rest"
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """PyTorch's AdamW, which updates the shards of DTensors as plain tensors.
+
+    The update is element-wise, so it needs no other shard. As operations of DTensors it has the same result, after more
+    work on the host for each parameter than the update takes on a GPU.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensor_lists: list[torch.Tensor]) -> bool:
+        has_complex = super()._init_group(group, *tensor_lists)
+        for tensors in tensor_lists:
+            tensors[:] = map(to_local, tensors)
+        return bool(has_complex)
+
+
+class ShardedMuon(torch.optim.Muon):
+    """PyTorch's Muon, which gathers a sharded matrix to orthogonalize it.
+
+    PyTorch's own runs the Newton-Schulz iteration on shards: 11 to 16 collectives per matrix, partial sums rounded to
+    bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here a single
+    gather of bfloat16 suffices, and the update is bit-identical to that of one process.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all matrices (collective if they are sharded)."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
+            super().step()
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_sharded(parameter, group)
+
+    def _step_sharded(self, parameter: DTensor, group: Mapping[str, Any]) -> None:
+        """Update one matrix as `torch.optim.Muon` does (collective). All but the iteration is element-wise."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert isinstance(gradient, DTensor)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        # The iteration rounds to bfloat16 first, so gathering in bfloat16 loses nothing.
+        rounded: Any = update.bfloat16()
+        orthogonal = _zeropower_via_newtonschulz(
+            rounded.full_tensor(), group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
+        # All ranks have computed the same matrix, so each slices its own copy, without communication.
+        shard = distribute_tensor(orthogonal, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(shard, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the given matrices, AdamW for all other parameters.
+
+    This object holds groups and state, where engines, checkpoints and the learning-rate schedule expect them; its two
+    optimizers share them. Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, arXiv 2502.16982,
+    section 2.2), so that one learning rate and one weight decay fit both.
+    """
+
+    # PyTorch's marker of optimizers that skip a step by a flag on the device, which Muon does not support.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        muon: Mapping[str, Any],
+        rest: list[dict[str, Any]],
+        adamw: Mapping[str, Any],
+    ):
+        """Build Muon for `matrices` and AdamW for the groups `rest`; `muon` and `adamw` are options of PyTorch's."""
+        self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)
+        self._adamw = ShardedAdamW(rest, **adamw)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+
+    @property
+    def parts(self) -> tuple[ShardedMuon, ShardedAdamW]:
+        """Both optimizers with the current groups and state, which loading and engines may have replaced."""
+        # Only Muon's groups have `ns_steps`.
+        for part, is_muon in ((self._muon, True), (self._adamw, False)):
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if ("ns_steps" in group) == is_muon]
+        return self._muon, self._adamw
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "closures are not supported: the gradients are already computed"
+        for part in self.parts:
+            part.step()

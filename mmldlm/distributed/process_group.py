@@ -4,26 +4,92 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.environment import export_settings
-from mmldlm.distributed.launcher import SINGLE, LauncherEnv
-from mmldlm.distributed.network import use_interface_for
+from mmldlm.distributed.launch import SINGLE, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import ConfigError, PeerLostError, exit_code_and_cause
 
 RENDEZVOUS_TIMEOUT_S = 30.0, 300.0  # bounds of the wait for the other processes to connect
 NCCL_MARGIN_S = 30.0
+FLIGHT_RECORDER_ENTRIES = 2000
+# PyTorch's default, "SkipCleanUp": end the process without `ncclCommAbort`, which may hang itself.
+ASYNC_ERROR_HANDLING = "3"
+_BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # which torchrun sets to 1 where its user has set nothing
+_GUARDS = {  # variables that turn off what PyTorch does about a hang, where they are false
+    "TORCH_NCCL_ENABLE_MONITORING": "distributed.heartbeat_timeout_s has no effect",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "NCCL's timeouts and errors do not end the process",
+}
+_exported: dict[str, str] = {}  # by this process, which may train several runs in turn; others are the user's
 _groups = count()  # that this process has joined, one after another
+
+
+def settings_to_export(config: DistributedConfig) -> dict[str, str]:
+    """Return the variables that PyTorch and NCCL read when the process group starts."""
+    return {
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
+        "TORCH_NCCL_BLOCKING_WAIT": str(int(config.blocking_wait)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": ASYNC_ERROR_HANDLING if config.async_error_handling else "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(config.flight_recorder)),
+        "TORCH_FR_BUFFER_SIZE": str(FLIGHT_RECORDER_ENTRIES if config.flight_recorder else 0),
+        **{name: str(value) for name, value in config.nccl.items()},
+    }
+
+
+def export_settings(config: DistributedConfig) -> None:
+    """Set the variables of `settings_to_export` that the user has not set."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_BY_TORCHRUN) == "1":
+        _exported.setdefault(_BY_TORCHRUN, "1")
+    for name, value in settings_to_export(config).items():
+        if os.environ.get(name) in (None, _exported.get(name)):
+            os.environ[name] = _exported[name] = value
+
+
+def kept_variables(config: DistributedConfig) -> list[str]:
+    """Return a line about each variable that has the user's value instead of that of the settings."""
+    return [
+        f"{name}: {os.environ[name]} of the environment is kept, {value} of the settings (distributed) has no effect"
+        for name, value in settings_to_export(config).items()
+        if os.environ.get(name, value) != value
+    ]
+
+
+def disabled_guards(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables in `environment` that turn off what PyTorch does about a hang, each with its effect."""
+    values = {name: environment.get(name, "1") for name in _GUARDS}
+    false = ("0", "n", "no", "f", "false")  # in any case, as PyTorch reads them
+    return [f"{name}={value}: {_GUARDS[name]}" for name, value in values.items() if value.lower() in false]
+
+
+def use_interface_for(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make gloo and NCCL use the interface by which this machine reaches `address`, unless the user has set another.
+
+    By default gloo uses the interface that the host's own name resolves to, often loopback, and NCCL guesses. For an
+    address of this machine it is the interface that has it, by which the other nodes come in.
+    """
+    try:
+        target = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
+        with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # on a datagram socket this sends nothing and chooses the source address
+            source = probe.getsockname()[0]
+    except OSError:  # the name is not resolved, or there is no route
+        return
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == source for entry in addresses):
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: an exact name, not a prefix
+            return
 
 
 def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:

@@ -111,8 +111,7 @@ class ZeroEngine(Engine):
         def check_norm(overflow: bool) -> None:
             # `step` reads this attribute after the call, and on overflow drops the gradients.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
-            if self._norm_limit >= 0:  # otherwise the gradients are only measured: DeepSpeed would report an overflow
-                update_scale(optimizer.overflow)
+            update_scale(optimizer.overflow)
 
         setattr(optimizer, norm_name, record_norm)
         optimizer._update_scale = check_norm
@@ -209,9 +208,6 @@ class ZeroEngine(Engine):
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
             optimizer.invalidate_secondary_tensor()
 
-    def _load_master(self, parameter: nn.Parameter, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self._load_fragment(parameter, name, tensors)
-
     def local_state(self) -> Iterator[tuple[str, str, SlicedTensor, Tensor]]:
         # Frozen weights come from before the rounding, buffers from the model, all else from the masters.
         for name, tensor in self._replicated.items():
@@ -269,10 +265,10 @@ class ZeroEngine(Engine):
         flat = partition if key is None else self.unwrapped_optimizer.state[partition][key]
         return flat.detach().narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
 
-    def _load_fragment(self, parameter: Any, entry: str, tensors: Mapping[str, Tensor], key: str | None = None) -> None:
-        """Set this rank's fragment of a master weight, or of the moment `key`, from the whole `tensors[entry]`."""
+    def _load_master(self, parameter: Any, name: str, tensors: Mapping[str, Tensor], key: str | None = None) -> None:
+        """Set this rank's fragment of a master weight, or of the moment `key`, from the whole `tensors[name]`."""
         fragment, start = self._fragment(parameter, key)
-        values = read_range(tensors, entry, start, start + fragment.numel())
+        values = read_range(tensors, name, start, start + fragment.numel())
         if self.stage < 3:
             fragment.copy_(values)
             return
@@ -295,7 +291,7 @@ class ZeroEngine(Engine):
         self._create_optimizer_state(step, keys)
         for name, parameter in parameters.items():
             for key in keys if name not in new else ():
-                self._load_fragment(parameter, f"{name}/{key}", tensors, key)
+                self._load_master(parameter, f"{name}/{key}", tensors, key)
 
     def _partitions(self) -> list[Tensor]:
         """The flat float32 partitions that the inner optimizer updates."""

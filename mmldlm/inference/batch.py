@@ -113,7 +113,7 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
     if options.batch < 1:
         raise UsageError(f"--batch: expected at least 1, found {options.batch}")
     # Here, as they need packages that sampling from a bundle does without.
-    from mmldlm.distributed.launcher import read_launcher_env
+    from mmldlm.distributed.launch import read_launcher_env
     from mmldlm.distributed.process_group import process_group
 
     torch.set_num_threads(1)  # sums depend on the number of threads

@@ -22,7 +22,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
-from mmldlm.distributed.environment import disabled_guards
+from mmldlm.distributed.process_group import disabled_guards
 from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError, UsageError
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.run.factory import attention_backend, build_meta_model

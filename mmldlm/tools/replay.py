@@ -17,7 +17,7 @@ from mmldlm.checkpoint.names import step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CheckpointConfig, RunConfig
-from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import DataError, StorageError
 from mmldlm.settings.declaration import restore

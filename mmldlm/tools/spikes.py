@@ -24,7 +24,7 @@ from mmldlm.config import split_arguments
 from mmldlm.data.mixture import open_data
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import total_counts
-from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import ExitCode, UsageError
 from mmldlm.run.load import run_config
 from mmldlm.tools.replay import RecordedRun, advance, replay

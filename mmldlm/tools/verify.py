@@ -23,7 +23,7 @@ from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_argument
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
 from mmldlm.distributed.exit_files import CLEAN_EXIT_CODES
-from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
+from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.declaration import dump
 from mmldlm.tools.checkpoints import GROUPS, diff_checkpoints

@@ -10,7 +10,7 @@ from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.distributed.capabilities import supports
-from mmldlm.distributed.launcher import ENGINES, FSDP2, read_launcher_sizes
+from mmldlm.distributed.launch import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.run.factory import attention_backend
 from mmldlm.settings.fields import to_yaml

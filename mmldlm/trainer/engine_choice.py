@@ -16,7 +16,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.distributed.capabilities import supports
-from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
+from mmldlm.distributed.launch import DDP, FSDP2, SINGLE
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.trainer.engine_memory import MIB, USABLE_SHARE, Sharding, rank_memory
 from mmldlm.trainer.memory_estimate import Estimate, estimate

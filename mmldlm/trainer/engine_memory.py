@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES
-from mmldlm.distributed.launcher import DDP, FSDP2, SINGLE
+from mmldlm.distributed.launch import DDP, FSDP2, SINGLE
 from mmldlm.trainer.memory_tracker import Kind, StepTracker
 
 MIB = 2**20

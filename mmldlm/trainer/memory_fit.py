@@ -23,7 +23,7 @@ from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import Network, NoisedBatch, Objective
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.launcher import FSDP2
+from mmldlm.distributed.launch import FSDP2
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.errors import ConfigError
 from mmldlm.model.ops import assume_device

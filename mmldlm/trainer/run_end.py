@@ -10,7 +10,7 @@ from pathlib import Path
 from mmldlm.config import TrainConfig
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.exit_files import write_exit
-from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.memory_probe import is_out_of_memory
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StorageError, exit_code_and_cause
 from mmldlm.utils.files import is_at

@@ -18,12 +18,12 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
 from mmldlm.distributed.capabilities import WEIGHT_SHARDING_ENGINES, check_comm_hook, check_supported, supports
-from mmldlm.distributed.deepspeed_config import StepPlan, check_ema
+from mmldlm.distributed.deepspeed_file import StepPlan
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.exit_files import clear_exit_files
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
-from mmldlm.distributed.launcher import FSDP2, LauncherEnv
+from mmldlm.distributed.launch import FSDP2, LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.errors import ConfigError
 from mmldlm.evaluation.validate import validation_ids
@@ -42,11 +42,11 @@ from mmldlm.utils.short_repr import short_repr
 
 
 def requested_features(config: RunConfig) -> list[str]:
-    """Return the settings of the run that not every engine has, as entries of `CAPABILITIES`."""
+    """Return the settings of the run that not every engine runs, as "key: value"."""
     return [
         f"optim.name: {config.optim.name}",
         f"precision: {config.precision}",
-        *(["compile.scope: regional"] if config.compile.scope == "regional" else []),
+        f"compile.scope: {config.compile.scope}",
     ]
 
 
@@ -63,7 +63,8 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
         check_supported(feature, launch.engine)
     check_device(config.optim, launch.offloads_optimizer, device_type)
     check_comm_hook(launch.engine, config.distributed.ddp.comm_hook, device_type)
-    check_ema(config.ema.decay, launch.deepspeed)
+    if launch.deepspeed is not None:
+        launch.deepspeed.check_ema(config.ema.decay)
 
 
 def check_resume(resume: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.distributed.comm_benchmark import all_reduce_speed, backend_of
 from mmldlm.distributed.init import start_engine
-from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.process_group import published_failures
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, writable_run_folder
 from mmldlm.trainer.setup import build_components, check_settings, step_plan

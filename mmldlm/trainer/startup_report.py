@@ -21,8 +21,8 @@ from mmldlm.config import RunConfig, with_absolute_paths, write_config
 from mmldlm.data.store import Store
 from mmldlm.data.store_writer import publish, write_description
 from mmldlm.distributed.engine import Engine
-from mmldlm.distributed.environment import disabled_guards, kept_variables, settings_to_export, unread_variables
 from mmldlm.distributed.optimizers import describe_optimizer
+from mmldlm.distributed.process_group import disabled_guards, kept_variables, settings_to_export
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
@@ -98,7 +98,6 @@ def startup_report(
     }
     first = config.train.batch_at(0, engine.world_size)
     on_cuda, distributed = engine.device.type == "cuda", config.distributed
-    exported = settings_to_export(distributed)
     return {
         "engine": engine.name,
         "sharding": engine.launch.sharding,
@@ -131,10 +130,9 @@ def startup_report(
             "collective_s": distributed.timeout_s,
             "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
         },
-        "exported": {name: os.environ.get(name) for name in exported} if on_cuda else {},
-        "not_read": unread_variables(exported) if engine.is_main else [],
+        "exported": {name: os.environ.get(name) for name in settings_to_export(distributed)} if on_cuda else {},
         "disabled_guards": disabled_guards(os.environ) if engine.world_size > 1 else [],
-        "deepspeed_file": engine.launch.deepspeed_file,
+        "deepspeed_file": engine.launch.deepspeed.name if engine.launch.deepspeed else "",
         "git": fingerprint["git"],
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
         "data_manifest": fingerprint["data.manifest"],
@@ -245,8 +243,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     lines += [f"notice       {notice}" for notice in report["notices"]]
     lines += [f"warning      {guard}" for guard in report["disabled_guards"]]
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
-    if report["not_read"]:
-        lines.append(f"warning      the installed PyTorch and NCCL do not read {', '.join(report['not_read'])}")
     return lines
 
 

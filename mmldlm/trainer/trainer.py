@@ -19,7 +19,7 @@ from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
-from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
+from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import StoppedBySignal
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at

@@ -19,7 +19,7 @@ from mmldlm.checkpoint.state import (
 )
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
-from mmldlm.distributed.muon import MuonAdamW
+from mmldlm.distributed.optimizers import MuonAdamW
 from mmldlm.errors import DataError, NumericalError
 from mmldlm.utils.partition import partition_by_size
 from tests.helpers.save_checkpoint import save_checkpoint

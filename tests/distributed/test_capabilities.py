@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from mmldlm.config import load_config
 from mmldlm.distributed.capabilities import ALL_ENGINES, capability_table
-from mmldlm.distributed.launcher import LauncherEnv
+from mmldlm.distributed.deepspeed_file import DeepSpeedFile
+from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.errors import ConfigError
 from mmldlm.optim.config import OptimizerName
 from mmldlm.trainer.setup import check_settings
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.quick
 
 def launch(engine: str, offloads: bool = False) -> LauncherEnv:
     """Return a launch of one process under `engine`."""
-    sections = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    return LauncherEnv(engine, "torchrun", 0, 0, 1, 1, "", sections if offloads else None)
+    zero = DeepSpeedZeroConfig(stage=2, offload_optimizer={"device": "cpu" if offloads else "none"})
+    return LauncherEnv(engine, "torchrun", 0, 0, 1, 1, "", DeepSpeedFile("", {}, zero, ()))
 
 
 @pytest.mark.parametrize("engine", ALL_ENGINES)

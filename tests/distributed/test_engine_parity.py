@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,148 +22,121 @@ from tests.helpers.engine_runs import (
     difference,
     records,
     saved_tensors,
-    some,
     succeed,
     torchrun,
 )
 from tests.helpers.forked_runs import ForkedRuns
 
-FP32, BF16 = 1e-5, 2e-2
-LOSS = "validation/total"
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_processes_follow_one(
-    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    folder, short = tmp_path / "run", "train.steps=14"  # the modes change at 12
-    forked.succeed(engine, folder, 2, parity_config, short)
-    log = folder.with_suffix(".log").read_text()
-    assert f"engine       {engine}, 2 processes" in log
-    warnings = [line for line in log.lower().splitlines() if "warning" in line]
-    # Steps of a few milliseconds may overtake the writing of a checkpoint.
-    assert not [line for line in warnings if "still being written" not in line]
-    assert_same_run(folder, single(short), FP32)
-    # Not the curve alone: weights and moments, whole and by name, are those of one process.
-    for name in ("model", "optimizer"):
-        ours, theirs = saved_tensors(folder, name), saved_tensors(single(short), name)
-        assert ours.keys() == theirs.keys()
-        worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
-        assert worst < 1e-5, f"{name}: {worst}"
-
-
-@pytest.mark.parametrize("engine", some("ddp", "fsdp2", "zero3"))
-def test_operators_of_a_gpu_follow_those_of_a_cpu(
-    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    """Also where the weights of a block are whole in its own forward pass alone."""
-    folder, short = tmp_path / "run", "train.steps=14"
-    forked.succeed(engine, folder, 2, parity_config, short, script="gpu_operators.py")
-    assert_same_run(folder, single(short), FP32)
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "variables"),
-    [
-        ("fsdp2_hsdp", "fsdp2, 4 processes, 2 replicas x 2 shards", {}),
-        ("zero3_hpz", "zero3, 4 processes, secondary partition of 2", {"LOCAL_WORLD_SIZE": "2"}),
-    ],
-)
-def test_groups_of_processes_follow_one(
-    file: str,
-    line: str,
-    variables: dict[str, str],
-    parity_config: Path,
-    single: Single,
-    forked: ForkedRuns,
-    tmp_path: Path,
-) -> None:
-    """Also through the exchange of weights and EMA weights in the validation of step 10."""
-    folder, settings = tmp_path / "run", ("ema.decay=0.9", "train.micro_batch_size=1", "train.steps=10")
-    forked.succeed(file, folder, 4, parity_config, *settings, **variables)
-    assert f"engine       {line}" in folder.with_suffix(".log").read_text()
-    assert_same_run(folder, single(*settings), FP32)
-    for name in ("model", "optimizer", "ema"):
-        ours, theirs = saved_tensors(folder, name), saved_tensors(single(*settings), name)
-        assert ours.keys() == theirs.keys()
-        worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
-        assert worst < 1e-5, f"{name}: {worst}"
-
-
-@pytest.mark.parametrize("engine", some("fsdp2"))
-def test_accelerate_launch(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
-    """The shipped config file in the launcher's own hands."""
-    output = succeed(accelerate(engine, 2, parity_config, f"run.dir={tmp_path}"))
-    assert f"engine       {engine}, 2 processes" in output
-    assert_same_run(tmp_path, single(), FP32)
-
-
-@pytest.mark.parametrize("engine", some("fsdp2", "zero2"))
-def test_bf16_follows_one_process_in_bf16(
-    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    forked.succeed(engine, folder, 2, parity_config, "precision=bf16")
-    assert_same_run(folder, single("precision=bf16"), BF16)
-    # bfloat16 it is, and the master weights it is not.
-    assert records(folder)[1]["loss/total"] != records(single())[1]["loss/total"]
-    saved = saved_tensors(folder)
-    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
-    assert any((tensor != tensor.bfloat16().float()).float().mean() > 0.5 for tensor in saved.values())
-
-
+FP32, BF16, FP16 = 1e-5, 2e-2, 5e-3
+LOSS, MUON = "validation/total", "optim.name=muon"
 FROZEN = ("freeze=[latent_stream, text_encoder]", "memory.activation_checkpointing=full", "model.dropout=0.0")
 
 
-@pytest.mark.parametrize("engine", some("fsdp2", "zero2"))
-def test_frozen_parts_and_recomputed_blocks(
-    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+@dataclass(frozen=True)
+class Case:
+    """A launch whose curve, weights and moments are those of one process."""
+
+    file: str  # in accelerate_configs/
+    settings: tuple[str, ...] = ("train.steps=14",)  # the modes change at 12
+    processes: int = 2
+    own: tuple[str, ...] = ()  # settings that the one process does not have
+    tolerance: float = FP32  # of the curve; in fp32 weights and moments are compared as well
+    script: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    slow: bool = False
+
+    def __str__(self) -> str:
+        return "-".join((self.file, str(self.processes), *self.settings[:1], *self.own, self.script))
+
+
+def some(*default: str, **options: Any) -> list[Case]:
+    """The cases of all engines, of which those that are not named run by --slow only."""
+    return [Case(engine, slow=engine not in default, **options) for engine in ENGINES]
+
+
+MICRO_1 = ("train.micro_batch_size=1",)
+CASES = [
+    *some(*ENGINES),
+    # Operators of a GPU: also where the weights of a block are whole in its own forward pass alone.
+    *some("ddp", "fsdp2", "zero3", script="gpu_operators.py"),
+    # Groups of processes, also through the exchange of weights and EMA weights in the validation of step 10.
+    Case("fsdp2_hsdp", ("train.steps=10", "ema.decay=0.9"), 4, MICRO_1),
+    Case("zero3_hpz", ("train.steps=10", "ema.decay=0.9"), 4, MICRO_1, variables={"LOCAL_WORLD_SIZE": "2"}),
+    *(Case(engine, processes=4, own=MICRO_1, slow=True) for engine in ("fsdp2", "zero2")),
+    Case("ddp", ("train.micro_batch_size=8",), 4, ("train.micro_batch_size=2",)),
+    Case("ddp", ("train.micro_batch_size=8",), 2, ("train.micro_batch_size=4",), slow=True),
+    *some("fsdp2", "zero2", settings=FROZEN),
+    *some("fsdp2", "zero2", settings=("precision=bf16",), tolerance=BF16),
+    *(Case(engine, own=("precision=fp16",), tolerance=FP16) for engine in ("ddp", "fsdp2")),
+    Case("fsdp2_hsdp", ("precision=bf16",), 4, MICRO_1, BF16, slow=True),
+    Case("fsdp2_hsdp", ("precision=fp16",), 4, MICRO_1, FP16, slow=True),
+    Case("fsdp2_hsdp", (MUON, "latent.prediction=epsilon", "train.steps=12"), 4, MICRO_1, FP16),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c.slow else [], id=str(c)) for c in CASES])
+def test_processes_follow_one(
+    case: Case, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    settings, folder = (*FROZEN, "distributed.ddp.find_unused_parameters=false"), tmp_path / "run"
-    forked.succeed(engine, folder, 2, parity_config, *settings)
-    assert_same_run(folder, single(*settings), FP32)
-    # Recomputing changes nothing, freezing does.
-    assert difference(single(*settings), single(settings[0])) == 0
-    assert difference(single(*settings), single(), CURVE[:1]) > FP32
-    # What is frozen is what one process starts with, under engines that round their copy as well.
-    start, end = saved_tensors(single(*settings, "train.steps=1")), saved_tensors(folder)
-    frozen = [name for name in end if name.startswith("token_embedding") or ".latent." in name]
-    assert frozen and all(torch.equal(start[name], end[name]) for name in frozen)
-    assert not torch.equal(start["text_out.weight"], end["text_out.weight"])
+    folder, reference = tmp_path / "run", single(*case.settings)
+    settings = (*case.settings, *case.own)
+    forked.succeed(case.file, folder, case.processes, parity_config, *settings, script=case.script, **case.variables)
+    log = folder.with_suffix(".log").read_text()
+    assert f"engine       {case.file.partition('_h')[0]}, {case.processes} processes" in log
+    assert_same_run(folder, reference, case.tolerance)
+    precision = next((setting.partition("=")[2] for setting in settings if "precision=" in setting), "fp32")
+    if precision != "fp32":
+        # It computes in few bits, and the weights that it updates have more.
+        assert records(folder)[1]["loss/total"] != records(single())[1]["loss/total"]
+        low, saved = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision], saved_tensors(folder).values()
+        assert all(tensor.dtype == torch.float32 for tensor in saved)
+        assert any((tensor != tensor.to(low).float()).float().mean() > 0.5 for tensor in saved)
+    if case.tolerance > FP32:
+        return
+    warnings = [line for line in log.lower().splitlines() if "warning" in line]
+    # Steps of a few milliseconds may overtake the writing of a checkpoint.
+    assert not [line for line in warnings if "still being written" not in line]
+    for name in ("model", "optimizer", *(["ema"] if "ema.decay=0.9" in settings else [])):
+        ours, theirs = saved_tensors(folder, name), saved_tensors(reference, name)
+        assert ours.keys() == theirs.keys()
+        worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
+        assert worst < 1e-5, f"{name}: {worst}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
-def test_four_processes_follow_one(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
-    succeed(accelerate(engine, 4, parity_config, f"run.dir={tmp_path}", "train.micro_batch_size=1"))
-    assert_same_run(tmp_path, single(), FP32)
+def test_recomputing_changes_nothing_and_freezing_does(single: Single) -> None:
+    assert difference(single(*FROZEN), single(FROZEN[0])) == 0
+    assert difference(single(*FROZEN), single(), CURVE[:1]) > FP32
 
 
-@pytest.mark.parametrize(("processes", "micro_batch"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_processes_times_micro_batch(
-    processes: int, micro_batch: int, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
+LAUNCHES = [
+    *((accelerate, engine) for engine in (*ENGINES, "fsdp2_hsdp")),
+    (torchrun, ""),
+    (torchrun, "zero2"),
+    (torchrun, "fsdp2_hsdp"),
+    (deepspeed, "zero2"),
+]
+DEFAULT_LAUNCHES = [(accelerate, "fsdp2"), (torchrun, ""), (torchrun, "zero2"), (deepspeed, "zero2")]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "file"),
+    [pytest.param(*each, marks=[] if each in DEFAULT_LAUNCHES else pytest.mark.slow) for each in LAUNCHES],
+)
+def test_launchers(
+    launcher: Callable[..., list[str]], file: str, parity_config: Path, single: Single, tmp_path: Path
 ) -> None:
-    forked.succeed("ddp", tmp_path / "run", processes, parity_config, f"train.micro_batch_size={micro_batch}")
-    assert_same_run(tmp_path / "run", single("train.micro_batch_size=8"), FP32)
-
-
-@pytest.mark.parametrize("engine", some("zero2"))
-def test_torchrun_brings_any_engine(engine: str, parity_config: Path, single: Single, tmp_path: Path) -> None:
-    file = f"accelerate_configs/{engine}.yaml"
-    output = succeed(torchrun(2, parity_config, f"run.dir={tmp_path}", "--accelerate_config", file))
-    assert f"engine       {engine}, 2 processes" in output and "started by torchrun" in output
-    assert_same_run(tmp_path, single(), FP32)
-
-
-def test_torchrun_alone_is_ddp(parity_config: Path, single: Single, tmp_path: Path) -> None:
-    assert "engine       ddp, 2 processes" in succeed(torchrun(2, parity_config, f"run.dir={tmp_path}"))
-    assert_same_run(tmp_path, single(), FP32)
-
-
-def test_the_deepspeed_launcher(parity_config: Path, single: Single, tmp_path: Path) -> None:
-    command = deepspeed(2, parity_config, f"run.dir={tmp_path}", "--deepspeed_config", "ds_configs/zero2.json")
-    output = succeed(command)
-    assert "engine       zero2, 2 processes" in output and "started by deepspeed" in output
+    """The shipped files in the launchers' own hands; torchrun alone is DDP."""
+    hybrid = file == "fsdp2_hsdp"
+    given: list[object] = [4 if hybrid else 2, parity_config, f"run.dir={tmp_path}", *(MICRO_1 if hybrid else ())]
+    if launcher is accelerate:
+        given.insert(0, file)
+    elif launcher is deepspeed:
+        given += ["--deepspeed_config", f"ds_configs/{file}.json"]
+    elif file:
+        given += ["--accelerate_config", f"accelerate_configs/{file}.yaml"]
+    output = succeed(launcher(*given))
+    assert f"engine       {file.partition('_h')[0] or 'ddp'}, {given[launcher is accelerate]} processes" in output
+    assert f"started by {'accelerate launch' if launcher is accelerate else launcher.__name__}" in output
     assert_same_run(tmp_path, single(), FP32)
 
 
@@ -190,19 +166,21 @@ def test_run_resumes_under_other_engines(
     assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
 
 
+RESUMED = [(engine, name) for engine in ("single", "ddp", "fsdp2") for name in ("adamw", "muon")]
+RESUMED += [(engine, "adamw") for engine in ("zero2", "zero3", "fsdp2_hsdp")]
+DEFAULT_RESUMED = [("single", "adamw"), ("fsdp2", "adamw"), ("fsdp2", "muon"), ("zero2", "adamw")]
+
+
 @pytest.mark.parametrize(
-    "engine",
-    [
-        "single",
-        "fsdp2",
-        "zero2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero3", "fsdp2_hsdp")),
-    ],
+    ("engine", "optimizer"),
+    [pytest.param(*each, marks=[] if each in DEFAULT_RESUMED else pytest.mark.slow) for each in RESUMED],
 )
-def test_resumed_run_is_bitwise_equal(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(
+    engine: str, optimizer: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+) -> None:
     """Resumed twice, in the second epoch and in the third, with accumulation and dropout, on the same processes."""
     settings = ["train.steps=12", "train.global_batch_size=160", "train.micro_batch_size=20", "model.dropout=0.1"]
-    settings += ["checkpoint.every_steps=4", "validation.every=0", "ema.decay=0.9"]
+    settings += ["checkpoint.every_steps=4", "validation.every=0", "ema.decay=0.9", f"optim.name={optimizer}"]
     processes = {"single": 1, "fsdp2_hsdp": 4}.get(engine, 2)
     folders = [tmp_path / name for name in ("whole", "once", "twice")]
     for number, folder in enumerate(folders):

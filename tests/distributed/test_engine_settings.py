@@ -14,14 +14,13 @@ import torch
 
 from mmldlm.config import load_config
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.environment import settings_to_export, variables_not_in
+from mmldlm.distributed.process_group import settings_to_export
 from mmldlm.errors import ConfigError
 from tests.helpers.engine_runs import CURVE, difference
 from tests.helpers.forked_runs import ForkedRuns
 
 DEFAULTS = DistributedConfig(nccl={})
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-ALIASES = ("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # older names
 SHORT = ["train.steps=4", "validation.every=0", "checkpoint.every_steps=0"]
 
 
@@ -164,22 +163,10 @@ def test_allow_long_timeout() -> None:
 
 
 @pytest.mark.quick
-def test_nccl_may_not_name_what_other_settings_export() -> None:
-    for name in (*settings_to_export(DEFAULTS), *ALIASES):
-        with pytest.raises(ConfigError, match=rf"^distributed.nccl: {name} has .*; use distributed\.\w+$") as refused:
-            load_config(None, [f"distributed.nccl={{{name}: 1}}"])
-        setting = str(refused.value).rpartition("use distributed.")[2]
-        changed = settings_to_export(
-            replace(DEFAULTS, **{setting: type(getattr(DEFAULTS, setting))(not getattr(DEFAULTS, setting))})
-        )
-        assert name in ALIASES or changed[name] != settings_to_export(DEFAULTS)[name]
-
-
-@pytest.mark.quick
 def test_exported_names_and_values_are_those_of_torchs_headers() -> None:
     nccl, recorder = ((HEADERS / name).read_text() for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp"))
     exported = settings_to_export(DEFAULTS)
-    assert [name for name in (*exported, *ALIASES) if f'"{name}"' not in nccl + recorder] == []
+    assert [name for name in exported if f'"{name}"' not in nccl + recorder] == []
     modes = dict(re.findall(r"(\w+) = (\d)", nccl.partition("enum ErrorHandlingMode")[2].partition("}")[0]))
     assert exported["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == modes["SkipCleanUp"], "torch's default"
     off = settings_to_export(replace(DEFAULTS, async_error_handling=False))
@@ -194,18 +181,3 @@ def test_start_tells_of_variables_that_turn_timeouts_off(
         run = tmp_path / value
         forked.succeed("ddp", run, 2, parity_config, *SHORT, "train.steps=1", **{name: value})
         assert run.with_suffix(".log").read_text().count(f"warning      {name}=0: ") == told
-
-
-@pytest.mark.quick
-def test_unknown_nccl_variables_are_reported() -> None:
-    libraries = list((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*"))
-    assert libraries
-    names = ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_NO_SUCH_THING"]
-    assert variables_not_in(libraries, names) == ["TORCH_NCCL_NO_SUCH_THING"]
-
-
-@pytest.mark.quick
-def test_prefixed_nccl_variables_are_known(tmp_path: Path) -> None:
-    (tmp_path / "libnccl.so").write_bytes(b"..SOCKET_NTHREADS\0..NCCL_DEBUG\0")
-    names = ["NCCL_SOCKET_NTHREADS", "NCCL_DEBUG", "NCCL_SOCKET_NTHREAD"]
-    assert variables_not_in([tmp_path / "libnccl.so"], names) == ["NCCL_SOCKET_NTHREAD"]

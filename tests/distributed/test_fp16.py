@@ -16,12 +16,9 @@ from mmldlm.distributed import grad_scaler as loss_scale
 from mmldlm.distributed.grad_scaler import INITIAL_SCALE, MAX_SCALE, MIN_SCALE, LossScale
 from mmldlm.trainer.step_guard import Skip
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.engine_runs import Single, assert_same_run, records, saved_tensors
+from tests.helpers.engine_runs import records, saved_tensors
 from tests.helpers.faulty_steps import run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
-
-FP16 = 5e-3  # against fp32; bf16, with 3 bits less, is held to 2e-2
-SHORT = ("train.steps=8", "mode_schedule={}", "validation={every: 8, samples: 16, text_samples: 0}")
 
 
 @pytest.mark.quick
@@ -47,22 +44,6 @@ def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
         for ours, theirs in zip(scaled, exact, strict=True):
             assert (ours / factor - theirs).norm() <= 0.02 * theirs.norm()
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=5e-3)
-
-
-@pytest.mark.parametrize("engine", [pytest.param("single", marks=pytest.mark.slow), "ddp", "fsdp2"])
-def test_precision_fp16_follows_fp32(
-    engine: str, parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    folder, reference = tmp_path / "run", single(*SHORT)
-    forked.succeed(engine, folder, 1 if engine == "single" else 2, parity_config, *SHORT, "precision=fp16")
-    assert_same_run(folder, reference, FP16)
-    ours, theirs = records(folder), records(reference)
-    assert ours[1]["loss/total"] != theirs[1]["loss/total"]
-    assert {record["optim/loss_scale"] for record in ours.values()} == {INITIAL_SCALE}
-    assert "optim/loss_scale" not in theirs[1]
-    saved = saved_tensors(folder)
-    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
-    assert any((tensor != tensor.half().float()).float().mean() > 0.5 for tensor in saved.values())
 
 
 @pytest.mark.parametrize("engine", ["single", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])

@@ -1,17 +1,19 @@
-"""The process group is started as the device needs it; a stub stands in for GPUs, which this only asks for."""
+"""The process group is started as device and network need it; a stub stands in for GPUs, which this only asks for."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.launcher import read_launcher_env
-from mmldlm.distributed.process_group import NCCL_MARGIN_S, join_process_group
+from mmldlm.distributed.launch import read_launcher_env
+from mmldlm.distributed.process_group import NCCL_MARGIN_S, join_process_group, use_interface_for
 from mmldlm.errors import ConfigError, PeerLostError
 
 pytestmark = pytest.mark.quick
@@ -60,3 +62,25 @@ def test_gloo_is_bound_to_no_device(arguments: dict[str, Any]) -> None:
         join_process_group(DistributedConfig(timeout_s=60), launch(1))
     assert (arguments["backend"], arguments["device_id"]) == ("gloo", None)
     assert arguments["timeout"].total_seconds() == 60
+
+
+def interface_for(address: str) -> str | None:
+    variables: dict[str, str] = {}
+    use_interface_for(address, variables)
+    assert variables.get("NCCL_SOCKET_IFNAME", "=")[1:] == variables.get("GLOO_SOCKET_IFNAME", "")
+    return variables.get("GLOO_SOCKET_IFNAME")
+
+
+def test_an_address_is_reached_by_its_interface() -> None:
+    assert interface_for("127.0.0.1") == interface_for("localhost") == "lo"
+    assert interface_for("node0.invalid") is None
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                assert interface_for(entry.address) == name, "of this machine"
+
+
+def test_interfaces_of_the_user_stay() -> None:
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    use_interface_for("127.0.0.1", environment)
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}

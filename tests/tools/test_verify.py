@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from mmldlm import cli, train
-from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import MmldlmError
 from mmldlm.tools import verify
 from mmldlm.tools.replay import RecordedRun, advance, replay

@@ -16,7 +16,7 @@ from benchmarks.memory import BOUND, batch, checkpointing, measure
 from mmldlm.config import load_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
-from mmldlm.distributed.launcher import ENGINES
+from mmldlm.distributed.launch import ENGINES
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import MMDiT, Precision

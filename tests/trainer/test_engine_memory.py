@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
-from mmldlm.distributed.launcher import ENGINES
+from mmldlm.distributed.launch import ENGINES
 from mmldlm.trainer.engine_memory import RankMemory, Sharding, StepMemory, rank_memory
 from mmldlm.trainer.memory_estimate import estimate
 from tests.helpers.forked_runs import ForkedRuns

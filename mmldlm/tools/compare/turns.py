@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mmldlm.config import RunConfig, require_paths
-from mmldlm.distributed.launcher import LauncherEnv, read_launcher_env
+from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, StoppedBySignal, UsageError
 from mmldlm.tools.runs import History
 from mmldlm.train import train

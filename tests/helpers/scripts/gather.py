@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.deepspeed_config import StepPlan
+from mmldlm.distributed.deepspeed_file import StepPlan
 from mmldlm.distributed.init import start_engine
-from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import exit_process
 
 VALUES = [None, "x" * 5000, {"a": [1, 2.5, True, None], "é": "\ud800\n"}, float("inf"), 2**70, []]

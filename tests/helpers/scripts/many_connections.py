@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.launcher import read_launcher_env
+from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import exit_process
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from mmldlm.distributed.muon import ShardedMuon
+from mmldlm.distributed.optimizers import ShardedMuon
 from mmldlm.errors import exit_process
 
 # Rows that do not divide by the ranks, fewer rows than ranks, wide and tall.

@@ -1,0 +1,244 @@
+"""The DeepSpeed config of a launch: read by Accelerate, checked by DeepSpeed's types, completed by the run config."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmldlm.distributed.library_calls import library_call
+from mmldlm.errors import ConfigError
+from mmldlm.utils.nested import flatten
+from mmldlm.utils.short_repr import short_repr
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+AUTO = "auto"
+SECTION = "deepspeed_config of the accelerate config"  # in place of a file in messages
+OFFLOADS = ("offload_optimizer", "offload_param")
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+# DeepSpeed reads more of ZeRO's keys than are tested here; these change what a run computes, or how it is divided.
+_UNTESTED = (
+    *("zenflow", "legacy_stage1", "parameter_alignment", "zero_quantized_nontrainable_weights"),
+    *("offload_optimizer.ratio", "offload_optimizer.super_offload"),
+)
+# Keys that take effect: DeepSpeed refuses unknown keys below them, but ignores unknown ones beside them.
+KNOWN = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("bf16", "fp16", "data_types", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "comms_logger"),
+)
+# Output, and what the run config has settings for: left out.
+LEFT_OUT = (
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state", "checkpoint"),
+    *("tensorboard", "csv_monitor", "wandb", "comet", "dataloader_drop_last", "optimizer", "scheduler"),
+)
+FROM_SECTION = ("gradient_accumulation_steps", "gradient_clipping")  # or from the accelerate file's section
+SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "optimizer", "scheduler")
+# What a section of the accelerate file leaves open, as in the files in ds_configs/.
+_BUCKETS = {"reduce_bucket_size": 100_000_000, "allgather_bucket_size": 100_000_000}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Batch sizes, clipping and precision of a step, and the model's width: what an engine needs before the model."""
+
+    micro_batch_size: int
+    accumulation: int
+    global_batch_size: int
+    clip_norm: float
+    precision: str
+    width: int  # D of the text stream
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """The DeepSpeed config of a launch, before the run config has completed it."""
+
+    name: str  # for messages
+    content: Mapping[str, Any]  # with its "auto" values
+    zero: DeepSpeedZeroConfig  # the section zero_optimization, as DeepSpeed reads it
+    notices: tuple[str, ...]  # for the user
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine: zero1, zero2, zero3, zero2_offload or zero3_offload."""
+        offloads = any(self.device(offload) != "none" for offload in OFFLOADS)
+        return f"zero{int(self.zero.stage)}{'_offload' if offloads else ''}"
+
+    @property
+    def secondary_partition(self) -> int:
+        """Processes that share a second copy of ZeRO-3's weights (hpZ, arXiv 2306.10209); 1 for none."""
+        return int(self.zero.zero_hpz_partition_size)
+
+    def device(self, offload: str) -> str:
+        """Return none, cpu or nvme: where the optimizer or the weights are, for one of `OFFLOADS`."""
+        section = getattr(self.zero, offload)
+        return "none" if section is None else str(section.device)
+
+    def check_ema(self, decay: float) -> None:
+        """Raise `ConfigError` if master weights are on NVMe, where an EMA cannot read them."""
+        for offload in OFFLOADS:
+            if decay and self.device(offload) == "nvme":
+                raise ConfigError(
+                    f"ema.decay: {decay:g} needs master weights in memory, found zero_optimization.{offload}.device "
+                    f"nvme in {self.name}; expected cpu or none there, or ema.decay 0"
+                )
+
+    def resolve(self, plan: StepPlan) -> dict[str, Any]:
+        """Return the config with every "auto" filled in from the run config.
+
+        A `ConfigError` names all values that contradict the run config, and each "auto" without a value.
+        """
+        resolved, problems = deepcopy(dict(self.content)), list[str]()
+        # Key of the DeepSpeed file -> the run's value, and where that comes from.
+        from_run: dict[str, tuple[Any, str]] = {
+            "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "train.micro_batch_size"),
+            "gradient_accumulation_steps": (
+                plan.accumulation,
+                "train.global_batch_size / (micro_batch_size x processes)",
+            ),
+            "train_batch_size": (plan.global_batch_size, "train.global_batch_size"),
+            "gradient_clipping": (plan.clip_norm, "optim.clip_norm"),
+            "bf16.enabled": (plan.precision == "bf16", "precision"),
+            "fp16.enabled": (False, "precision"),
+            # Under all engines weights, accumulated gradients and moments are float32, also with bf16.
+            "bf16.bf16_master_weights_and_grads": (False, "precision"),
+            "bf16.bf16_optimizer_states": (False, "precision"),
+            "data_types.grad_accum_dtype": ("fp32", "precision"),
+            # By default DeepSpeed refuses some optimizers, and all but CPUAdam where the optimizer is offloaded.
+            "zero_allow_untested_optimizer": (True, "optim"),
+            "zero_force_ds_cpu_optimizer": (False, "optim"),
+        }
+        for dotted, (value, key) in from_run.items():
+            name, _, leaf = dotted.rpartition(".")
+            section = resolved.setdefault(name, {}) if name else resolved
+            current = section.get(leaf, AUTO)
+            if current == AUTO:
+                section[leaf] = value
+            # True equals 1 in Python: `gradient_clipping: true` must not pass for a norm of 1.
+            elif current != value or isinstance(current, bool) != isinstance(value, bool):
+                problems.append(
+                    f"{dotted} is {json.dumps(current)}, but {json.dumps(value)} by the run config ({key}); remove it "
+                    'or write "auto"'
+                )
+        resolved["fp16"] = {"enabled": False}  # the other keys are those of its loss scale
+        zero, width = resolved["zero_optimization"], plan.width
+        # Hugging Face's trainer takes these from the model's width.
+        sizes = {
+            "reduce_bucket_size": width * width,
+            "stage3_prefetch_bucket_size": width * width * 9 // 10,
+            "stage3_param_persistence_threshold": 10 * width,
+        }
+        zero.update({key: size for key, size in sizes.items() if zero.get(key) == AUTO})
+        problems += [
+            f'{name}: "auto" is not supported here, expected a value; remove it'
+            for name, value in flatten(resolved).items()
+            if value == AUTO
+        ]
+        if problems:
+            raise ConfigError(f"{self.name}: " + "; ".join(problems))
+        with library_call(f"{self.name}: bf16", {}):
+            from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+
+            DeepSpeedBF16Config(**resolved["bf16"])
+        return resolved
+
+
+def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, local_world_size: int) -> DeepSpeedFile:
+    """Return the DeepSpeed config of a launch: the file at `path`, or if that is "" the section of the accelerate file.
+
+    Args:
+        variables: Accelerate's, in which its launcher passes the section on.
+
+    Raises:
+        ConfigError: Accelerate or DeepSpeed refuse a value, DeepSpeed would ignore a key, or there is no such engine.
+    """
+    name = path or SECTION
+    # Without a value Accelerate would take 1 for the accumulation.
+    content = {**dict.fromkeys(FROM_SECTION, AUTO), **_read_file(Path(path))} if path else None
+    with library_call(name, variables):
+        from accelerate import DeepSpeedPlugin
+
+        config = DeepSpeedPlugin(hf_ds_config=content).deepspeed_config
+    section = config["zero_optimization"]
+    if content is None:
+        config["communication_data_type"] = "fp32"
+        section |= _BUCKETS
+    if section.get("zero_hpz_partition_size") == AUTO:
+        section["zero_hpz_partition_size"] = local_world_size
+    zero = _read_zero(section, name)
+    unused = [key for key, value in (content or {}).items() if key in LEFT_OUT and value not in (False, None, AUTO)]
+    notices = [f"{name}: no effect here: {', '.join(unused)}"] if unused else []
+    notices += [
+        f"{name}: zero_optimization.{key}: the curve differs from that of the other engines"
+        for key in QUANTIZED
+        if getattr(zero, key)
+    ]
+    used = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    file = DeepSpeedFile(name, used, zero, tuple(notices))
+    _check_zero(file, world_size)
+    return file
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a DeepSpeed file, all keys of which have a meaning here."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed file {path} is not readable JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    for key, value in content.items():
+        if key not in (*KNOWN, *LEFT_OUT):
+            close = difflib.get_close_matches(key, KNOWN, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else "remove it (see docs/launchers.md)"
+            raise ConfigError(f"{path}: {key}: unknown or unsupported key, {advice}")
+        if key in SECTIONS and not isinstance(value, dict):
+            raise ConfigError(f"{path}: {key}: expected keys below it, found {short_repr(value)}")
+    for key, source, types in (("optimizer", "optim", ("Adam", "AdamW")), ("scheduler", "schedule", ())):
+        values = flatten(content.get(key, {}))
+        kind = values.pop("type", "AdamW")
+        # Flags such as torch_adam choose an implementation, which `optim.name` and `optim.fused` do here.
+        if any(v not in (AUTO, {}) and v is not True for v in values.values()) or (types and kind not in types):
+            raise ConfigError(
+                f"{path}: {key}: expected nothing or only {AUTO!r} (the run config's {source} is the source), found "
+                f"{short_repr(content[key])}; remove the section"
+            )
+    _read_zero(content.get("zero_optimization", {}), str(path))  # Accelerate takes its types for granted
+    return content
+
+
+def _read_zero(section: Mapping[str, Any], name: str) -> DeepSpeedZeroConfig:
+    with library_call(f"{name}: zero_optimization", {}):
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        return DeepSpeedZeroConfig(**section)
+
+
+def _check_zero(file: DeepSpeedFile, world_size: int) -> None:
+    """Raise `ConfigError` if no engine does what DeepSpeed's reading of the config asks for."""
+    zero, key = file.zero, f"{file.name}: zero_optimization"
+    if zero.stage == 0:
+        raise ConfigError(f"{key}.stage: expected 1, 2 or 3, found 0; for DDP use distributed_type: MULTI_GPU")
+    for offload, stages in zip(OFFLOADS, ((2, 3), (3,)), strict=True):
+        device = file.device(offload)
+        if device != "none" and zero.stage not in stages:
+            expected = " or ".join(map(str, stages))
+            raise ConfigError(f"{key}.{offload}.device: expected none, or stage {expected}, found {device}")
+        if device == "nvme" and str(getattr(zero, offload).nvme_path).lower() == "none":
+            raise ConfigError(f"{key}.{offload}.nvme_path: expected a folder, in a DeepSpeed file, found none")
+    for name, value in flatten(file.content["zero_optimization"]).items():
+        if name.startswith(_UNTESTED) and value not in (None, False, 1):
+            raise ConfigError(f"{key}.{name}: expected nothing (no engine here supports it), found {short_repr(value)}")
+    size = file.secondary_partition
+    if size != 1 and (size < 1 or world_size % size or zero.stage != 3):
+        raise ConfigError(
+            f'{key}.zero_hpz_partition_size: expected "auto" or a number that divides the {world_size} processes, at '
+            f"stage 3; found {size} at stage {zero.stage}"
+        )

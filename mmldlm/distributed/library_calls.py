@@ -1,0 +1,65 @@
+"""Calls of Accelerate and DeepSpeed: what they see of the environment, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from pydantic import ValidationError
+
+from mmldlm.errors import ConfigError
+from mmldlm.utils.short_repr import short_repr, truncate
+
+# Before the first import of DeepSpeed, which would otherwise warn on every machine without a GPU.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")  # of Accelerate's variables
+LIBRARIES = ("accelerate", "deepspeed", "pydantic")
+MAX_MESSAGE_CHARS = 400
+
+
+@contextmanager
+def library_call(source: str, variables: Mapping[str, str]) -> Iterator[None]:
+    """Call Accelerate or DeepSpeed in the body, with these variables of Accelerate and no others.
+
+    What the libraries say of a value is raised as a `ConfigError` of one line; errors of other kinds, or that our code
+    or PyTorch raises, pass unchanged. `source` names the file that the libraries follow, or the engine.
+    """
+    hidden = _pop_variables()
+    os.environ.update(variables)
+    try:
+        yield
+    except Exception as error:
+        package = _raised_in(error)
+        # DeepSpeed checks values by assertions as well; one without words is a bug.
+        says = isinstance(error, ValueError) or (isinstance(error, AssertionError) and str(error))
+        if package not in LIBRARIES or not (says or type(error).__name__ == "DeepSpeedConfigError"):
+            raise
+        raise ConfigError(f"{source}: {_message(error)} ({type(error).__name__} in {package})") from error
+    finally:
+        _pop_variables()  # Accelerate itself selects the engine for later starts in this process
+        os.environ.update(hidden)
+
+
+def _pop_variables() -> dict[str, str]:
+    return {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(PREFIXES)}
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the package whose code raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        problems = error.errors(include_url=False)
+        text = "; ".join(
+            f"{'.'.join(map(str, p['loc']))}: {p['msg']}, found {short_repr(p['input'])}" for p in problems
+        )
+    else:
+        text = " ".join(str(error).split()) or "refused"
+    return truncate(text, MAX_MESSAGE_CHARS)
