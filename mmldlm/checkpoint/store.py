@@ -122,12 +122,8 @@ class CheckpointStore:
 
     def _prune(self, saved: Path) -> None:
         """Remove all checkpoints except `saved` and the newest revision of each other step that is kept."""
-        saved_step = _step_and_revision(saved)[0]
-        # The newest revision of each step, since `paths` lists it first.
-        newest = {saved_step: saved}
-        for path in self.paths():
-            newest.setdefault(_step_and_revision(path)[0], path)
-        losses = {step: self._validation_loss(path) for step, path in newest.items()} if self.retention.best else {}
+        saved_step, newest = _step_and_revision(saved)[0], self.by_step()
+        losses = {step: self.validation_loss(path) for step, path in newest.items()} if self.retention.best else {}
         steps = self.retention.steps_to_keep(saved_step, newest.keys() - {saved_step}, losses)
         kept = {newest[step] for step in steps}
         removed = []
@@ -142,10 +138,6 @@ class CheckpointStore:
             fsync(self.folder)  # else a power failure could bring a half-removed checkpoint back
         for path in removed:
             shutil.rmtree(path)
-
-    def _validation_loss(self, path: Path) -> float | None:
-        loss = read_manifest(path).get("info", {}).get("validation_loss")
-        return loss if isinstance(loss, float) else None
 
     def _remove_leftovers(self) -> None:
         for path in self._entries():
@@ -195,6 +187,16 @@ class CheckpointStore:
         """Return all checkpoint folders, unverified, newest first."""
         paths = [path for path in self._entries() if step_and_revision(path.name) and path.is_dir()]
         return sorted(paths, key=_step_and_revision, reverse=True)
+
+    def by_step(self) -> dict[int, Path]:
+        """Return the newest revision of each step's checkpoint, unverified."""
+        return {_step_and_revision(path)[0]: path for path in reversed(self.paths())}
+
+    @staticmethod
+    def validation_loss(path: Path) -> float | None:
+        """Return the validation loss that a checkpoint has in its manifest."""
+        loss: float | None = read_manifest(path).get("info", {}).get("validation_loss")
+        return loss
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []

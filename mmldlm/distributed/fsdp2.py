@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from mmldlm.checkpoint.slices import SlicedTensor
-from mmldlm.checkpoint.state import check_optimizer_entries, load_optimizer_state, model_state
+from mmldlm.checkpoint.state import load_optimizer_state, model_state
 from mmldlm.checkpoint.tensors import meta_of, read_range
 from mmldlm.distributed.engine import Engine, follows_parameters
 from mmldlm.distributed.grad_scaler import to_local
@@ -91,11 +91,10 @@ class FSDP2Engine(Engine):
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         parameters = {name: parameter.detach() for name, parameter in self._trainable_params()}
-        check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
         shapes, parts = {entry: meta.shape for entry, meta in meta_of(tensors).items()}, {}
         for entry, shape in shapes.items():
-            parameter = parameters[entry.rpartition("/")[0]]
-            if shape != parameter.shape:  # a step count
+            parameter = parameters.get(entry.rpartition("/")[0])
+            if parameter is None or shape != parameter.shape:  # a step count, or what is refused below
                 parts[entry] = tensors[entry]
                 continue
             parts[entry] = torch.empty_like(parameter)

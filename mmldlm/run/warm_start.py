@@ -22,7 +22,7 @@ from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
+from mmldlm.run.compatibility import identity, saved_latent_stats
 from mmldlm.run.load import BUNDLE_CONFIG, choose_weights, newest_checkpoint, run_config
 from mmldlm.utils.files import sha256
 from mmldlm.utils.short_repr import display_name, truncate
@@ -75,12 +75,12 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
     latents, notes, origin = store.manifest.latent, [], dict[str, Any]()
     if "checkpoint" in source:
         path = Path(source["checkpoint"])
-        checkpoint = verify_checkpoint(path, hashes=False, links=(path / BUNDLE_CONFIG).is_file())
+        checkpoint = verify_checkpoint(path, hashes=False)
         files, weights = _saved_weights(checkpoint)
         taken, new = _match(checkpoint, files, config, store, shapes)
         notes.append(f"weights from {path}: {WEIGHTS_LABELS[weights]} of step {checkpoint.step}")
         for group in ("model", "latent"):
-            differing = diff_configs(_saved(checkpoint, group), identity(config, store)[group], f"{group}.")
+            differing = diff_configs(checkpoint.info["identity"][group], identity(config, store)[group], f"{group}.")
             notes += [f"  other settings there: {display_name(line)}" for line in differing]
         if "latent_in.weight" in taken:
             latents = _on_scale(saved_latent_stats(checkpoint, store), latents)
@@ -145,23 +145,16 @@ def _match(
 
 def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) -> dict[str, str]:
     """Return the modules whose weights mean nothing here, as the data or the objective are others, and why."""
-    saved, current = saved_identity(checkpoint), identity(config, store)
+    saved, current = checkpoint.info["identity"], identity(config, store)
     changed = {"loss_weights": "the objective"}
-    if saved.get("tokenizer") != current["tokenizer"]:
+    if saved["tokenizer"] != current["tokenizer"]:
         changed |= dict.fromkeys(("token_embedding", "text_head"), "another tokenizer")
-    before, now = _saved(checkpoint, "data"), current["data"]
-    shape = "latent_tokens", "latent_channels"
-    if saved.get("encoder") != current["encoder"] or any(before.get(key) != now[key] for key in shape):
+    same_shape = all(saved["data"][key] == current["data"][key] for key in ("latent_tokens", "latent_channels"))
+    if saved["encoder"] != current["encoder"] or not same_shape:
         changed |= dict.fromkeys(("latent_in", "latent_position", "latent_head", "latent_skip"), "other latents")
-    if _saved(checkpoint, "latent").get("prediction") != config.latent.prediction:
+    if saved["latent"]["prediction"] != config.latent.prediction:
         changed |= dict.fromkeys(("latent_head", "latent_skip", "latent_final"), "another latent.prediction")
     return changed
-
-
-def _saved(checkpoint: Checkpoint, group: str) -> dict[str, Any]:
-    """Return a group of the identity of a checkpoint's run; empty if it is none."""
-    values = saved_identity(checkpoint).get(group)
-    return values if isinstance(values, dict) else {}
 
 
 def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
