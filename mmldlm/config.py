@@ -75,11 +75,14 @@ class RunSettings:
     """Folder and seed of a run."""
 
     dir: str = setting("", "folder of this run: config, metrics, TensorBoard, checkpoints")
-    seed: int = setting(0, "seed of initialization, sample order, noise times, masks and noise", at_least=0)
+    seed: int = setting(
+        0, "seed of initialization, sample order, noise times, masks and noise", at_least=0, at_most=2**63 - 1
+    )
     init_seed: int | None = setting(
         None,
         "seed of the initial weights; null: that of the rest",
         at_least=0,
+        at_most=2**63 - 1,
         advice="Another one shows, under the same samples and noise, how much of a difference between runs is luck",
     )
 
@@ -397,13 +400,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _absolute(path: str) -> str:
-    """Return `path` as an absolute path; unchanged if empty, or if the working folder's name is no valid setting."""
-    from mmldlm.settings.fields import build
-
-    try:
-        return build(RunSettings, {"dir": str(Path(path).absolute())}).dir if path else path
-    except ConfigError:
-        return path
+    return str(Path(path).absolute()) if path else path
 
 
 def write_config(config: RunConfig, run_dir: Path) -> None:

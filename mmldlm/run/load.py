@@ -96,15 +96,15 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         config = restore(RunConfig, tree)
-    except (ConfigError, ValueError, RecursionError) as error:
+    except (ConfigError, ValueError) as error:  # of another version
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:
         return config
-    from mmldlm.settings.fields import set_dotted  # needs YAML, without which a bundle can be loaded
+    from mmldlm.settings.fields import build, set_dotted  # needs YAML, without which a bundle can be loaded
 
     for assignment in overrides:
         set_dotted(tree, assignment)
-    return restore(RunConfig, tree)
+    return build(RunConfig, tree)
 
 
 def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
