@@ -118,11 +118,6 @@ class LogConfig:
         at_least=0,
     )
     figure_samples: int = setting(32, "held-out samples for each figure", at_least=2, at_most=4096)
-    projector: bool = setting(False, "with the figures, write latents and texts for TensorBoard's projector")
-
-    def __post_init__(self) -> None:
-        if self.projector and not (self.tensorboard and self.figures_every):
-            raise ValueError("projector: comes with figures, expected tensorboard: true and figures_every above 0")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ _NO_POWERSGD = "gone with comm_hook: powersgd; use comm_hook: fp16 or bf16, and 
 REMOVED = {
     "guard.on_spike": _BY_HAND,
     "guard.max_rewinds": _BY_HAND,
+    "log.projector": "gone; the figures of `log.figures_every` show the latents, delete the line",
     "distributed.ddp.powersgd_rank": _NO_POWERSGD,
     "distributed.ddp.powersgd_start_step": _NO_POWERSGD,
 }
