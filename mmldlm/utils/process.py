@@ -14,7 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mmldlm.errors import StoppedBySignal
+from mmldlm.errors import StoppedBySignal, run_command
+from mmldlm.utils.malloc import configure_cuda_allocator
+from mmldlm.utils.versions import check_versions
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A variable of each launcher. What none of them has started may outlive its parent, which is a shell.
@@ -46,6 +48,14 @@ def start_process(outlives_terminal: bool) -> None:
             setattr(sys, name, io.TextIOWrapper(buffer, **options))
     if _LAUNCHER_VARIABLES & os.environ.keys() and hasattr(os, "pidfd_open"):
         threading.Thread(target=_stop_with_launcher, daemon=True).start()
+
+
+def start_rank() -> None:
+    """Prepare a process that a launcher has started as a module, before torch is imported: `start_process` and more."""
+    start_process(outlives_terminal=True)
+    if status := run_command(check_versions):
+        sys.exit(status)
+    configure_cuda_allocator(os.environ)
 
 
 class _LossyStream(io.FileIO):
