@@ -124,13 +124,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
         name, _, key = entry.rpartition("/")
         if key != NO_STATE:
             states[name][key] = tensor.clone()  # the optimizer may keep this tensor and update it in place
-    # `load_state_dict` moves each tensor to the device and dtype that the optimizer's implementation expects.
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    # `state_dict` numbers parameters by their place in the groups, which may differ from that in the saved run.
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: states[names[id(parameter)]] for index, parameter in enumerate(ordered)}
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+    # By number, which is a parameter's place in the groups. `load_state_dict` moves each tensor to the device and dtype
+    # that the optimizer's implementation expects.
+    state = {number: entries for number, entries in enumerate(states.values()) if entries}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
@@ -155,7 +152,7 @@ def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _optimized_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by clean name."""
+    """Return the optimizer's parameters by clean name, in the order of its groups."""
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(id(parameter) in names for parameter in parameters), "the optimizer holds parameters of another model"
