@@ -164,10 +164,9 @@ class Mirror:
 
     def wait(self, deadline: float, record: Callable[[int, Mapping[str, Any]], None]) -> None:
         """Wait a moment for the last copy, until not `busy`; at `deadline` it is given up."""
-        self.poll(record)
         if self._pass is not None:
             wait_for([self._pass], _POLL_INTERVAL_S)
-            self.poll(record)
+        self.poll(record)
         if self.busy and time.monotonic() >= deadline:
             self.close()
             record(max(self.store.by_step()), {"error": f"{self.url}: not within checkpoint.mirror_wait_s"})

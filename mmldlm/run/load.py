@@ -135,8 +135,6 @@ def _open_data(folder: Path, config: RunConfig) -> Store:
 def choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, evaluate_ema: bool) -> Weights:
     """Return the weights to use: of a bundle its only ones, otherwise as in `load_run`."""
     available: Sequence[Any] = [saved.info["weights"]] if "weights" in saved.info else ["trained", "ema"][: 1 + has_ema]
-    if not {*available} <= {*WEIGHTS_LABELS}:
-        raise DataError(f"{saved.path}: weights are {short_repr(available)}, expected {' or '.join(WEIGHTS_LABELS)}")
     if requested is not None and requested not in available:
         missing = "no EMA of the weights (ema.decay)" if requested == "ema" else "no trained weights besides the EMA"
         raise DataError(f"{saved.path}: has {missing}; expected --weights {available[0]}")
