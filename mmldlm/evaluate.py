@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -123,15 +122,11 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:
                 make_folder(out)
-                _write(out, result)
+                write_atomically(out / "samples.md", samples_markdown(result))
+                write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+                print("\n".join(map(printable, table(result).split("\n"))))
+                print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
     return ExitCode.DONE
-
-
-def _write(folder: Path, result: dict[str, Any]) -> None:
-    write_atomically(folder / "samples.md", samples_markdown(result))
-    write_atomically(folder / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
-    print("\n".join(map(printable, table(result).split("\n"))))
-    print(printable(f"written: {folder / 'evaluation.json'}, {folder / 'samples.md'}"), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
-from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
+from mmldlm.optim.ema import WEIGHTS_LABELS
 from mmldlm.run.compatibility import identity, saved_latent_stats
 from mmldlm.run.load import BUNDLE_CONFIG, choose_weights, newest_checkpoint, run_config
 from mmldlm.utils.files import sha256
@@ -76,14 +76,21 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
     if "checkpoint" in source:
         path = Path(source["checkpoint"])
         checkpoint = verify_checkpoint(path, hashes=False)
-        files, weights = _saved_weights(checkpoint)
+        files, ema = TensorFiles.open(checkpoint, "model"), TensorFiles.find(checkpoint, "ema")
+        weights = choose_weights(checkpoint, None, ema is not None, run_config(path).ema.evaluate)
+        if ema is not None and weights == "ema":
+            files = files.overlay(ema)
         taken, new = _match(checkpoint, files, config, store, shapes)
         notes.append(f"weights from {path}: {WEIGHTS_LABELS[weights]} of step {checkpoint.step}")
         for group in ("model", "latent"):
             differing = diff_configs(checkpoint.info["identity"][group], identity(config, store)[group], f"{group}.")
             notes += [f"  other settings there: {display_name(line)}" for line in differing]
         if "latent_in.weight" in taken:
-            latents = _on_scale(saved_latent_stats(checkpoint, store), latents)
+            # The bound on norms holds for both, on the scale of these weights.
+            saved = saved_latent_stats(checkpoint, store)
+            shift = float(np.linalg.norm(np.subtract(saved.mean, latents.mean)))
+            max_norm = max(saved.max_norm, (latents.max_norm * latents.rms + shift) / saved.rms)
+            latents = replace(saved, max_norm=max_norm)
             notes += ["  latents are standardized as there"] * (latents != store.manifest.latent)
         name, git = Path(config.init.from_ or path).resolve().name, checkpoint.info.get("git")
         origin |= {"from": name, "step": checkpoint.step, "weights": weights, "git": git}
@@ -103,13 +110,6 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
         names = [f"{name} {list(shapes[name])}" for name in shapes if new.get(name) == reason and rest[name]]
         notes += [f"  new because of {reason}: {truncate(', '.join(names), 300)}"] * bool(names)
     return WarmStart(initial.replaced(taken), latents, notes, origin)
-
-
-def _saved_weights(checkpoint: Checkpoint) -> tuple[TensorFiles, Weights]:
-    """Return the weights by which the run of a checkpoint evaluates, and which these are."""
-    files, ema = TensorFiles.open(checkpoint, "model"), TensorFiles.find(checkpoint, "ema")
-    weights = choose_weights(checkpoint, None, ema is not None, run_config(checkpoint.path).ema.evaluate)
-    return files if ema is None or weights == "trained" else files.overlay(ema), weights
 
 
 def _match(
@@ -155,12 +155,6 @@ def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
     if saved["latent"]["prediction"] != config.latent.prediction:
         changed |= dict.fromkeys(("latent_head", "latent_skip", "latent_final"), "another latent.prediction")
     return changed
-
-
-def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
-    """Return the statistics of `current` on the scale of `saved`; `max_norm` is a bound for both."""
-    shift = float(np.linalg.norm(np.subtract(saved.mean, current.mean)))
-    return replace(saved, max_norm=max(saved.max_norm, (current.max_norm * current.rms + shift) / saved.rms))
 
 
 def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:

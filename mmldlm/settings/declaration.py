@@ -98,13 +98,10 @@ def dump(value: Any) -> Any:
     return value
 
 
-def flat_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: Any) -> dict[str, Any]:
     """Return the values of a settings dataclass as `dump` has them, by dotted key in order of declaration."""
-    flat: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        key, value = f"{prefix}{key_of(field)}", getattr(settings, field.name)
-        flat |= flat_settings(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: dump(value)}
-    return flat
+    tree = dump(settings)
+    return {key: functools.reduce(operator.getitem, key.split("."), tree) for key, _ in leaves(type(settings))}
 
 
 # --- reading back without pydantic ------------------------------------------------------------------------------

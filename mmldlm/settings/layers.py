@@ -11,6 +11,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.settings.declaration import leaves, setting
 from mmldlm.settings.fields import build, check_partial
 from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_yaml_text
+from mmldlm.utils.nested import flatten
 from mmldlm.utils.short_repr import display_name, truncate
 
 EXTENDS = "extends"
@@ -146,12 +147,6 @@ def origins(
         affected = [key for key in keys if f"{key}.".startswith(f"{assigned}.") or assigned.startswith(f"{key}.")]
         by_key |= dict.fromkeys(affected, "command line")
     # An override of a whole group removes the keys that it does not contain.
-    return {key: by_key[key] if key in by_key and _contains(tree, key) else "default" for key in keys}
-
-
-def _contains(tree: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
+    given = [f"{key}." for key in flatten(tree)]
+    is_given = {key: any(longer.startswith(f"{key}.") for longer in given) for key in keys}
+    return {key: by_key[key] if key in by_key and is_given[key] else "default" for key in keys}

@@ -136,6 +136,7 @@ def test_connections_that_are_cut(
     run, log = tmp_path / "cut", tmp_path / "log"
     with FaultyProxy(store.address, "cut") as proxy:
         settings = [parity_config, *SETTINGS, f"checkpoint.mirror=s3://{BUCKET}/runs", f"run.dir={run}"]
+        settings.append("data.num_workers=1")  # forked beside the threads of s3fs
         slow = {"STEP_S": "0.5", **store.environment(proxy.address)}
         pids = forked.start("single", settings, 1, log, "paused_steps.py", **slow)
         wait_until(lambda: bool(records(run)) or forked.wait(pids, 0) != {}, "a record of the fault")
