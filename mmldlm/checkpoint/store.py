@@ -77,16 +77,9 @@ class CheckpointStore:
     ) -> Path:
         """Publish the checkpoint in `temporary` and return its folder; remove those that the policy does not keep.
 
-        If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards.
-
-        Args:
-            temporary: The folder that `begin` returned.
-            files: What `write_files` returned, of all processes.
-            info: JSON values for the manifest.
-            tensors: Tensors of each group, and the slices of them that the files hold.
-
-        Raises:
-            StorageError: A file is missing or has another size, or writing failed. Existing checkpoints are unchanged.
+        If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards. `files`
+        are what `write_files` returned, of all processes. If one is missing or has another size, or writing fails, it
+        is a `StorageError`, and existing checkpoints are unchanged.
         """
         with self._saving(step):
             for name, file in files.items():
@@ -207,11 +200,8 @@ class CheckpointStore:
 def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, FileInfo]:
     """Write and fsync files in the folder that `CheckpointStore.begin` returned, readable by the owner only.
 
-    Args:
-        files: Content by relative file name; a name that is not a plain relative path is a `DataError`.
-
-    Returns:
-        Size and hash of each file, for `CheckpointStore.commit`.
+    Return size and hash of each, for `CheckpointStore.commit`. A name that is not a plain relative path is a
+    `DataError`.
     """
     for name in files:
         check_name(name)
