@@ -80,8 +80,8 @@ class Tracker:
             tracker.start(config)
         for board in self._boards:
             board.layout()
-            board.session_text(f"run/{kind}", _lines(info))
-            board.session_text("run/config", _lines(config))
+            board.session_text(f"run/{kind}", _as_lines(info))
+            board.session_text("run/config", _as_lines(config))
             board.hparams(config, HPARAM_METRICS)
             board.flush()
 
@@ -220,5 +220,5 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
 
 
-def _lines(values: Mapping[str, Any]) -> str:
+def _as_lines(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{key}: {value}" for key, value in flatten(values).items())

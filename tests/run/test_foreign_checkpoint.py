@@ -23,12 +23,12 @@ from mmldlm.data.store import Store
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
 from mmldlm.run.compatibility import identity
-from mmldlm.run.factory import build_model
 from mmldlm.run.load import load_run
 from mmldlm.trainer.checkpointer import metadata_files
 from mmldlm.trainer.restore import restore_checkpoint
 from tests.helpers.changed_checkpoints import replace_file
 from tests.helpers.save_checkpoint import save_checkpoint
+from tests.helpers.small_model import build_model
 
 pytestmark = pytest.mark.quick
 Run = tuple[RunConfig, Store, torch.nn.Module, Path]
@@ -38,7 +38,7 @@ Run = tuple[RunConfig, Store, torch.nn.Module, Path]
 def run(tiny_config: Path, tiny_store: Path) -> Run:
     """A run folder with one checkpoint, and the network that loads it."""
     config, store = load_config(tiny_config), Store.open(tiny_store)
-    model = build_model(config, store.manifest, "cpu")
+    model = build_model(config, store.manifest)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
